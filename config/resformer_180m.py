@@ -1,0 +1,5 @@
+# ResFormer: V_n <- (V_1 + V_n) / 2 (Eq. 7).
+from config.vanilla_180m import *
+
+out_dir = 'out/resformer_180m'
+v_residual = True

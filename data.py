@@ -1,0 +1,221 @@
+"""
+Token files -> batches. Row r of a run, a sequence of block_size + 1 tokens, is a pure function of (seed, r): the data
+order does not depend on the number of GPUs, on the batch size or on how often a run was resumed.
+
+A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.bin and meta.json.
+"""
+import hashlib
+import json
+import os
+import queue
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+FORMAT = 1
+
+
+class Dataset:
+    """A prepared dataset, its files checked against meta.json. Raises FileNotFoundError or ValueError."""
+
+    def __init__(self, name):
+        self.folder = Path('data', name)
+        try:
+            self.meta = json.loads((self.folder / 'meta.json').read_text())
+        except FileNotFoundError:
+            raise FileNotFoundError(f'no prepared dataset in {self.folder}; prepare it with: python '
+                                    f'prepare_slimpajama.py --source=... --out={self.folder}') from None
+        except ValueError as error:
+            raise ValueError(f'{self.folder}/meta.json is damaged ({error}); prepare the dataset again') from None
+        if self.meta.get('format') != FORMAT:
+            raise ValueError(f'{self.folder}/meta.json has format {self.meta.get("format")}, this program reads '
+                             f'{FORMAT}; prepare the dataset again')
+        for path, expected in self.files():
+            size = path.stat().st_size if path.exists() else -1
+            if size != 2 * expected['tokens']:
+                found = 'is missing' if size < 0 else f'has {size:,} bytes, not {2 * expected["tokens"]:,}'
+                raise ValueError(f'{path} {found}; prepare the dataset again')
+
+    def files(self):
+        return [(self.folder / split / f'{domain}.bin', expected)
+                for split, domains in self.meta['splits'].items() for domain, expected in domains.items()]
+
+    def hashes(self):
+        return {f'{path.parent.name}/{path.name}': expected['sha256'] for path, expected in self.files()}
+
+    def verify(self, force=False):
+        """Compare each file's sha256 with meta.json's, once: what was found right is remembered with size and time."""
+        memory = self.folder / 'verified.json'
+        try:
+            known = json.loads(memory.read_text())
+        except (OSError, ValueError):
+            known = {}
+        fresh = {}
+        for path, expected in self.files():
+            stat = path.stat()
+            mark = [stat.st_size, stat.st_mtime_ns, expected['sha256']]
+            if force or known.get(str(path.relative_to(self.folder))) != mark:
+                with open(path, 'rb') as f:
+                    found = hashlib.file_digest(f, 'sha256').hexdigest()
+                if found != expected['sha256']:
+                    raise ValueError(f'{path} was altered: its sha256 is {found[:12]}..., meta.json says '
+                                     f'{expected["sha256"][:12]}...; prepare the dataset again')
+            fresh[str(path.relative_to(self.folder))] = mark
+        if fresh != known:
+            try:
+                temporary = memory.with_suffix(f'.{os.getpid()}')
+                temporary.write_text(json.dumps(fresh))
+                temporary.replace(memory)
+            except OSError:
+                pass  # a read-only dataset is checked at every start
+
+    def read(self, split, domain, start, count):
+        """`count` tokens from `start` on, as int64; fewer at the end of the file."""
+        # A new map at each call: one kept open for ever grows in resident size by all that was ever read.
+        tokens = np.memmap(self.folder / split / f'{domain}.bin', dtype='<u2', mode='r')
+        return tokens[start:start + count].astype(np.int64)
+
+    def sequences(self, split, domain, block_size):
+        """How many sequences of block_size predictions a domain holds, without overlap."""
+        return (self.meta['splits'][split][domain]['tokens'] - 1) // block_size
+
+
+class TrainingRows:
+    """Which sequence is row r. After any n rows each domain has had n times its weight, within one row; no sequence
+    comes twice within an epoch of its domain; each epoch has its own order.
+
+    weights: {domain: weight}, any positive numbers; {}: each domain by its number of tokens."""
+
+    def __init__(self, dataset, block_size, seed, weights=None, warn=print):
+        self.dataset, self.block_size, self.seed, self.warn = dataset, block_size, seed, warn
+        train = dataset.meta['splits']['train']
+        weights = weights or {domain: found['tokens'] for domain, found in train.items()}
+        for domain, weight in weights.items():
+            if domain not in train:
+                raise ValueError(f'domain_weights names {domain!r}; {dataset.folder} has {", ".join(train)}')
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float('inf'):
+                raise ValueError(f'domain_weights gives {domain} {weight!r}; a weight is a number, 0 or more')
+        if not any(weights.values()):
+            raise ValueError('domain_weights are all 0; give at least one domain a positive weight')
+        self.domains = [domain for domain in sorted(weights) if weights[domain] > 0]
+        total = sum(weights.values())
+        self.weights = [weights[domain] / total for domain in self.domains]
+        self.sizes = [dataset.sequences('train', domain, block_size) for domain in self.domains]
+        for domain, size in zip(self.domains, self.sizes, strict=True):
+            if size < 1:
+                raise ValueError(f'{domain} in {dataset.folder} is shorter than one sequence of block_size={block_size}'
+                                 ' + 1 tokens; prepare more, lower block_size, or leave it out with domain_weights')
+        self.row, self.counts = 0, [0] * len(self.domains)
+        self.orders = {}  # domain number -> (epoch, its permutation)
+        self.warned = set()
+
+    def seek(self, row):
+        """Go to a row, by counting from the start: about a second for a million rows."""
+        if row < self.row:
+            self.row, self.counts = 0, [0] * len(self.domains)
+        while self.row < row:
+            self.next_domain()
+
+    def next_domain(self):
+        """The chairman assignment (Tijdeman 1980): among the domains that lag enough, the one that is due first. It
+        keeps every domain within 1 - 1 / (2k - 2) rows of its share, k domains."""
+        self.row += 1
+        k = len(self.domains)
+        slack = 1 / (2 * k - 2) if k > 1 else 0.0
+        best, earliest = 0, float('inf')
+        for i, weight in enumerate(self.weights):
+            lag = self.row * weight - self.counts[i]
+            due = (1 - slack - lag) / weight
+            if lag >= slack - 1e-9 and due < earliest:
+                best, earliest = i, due
+        self.counts[best] += 1
+        return best
+
+    def next(self):
+        """(domain, first token) of the next row."""
+        i = self.next_domain()
+        epoch, index = divmod(self.counts[i] - 1, self.sizes[i])
+        if self.orders.get(i, (None,))[0] != epoch:
+            key = [self.seed % 2**32, zlib.crc32(self.domains[i].encode()), epoch]
+            # RandomState, not default_rng: numpy promises never to change its stream.
+            self.orders[i] = epoch, np.random.RandomState(key).permutation(self.sizes[i]).astype(np.uint32)
+        if epoch and i not in self.warned:
+            self.warned.add(i)
+            self.warn(f'warning: {self.domains[i]} starts epoch {epoch + 1} at row {self.row - 1:,}: its '
+                      f'{self.sizes[i]:,} sequences repeat')
+        return self.domains[i], int(self.orders[i][1][index]) * self.block_size
+
+    def batch(self, size):
+        """The next `size` rows, (size, block_size + 1) int64."""
+        rows = [self.next() for _ in range(size)]
+        return np.stack([self.dataset.read('train', d, start, self.block_size + 1) for d, start in rows])
+
+
+class Loader:
+    """One rank's micro-batches (x, y) on `device`, each (batch_size, block_size) int64, made ahead by a thread.
+
+    A step takes `accumulation` micro-batches in row order; micro-batch m is rank m % world_size's."""
+    AHEAD = 4  # micro-batches
+
+    def __init__(self, rows, batch_size, accumulation, first_step=0, rank=0, world_size=1, device='cpu'):
+        self.rows, self.batch_size, self.accumulation, self.first_step = rows, batch_size, accumulation, first_step
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.queue, self.stopped = queue.Queue(self.AHEAD), threading.Event()
+        self.thread = threading.Thread(target=self.produce, daemon=True)
+        self.thread.start()
+
+    def produce(self):
+        try:
+            self.rows.seek(self.first_step * self.accumulation * self.batch_size)
+            while True:
+                for m in range(self.accumulation):
+                    if m % self.world_size == self.rank:
+                        batch = torch.from_numpy(self.rows.batch(self.batch_size))
+                        self.put(batch.pin_memory() if torch.device(self.device).type == 'cuda' else batch)
+                    else:
+                        for _ in range(self.batch_size):
+                            self.rows.next_domain()
+        except Stopped:
+            pass
+        except BaseException as error:  # the training loop raises it; a thread would only print it
+            self.put(error)
+
+    def put(self, item):
+        while not self.stopped.is_set():
+            try:
+                return self.queue.put(item, timeout=0.1)
+            except queue.Full:
+                pass
+        raise Stopped
+
+    def next(self):
+        batch = self.queue.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        batch = batch.to(self.device, non_blocking=True)
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+    def close(self):
+        self.stopped.set()
+        self.thread.join()
+
+
+class Stopped(Exception):
+    pass
+
+
+def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, world_size=1, split='validation'):
+    """The same rows every time: up to `iters` batches of a domain, evenly spaced over its file, batch j for rank
+    j % world_size. Yields (x, y); what is missing to a full batch or a full row has target -1."""
+    whole = max(1, dataset.sequences(split, domain, block_size))
+    rows = np.unique(np.linspace(0, whole - 1, min(whole, iters * batch_size)).astype(int))
+    for j in range(rank, -(-len(rows) // batch_size), world_size):
+        x = torch.zeros((batch_size, block_size), dtype=torch.int64)
+        y = torch.full((batch_size, block_size), -1)
+        for i, row in enumerate(rows[j * batch_size:(j + 1) * batch_size]):
+            tokens = torch.from_numpy(dataset.read(split, domain, row * block_size, block_size + 1))
+            x[i, :len(tokens) - 1], y[i, :len(tokens) - 1] = tokens[:-1], tokens[1:]
+        yield x, y

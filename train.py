@@ -1,0 +1,494 @@
+"""
+Train a GPT of model.py on a dataset of prepare_slimpajama.py.
+
+$ python train.py config/demo.py                                                    # one process: GPU, or CPU
+$ torchrun --nproc_per_node=8 train.py config/resformer_82m.py                      # 8 GPUs
+$ torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/...  # 16
+$ python train.py config/demo.py --init_from=resume                                 # go on where it stopped
+$ python train.py --help                                                            # every setting
+"""
+import contextlib
+import datetime
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from configurator import configure, one_line_errors
+from data import Dataset, Loader, TrainingRows, validation_batches
+from model import GPT, GPTConfig
+
+
+@dataclass
+class TrainConfig:
+    out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
+    init_from: str = 'scratch'  # scratch; resume out_dir's run; auto: resume if there is one; a ckpt.pt: its weights
+    seed: int = 1337  # of the initial weights, the data order and dropout
+    # data
+    dataset: str = 'slimpajama'  # a folder in data/
+    domain_weights: dict = field(default_factory=dict)  # {domain: weight}; {}: as prepared
+    verify_data: bool = False  # compare the token files' sha256 again, though it was found right before
+    # a step is gradient_accumulation_steps * batch_size * block_size tokens, on any number of GPUs
+    gradient_accumulation_steps: int = 32  # micro-batches a step, over all GPUs
+    batch_size: int = 32  # sequences in a micro-batch
+    # AdamW and its schedule (Section 4.1 and Table 4)
+    max_iters: int = 10000  # steps
+    learning_rate: float = 6e-4  # after warm-up
+    min_lr: float = 6e-5  # at the end of the cosine
+    warmup_iters: int = 120  # linear warm-up from 1e-7
+    lr_decay_iters: int = 0  # where the cosine ends; 0: max_iters
+    decay_lr: bool = True  # False: learning_rate throughout
+    weight_decay: float = 0.1  # on matrices and embeddings
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    grad_clip: float = 1.0  # gradient norm; 0: no clipping
+    # evaluation, log, checkpoints
+    eval_interval: int = 1000  # steps from one evaluation and checkpoint to the next
+    eval_iters: int = 20  # validation batches per domain
+    eval_only: bool = False  # evaluate and exit
+    log_interval: int = 1  # steps from one log line to the next
+    save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
+    wandb_log: bool = False  # log to Weights & Biases too
+    wandb_project: str = 'nanoresformer'  # its project
+    wandb_run_name: str = ''  # its run; '': out_dir's name
+    # machine
+    device: str = 'auto'  # cuda, cuda:1, cpu, mps; auto: a GPU where there is one
+    dtype: str = 'auto'  # float16 (with a gradient scaler), bfloat16, float32; auto: float16 on CUDA, else float32
+    compile: bool = True  # torch.compile
+    backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
+
+    def __post_init__(self):
+        for name in ('gradient_accumulation_steps', 'batch_size', 'max_iters', 'eval_iters', 'log_interval'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+        if self.dtype not in ('auto', 'float16', 'bfloat16', 'float32'):
+            raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
+        if self.init_from == 'auto':
+            self.init_from = 'resume' if Path(self.out_dir, 'ckpt.pt').exists() else 'scratch'
+        if self.init_from not in ('scratch', 'resume') and not os.path.isfile(self.init_from):
+            raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto' or a checkpoint file")
+
+    @property
+    def rows_per_step(self):
+        return self.gradient_accumulation_steps * self.batch_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the machine
+
+class Machine:
+    """Where this process runs: rank, world size, device, precision."""
+
+    def __init__(self, settings):
+        self.rank, self.local_rank, self.world_size = (
+            int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+        self.distributed = 'RANK' in os.environ  # under torchrun
+        self.is_first = self.rank == 0
+        kind = settings.device
+        if kind == 'auto':
+            kind = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+        self.kind = kind.partition(':')[0]
+        if not {'cuda': torch.cuda.is_available, 'mps': torch.backends.mps.is_available}.get(self.kind, lambda: True)():
+            raise ValueError(f'device={kind!r}, but torch {torch.__version__} sees none here')
+        self.device = torch.device(f'cuda:{self.local_rank}' if self.distributed and self.kind == 'cuda' else kind)
+        self.dtype = settings.dtype
+        if self.dtype == 'auto':
+            self.dtype = 'float16' if self.kind == 'cuda' else 'float32'
+        if self.kind == 'cuda':
+            torch.cuda.set_device(self.device)
+            if self.dtype == 'bfloat16' and not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise ValueError(f'{torch.cuda.get_device_name(self.device)} has no bfloat16; use --dtype=float16')
+        elif self.kind == 'cpu' and settings.compile and not any(map(shutil.which, ('g++', 'c++', 'clang++'))):
+            raise ValueError('compile=True on a CPU needs a C++ compiler; install g++ or use --compile=False')
+        if settings.gradient_accumulation_steps % self.world_size:
+            n = max(1, round(settings.gradient_accumulation_steps / self.world_size)) * self.world_size
+            raise ValueError(f'gradient_accumulation_steps={settings.gradient_accumulation_steps} counts over all '
+                             f'{self.world_size} processes and is not divisible by them; the nearest that is: {n}')
+        self.micro_steps = settings.gradient_accumulation_steps // self.world_size
+        torch.set_float32_matmul_precision('high')  # TF32 where float32 is asked for
+        if self.distributed:
+            backend = settings.backend if settings.backend != 'auto' else 'nccl' if self.kind == 'cuda' else 'gloo'
+            dist.init_process_group(backend, device_id=self.device if backend == 'nccl' else None)
+
+    def autocast(self):
+        if self.dtype == 'float32':
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, dtype=getattr(torch, self.dtype))
+
+    def scaler(self):
+        return torch.amp.GradScaler(self.kind, enabled=self.dtype == 'float16')
+
+    def sum(self, tensor):
+        """The sum over all processes, in place."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_or_none(self, error):
+        """Raise the first process's error in all of them, so that none waits for one that has left."""
+        errors = [error]
+        if self.distributed:
+            errors = [None] * self.world_size
+            dist.all_gather_object(errors, error)
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def name(self):
+        return torch.cuda.get_device_name(self.device) if self.kind == 'cuda' else self.kind
+
+    def peak_flops(self):
+        """Dense half-precision tensor FLOP/s of one GPU, from the data sheets; None where unknown."""
+        peaks = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12,
+                 '4090': 165e12, '3090': 71e12, 'V100': 125e12, 'T4': 65e12}
+        if self.kind != 'cuda' or self.dtype == 'float32':
+            return None
+        return next((peak for name, peak in peaks.items() if name in self.name()), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one step
+
+def make_optimizer(model, settings, kind):
+    """AdamW, fused; matrices and embeddings decay, norms, biases and mixing weights do not."""
+    params = list(model.parameters())
+    groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': settings.weight_decay},
+              {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+    assert sum(len(group['params']) for group in groups) == len(params)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=1e-8,
+                             fused=kind in ('cuda', 'cpu', 'mps'))
+
+
+def learning_rate(step, settings):
+    """Linear from 1e-7 at step 0 to learning_rate at warmup_iters, cosine to min_lr at lr_decay_iters."""
+    if not settings.decay_lr:
+        return settings.learning_rate
+    end = settings.lr_decay_iters or settings.max_iters
+    if step < settings.warmup_iters:
+        return 1e-7 + (settings.learning_rate - 1e-7) * step / settings.warmup_iters
+    progress = min(1.0, (step - settings.warmup_iters) / max(1, end - settings.warmup_iters))
+    return settings.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (settings.learning_rate - settings.min_lr)
+
+
+def train_step(model, optimizer, scaler, machine, next_batch, grad_clip):
+    """Forward, backward and update over this process's micro-batches. Returns (mean loss, gradient norm), tensors."""
+    total = torch.zeros((), device=machine.device)
+    for micro in range(machine.micro_steps):
+        if machine.distributed:
+            # All-reduce with the last backward only. DDP reads this in its forward, so it must be set before.
+            model.require_backward_grad_sync = micro == machine.micro_steps - 1
+        x, y = next_batch()
+        with machine.autocast():
+            _, loss = model(x, y)
+        scaler.scale(loss / machine.micro_steps).backward()
+        total += loss.detach()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    scaler.step(optimizer)  # skipped where a FP16 gradient overflowed
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total / machine.micro_steps, norm
+
+
+@torch.no_grad()
+def evaluate(model, dataset, settings, machine):
+    """{domain: loss, ..., 'mean': mean over domains}, in nats per token, on the same rows every time."""
+    model.eval()
+    domains = list(dataset.meta['splits']['validation'])
+    sums = torch.zeros(len(domains), 2, device=machine.device)  # loss, tokens
+    for i, domain in enumerate(domains):
+        for x, y in validation_batches(dataset, domain, model.config.block_size, settings.batch_size,
+                                       settings.eval_iters, machine.rank, machine.world_size):
+            x, y = x.to(machine.device), y.to(machine.device)
+            with machine.autocast():
+                _, loss = model(x, y)
+            tokens = (y != -1).sum()
+            sums[i] += torch.stack((loss * tokens, tokens))
+    model.train()
+    losses = [loss / tokens for loss, tokens in machine.sum(sums).tolist()]
+    return {**dict(zip(domains, losses, strict=True)), 'mean': sum(losses) / len(losses)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+def save_checkpoint(path, checkpoint, keep=None):
+    """Write, flush, rename: a crash or a full disk leaves the old checkpoint whole. `keep`: a second name for it."""
+    temporary = path.with_suffix('.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        if keep:
+            keep.unlink(missing_ok=True)
+            try:
+                os.link(path, keep)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, keep)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        temporary.unlink(missing_ok=True)
+        old = f'; the one before is whole, continue with --init_from=resume --out_dir={path.parent}' \
+            if path.exists() else ''
+        raise OSError(f'cannot write {path}: {str(error).splitlines()[0]}{old}') from error
+
+
+def load_checkpoint(path):
+    """A checkpoint's dict. weights_only: a file from a stranger must not run code."""
+    try:
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f'nothing to resume: there is no {path}') from None
+    except Exception as error:  # zip, pickle and torch each have their own
+        raise ValueError(f'{path} is not a checkpoint, or damaged: {str(error).splitlines()[0]}') from error
+
+
+def check_resume(checkpoint, settings, config, dataset, path):
+    """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
+    old = checkpoint['settings']
+    model_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
+    for name, value in asdict(config).items():
+        if model_config[name] != value:
+            raise ValueError(f'{path} is a run with {name}={model_config[name]!r}, not {value!r}; resume with its own '
+                             'settings, or start another out_dir')
+    if checkpoint['data']['tokenizer']['sha256'] != dataset.meta['tokenizer']['sha256']:
+        raise ValueError(f'{path} was trained with another tokenizer than that of {dataset.folder}')
+    if checkpoint['data']['sha256'] != dataset.hashes():
+        raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
+    for name in ('seed', 'domain_weights'):
+        if old[name] != getattr(settings, name):
+            raise ValueError(f'{path} is a run with {name}={old[name]!r}, not {getattr(settings, name)!r}: its data '
+                             'order would change; resume with its own')
+    rows = old['gradient_accumulation_steps'] * old['batch_size']
+    if rows != settings.rows_per_step:
+        raise ValueError(f'{path} is a run of {rows} sequences a step, not {settings.rows_per_step}; '
+                         'gradient_accumulation_steps * batch_size must stay')
+    return {name: [old.get(name), value] for name, value in asdict(settings).items()
+            if old.get(name) != value and name not in ('init_from', 'eval_only')}
+
+
+class Log:
+    """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
+
+    def __init__(self, path, step=None):
+        lines = []
+        if step is not None and path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # the line that was being written when the run died
+                    break
+                if entry['step'] < step or (entry['step'] == step and 'loss' not in entry):
+                    lines.append(line + '\n')
+        temporary = path.with_suffix('.tmp')
+        temporary.write_text(''.join(lines))
+        os.replace(temporary, path)
+        self.file = open(path, 'a', buffering=1)
+
+    def write(self, entry):
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+        self.file.write(json.dumps(finite) + '\n')
+
+    def sync(self):
+        os.fsync(self.file.fileno())
+
+
+def provenance(machine):
+    """What produced a run: commit, versions, device."""
+    def git(*arguments):
+        return subprocess.run(['git', *arguments], cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+    commit = 'unknown'
+    with contextlib.suppress(OSError):  # no git here
+        dirty = git('status', '--porcelain', '-uno')
+        commit = git('rev-parse', '--short', 'HEAD').strip() + ('-dirty' if dirty else '')
+    return {'commit': commit, 'torch': torch.__version__, 'numpy': np.__version__, 'python': sys.version.split()[0],
+            'device': machine.name(), 'dtype': machine.dtype, 'world_size': machine.world_size,
+            'date': datetime.date.today().isoformat()}
+
+
+def start_wandb(settings, everything, run_id):
+    """A wandb run, or None with a warning: a tracker must never stop training."""
+    try:
+        import wandb
+        return wandb.init(project=settings.wandb_project, name=settings.wandb_run_name or Path(settings.out_dir).name,
+                          config=everything, id=run_id, resume='allow', dir=settings.out_dir)
+    except Exception as error:
+        print(f'warning: no wandb: {error}', file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the run
+
+def prepare_run(settings, config, machine):
+    """Everything that can be refused is refused here, before a file is written. Returns (dataset, rows, checkpoint)."""
+    dataset = Dataset(settings.dataset)
+    if machine.local_rank == 0:  # once per machine
+        dataset.verify(force=settings.verify_data)
+    vocabulary = dataset.meta['tokenizer']['n_vocab']
+    if vocabulary > config.vocab_size:
+        raise ValueError(f'{dataset.folder} has {vocabulary:,} token ids; vocab_size={config.vocab_size:,} is less')
+    rows = TrainingRows(dataset, config.block_size, settings.seed, settings.domain_weights,
+                        warn=print if machine.is_first else lambda message: None)
+    if sum(rows.sizes) < settings.rows_per_step:
+        raise ValueError(f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a step '
+                         f'takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps')
+    path = Path(settings.out_dir, 'ckpt.pt')
+    if settings.init_from == 'scratch':
+        if path.exists():
+            raise ValueError(f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
+                             'another --out_dir, or delete it')
+        return dataset, rows, None
+    resume = settings.init_from == 'resume'
+    return dataset, rows, load_checkpoint(path if resume else Path(settings.init_from))
+
+
+def run(settings, config, machine):
+    error = None
+    try:
+        dataset, rows, checkpoint = prepare_run(settings, config, machine)
+        resume = settings.init_from == 'resume'
+        out = Path(settings.out_dir)
+        changed = check_resume(checkpoint, settings, config, dataset, out) if resume else {}
+        model = GPT(config, settings.seed)
+        if checkpoint:
+            load_weights(model, checkpoint, settings.init_from)
+        out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as e:
+        error = e
+    machine.all_or_none(error)
+
+    model.to(machine.device)
+    optimizer, scaler, start = make_optimizer(model, settings, machine.kind), machine.scaler(), 0
+    if resume:
+        optimizer.load_state_dict(checkpoint['optimizer'])
+        scaler.load_state_dict(checkpoint['scaler'])
+        start = checkpoint['step']
+    wandb_id = checkpoint['wandb_id'] if resume else None
+    del checkpoint  # twice the optimizer's memory otherwise
+    compiled = torch.compile(model) if settings.compile else model
+    trained = compiled
+    if machine.distributed:
+        trained = DistributedDataParallel(compiled, device_ids=[machine.device] if machine.kind == 'cuda' else None,
+                                          broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    if settings.eval_only:
+        losses = evaluate(compiled, dataset, settings, machine)
+        if machine.is_first:
+            print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
+        return
+
+    everything = {**asdict(settings), **asdict(config), **provenance(machine)}
+    log = tracker = None
+    if machine.is_first:
+        print('\n'.join(f'{name:28} {value}' for name, value in everything.items()))
+        print(f'{model.num_params():,} parameters without embeddings, {model.num_params(False):,} with\n')
+        log = Log(out / 'log.jsonl', start if resume else None)
+        (out / 'config.json').write_text(json.dumps(everything, indent=1) + '\n')
+        if changed:
+            print('resumed with other settings:', changed)
+            log.write({'step': start, 'changed': changed})
+        if settings.wandb_log:
+            tracker = start_wandb(settings, everything, wandb_id)
+            wandb_id = tracker.id if tracker else wandb_id
+
+    def report(entry):
+        log.write(entry)
+        if tracker:
+            flat = {f'val/{k}': v for k, v in entry['val'].items()} if 'val' in entry else entry
+            with contextlib.suppress(Exception):  # never fatal
+                tracker.log(flat, step=entry['step'])
+
+    loader = Loader(rows, settings.batch_size, settings.gradient_accumulation_steps, start, machine.rank,
+                    machine.world_size, machine.device)
+    tokens_per_step = settings.rows_per_step * config.block_size
+    flops = model.flops_per_token(config.block_size)
+    peak = machine.peak_flops()
+    clock, steps_timed, seconds = time.perf_counter(), 0, None
+    for step in range(start, settings.max_iters + 1):
+        last = step == settings.max_iters
+        evaluates = last or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
+        if (evaluates or step in settings.save_steps) and not (resume and step == start):
+            losses = evaluate(compiled, dataset, settings, machine) if evaluates else None
+            if machine.is_first:
+                if losses:
+                    mixing = {name: p.tolist() for name, p in model.named_parameters() if is_mixing(name)}
+                    report({'step': step, 'val': losses, **({'mixing': mixing} if mixing else {})})
+                    print(f'step {step} | validation loss {losses["mean"]:.4f}')
+                log.sync()
+                data = {'row': step * settings.rows_per_step, 'sha256': dataset.hashes(),
+                        'tokenizer': {k: dataset.meta['tokenizer'][k] for k in ('name', 'sha256')}}
+                save_checkpoint(out / 'ckpt.pt', {
+                    'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'scaler': scaler.state_dict(),
+                    'step': step, 'settings': asdict(settings), 'model_config': asdict(config), 'data': data,
+                    'wandb_id': wandb_id, 'provenance': provenance(machine),
+                }, keep=out / f'ckpt_{step}.pt' if step in settings.save_steps else None)
+            clock, steps_timed = time.perf_counter(), 0
+        if last:
+            break
+
+        if config.dropout:  # its random numbers follow from the step, so that resuming repeats them
+            torch.manual_seed((settings.seed * 1_000_003 + step) * machine.world_size + machine.rank)
+        lr = learning_rate(step, settings)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        loss, norm = train_step(trained, optimizer, scaler, machine, loader.next, settings.grad_clip)
+        steps_timed += 1
+        if step % settings.log_interval == 0:
+            loss = machine.sum(loss).item() / machine.world_size  # waits for the device
+            if machine.is_first:
+                seconds = (time.perf_counter() - clock) / steps_timed
+                speed = tokens_per_step / seconds
+                mfu = flops * speed / machine.world_size / peak if peak else None
+                report({'step': step, 'loss': loss, 'lr': lr, 'grad_norm': norm.item(),
+                        'tokens': (step + 1) * tokens_per_step, 'tok_per_s': round(speed, 1), 'mfu': mfu,
+                        'scale': scaler.get_scale() if scaler.is_enabled() else None})
+                left = datetime.timedelta(seconds=round(seconds * (settings.max_iters - step - 1)))
+                print(f'step {step} | loss {loss:.4f} | lr {lr:.2e} | norm {norm.item():.3f} | ' +
+                      (f'scale {scaler.get_scale():g} | ' if scaler.is_enabled() else '') +
+                      f'{speed:,.0f} tok/s | MFU {f"{mfu:.1%}" if mfu else "n/a"} | {left} left', flush=True)
+            clock, steps_timed = time.perf_counter(), 0
+    loader.close()
+    if machine.is_first:
+        print(f'finished at step {settings.max_iters}')
+    if tracker:
+        tracker.finish()
+
+
+def is_mixing(name):
+    """Learned weights of residuals and of DenseFormer, worth a look at every evaluation."""
+    return name.endswith('residual_lambda') or '.dwa.' in name
+
+
+def load_weights(model, checkpoint, path):
+    """A checkpoint's weights; learned mixing weights that it lacks stay as they start."""
+    try:
+        missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f'{path} does not fit this model: {" ".join(str(error).split())[:300]}') from error
+    wrong = unexpected + [name for name in missing if not is_mixing(name)]
+    if wrong:
+        raise ValueError(f'{path} does not fit this model: {", ".join(wrong[:3])}{" ..." if len(wrong) > 3 else ""}')
+
+
+def main():
+    with one_line_errors(ValueError, OSError):
+        settings, config = configure(TrainConfig, GPTConfig)
+        machine = Machine(settings)
+        run(settings, config, machine)
+    if machine.distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()
