@@ -1,0 +1,36 @@
+# make demo: everything from nothing to a relative loss curve.   make test: everything that must hold.
+PYTHON ?= python3
+VENV = .venv
+RUN = $(VENV)/bin/python
+DEMO = out/demo
+
+# Two files of packages, two marks: a changed file installs again.
+$(VENV)/requirements: requirements.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+$(VENV)/requirements-dev: $(VENV)/requirements requirements-dev.txt
+	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
+	touch $@
+
+.PHONY: setup demo test lint clean
+setup: $(VENV)/requirements
+
+# Each line goes on where it was stopped, and does nothing where it had finished.
+demo: setup
+	$(RUN) prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
+	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/vanilla
+	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/resformer --v_residual=True
+	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/svformer --share_v=True
+	$(RUN) plot.py relative $(DEMO)/vanilla $(DEMO)/resformer $(DEMO)/svformer --out=$(DEMO)/relative.png
+	$(RUN) sample.py --out_dir=$(DEMO)/resformer --start="def " --max_new_tokens=300
+
+test: $(VENV)/requirements-dev
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/requirements-dev
+	$(RUN) -m ruff check
+
+clean:
+	rm -rf $(VENV) $(DEMO) data/stdlib
