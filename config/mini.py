@@ -1,5 +1,5 @@
 # 33M parameters (7.6M without embeddings) on a SlimPajama-like corpus of 62M tokens, GPT-NeoX tokens, for two CPU cores:
-# 8 * 512 = 4,096 tokens a step, 900 steps = 3.7M tokens, a quarter of an hour or so.
+# 8 * 512 = 4,096 tokens a step, 600 steps = 2.5M tokens, 10 to 20 minutes.
 # $ python prepare_slimpajama.py --source=FOLDER --tokenizer=TOKENIZER.json --tokens=0 --out=data/slimpajama_mini
 # $ python train.py config/mini.py --out_dir=out/mini/resformer --v_residual=True
 out_dir = 'out/mini/vanilla'
@@ -10,9 +10,9 @@ block_size = 512
 batch_size = 8
 gradient_accumulation_steps = 1
 
-max_iters = 900
+max_iters = 600
 learning_rate, min_lr = 1e-3, 1e-4
 warmup_iters = 50
-eval_interval = 300
+eval_interval = 200
 eval_iters = 4
 dtype = 'bfloat16'  # on a CPU 1.5 times float32's speed
