@@ -1,39 +1,38 @@
 """
-Training throughput of the variants, and of Hugging Face's Llama, side by side.
+Throughput, side by side: training steps of the variants and of Hugging Face's Llama; preparation and tokenizers.
 
 $ python bench.py                                                                  # 82M: vanilla, ResFormer, SVFormer
 $ python bench.py config/vanilla_180m.py --variants=all --peers=hf --out=results/bench.json
 $ python bench.py --batch_size=2 --block_size=512 --peers=hf                       # a size for two CPU cores
+$ python bench.py prepare --source=FOLDER --tokenizer=FILE                         # text to tokens, on one core
 
 A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take turns (A B C A B C),
 so that whatever else the machine does hits all of them; ratios are medians over rounds of one row against another.
+A variant is what config/NAME_82m.py changes besides the shape, which the command line's config gives to all rows.
 """
+import contextlib
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from configurator import configure, one_line_errors
+from configurator import configure, one_line_errors, read_config
 from data import Dataset, Loader, TrainingRows
 from model import GPT, GPTConfig
 from train import Machine, TrainConfig, make_optimizer, provenance, train_step
 
-VARIANTS = {
-    'vanilla': {}, 'resformer': {'v_residual': True}, 'svformer': {'share_v': True},
-    'learned_resformer': {'v_residual': True, 'residual_learned': True},
-    'neutreno': {'neutreno': 0.4}, 'denseformer': {'denseformer': True},
-    'cla': {'share_k': True, 'share_v': True, 'share_k_every': 2, 'share_v_every': 2},
-    'gqa': {'n_kv_head': 'half'}, 'mqa': {'n_kv_head': 1},
-}
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')  # what all rows share
+VARIANTS = {path.stem.removesuffix('_82m'): path for path in sorted(Path(__file__).parent.glob('config/*_82m.py'))}
 
 
 @dataclass
 class BenchConfig(TrainConfig):
-    variants: str = 'vanilla,resformer,svformer'  # names, or all; NAME:eager is not compiled
+    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py's, or all; NAME:eager is not compiled
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     micro_steps: int = 1  # micro-batches a step, in place of gradient_accumulation_steps
     rounds: int = 10  # timed steps of each row
@@ -69,7 +68,8 @@ class Row:
         if kind == 'hf':
             model, flops_of = HuggingFaceLlama(config), GPT(config)
         elif kind in VARIANTS:
-            changes = {k: config.n_head // 2 if v == 'half' else v for k, v in VARIANTS[kind].items()}
+            known = {f.name for f in fields(GPTConfig)} - set(SHAPE)
+            changes = {k: v for k, v in read_config(str(VARIANTS[kind])).items() if k in known}
             model = flops_of = GPT(replace(config, **changes), settings.seed)
         else:
             raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
@@ -107,11 +107,10 @@ class Row:
 
     def report(self, tokens, peak_flops, reference):
         """The numbers of a row; `reference`: {name: row} to compare with."""
-        median = statistics.median(self.seconds)
-        quartiles = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else [median] * 3
+        median, spread = middle(self.seconds)
         ratios = {name: statistics.median(a / b for a, b in zip(row.seconds, self.seconds, strict=True))
                   for name, row in reference.items()}
-        return {'name': self.name, 'ms_per_step': 1e3 * median, 'spread': (quartiles[2] - quartiles[0]) / median,
+        return {'name': self.name, 'ms_per_step': 1e3 * median, 'spread': spread,
                 'tok_per_s': tokens / median, 'mfu': self.flops * tokens / median / peak_flops if peak_flops else None,
                 'peak_gib': self.peak / 2**30 if self.peak else None, 'speed_relative_to': ratios,
                 'waiting_for_data': statistics.median(self.waiting), 'seconds': self.seconds}
@@ -135,22 +134,88 @@ def names(settings):
     return variants + (['hf', 'hf:eager'] if settings.peers else [])
 
 
-def main():
-    with one_line_errors(ValueError, OSError):
-        settings, config = configure(BenchConfig, GPTConfig)
-        machine = Machine(settings)
-        machine.micro_steps = settings.micro_steps
-        config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
-        rows = [Row(name, settings, config, machine) for name in names(settings)]
-        if settings.real_data:
-            dataset = TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights)
-            loader = Loader(dataset, settings.batch_size, settings.micro_steps, device=machine.device)
-            next_batch = loader.next
-        else:
-            shape = (settings.batch_size, config.block_size)
-            fixed = [torch.randint(config.vocab_size, shape, device=machine.device) for _ in range(2)]
-            def next_batch():
-                return fixed
+@dataclass
+class PrepareConfig:
+    source: str = ''  # as in prepare_slimpajama.py
+    tokenizer: str = ''  # as in prepare_slimpajama.py
+    megabytes: int = 16  # of text, from the start of the source
+    rounds: int = 5  # timed passes of each row
+    out: str = ''  # write the table's numbers here, as JSON
+
+
+def bench_prepare(settings):
+    """Text to token files on one core, all of it, against tokenizers' encoding alone."""
+    import os
+    import tempfile
+
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+    import tokenizers
+
+    import prepare_slimpajama as prepare
+    import tokenizer
+
+    asked = prepare.Settings(source=settings.source, tokenizer=settings.tokenizer)
+    ours, units = tokenizer.load(settings.tokenizer), prepare.find_units(asked)[0]
+    if ours.path is None:
+        raise ValueError('--tokenizer=bytes has nothing to compare with; give a tokenizer.json')
+    theirs = tokenizers.Tokenizer.from_file(str(ours.path))
+    pairs, size = [], 0
+    for pair in (pair for unit in units for pair in unit.read()):
+        pairs.append(pair)
+        size += len(pair[1].encode())
+        if size > settings.megabytes * 1e6:
+            break
+    texts = [text for _, text in pairs]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, 'source', 'train')
+        source.mkdir(parents=True)
+        with open(source / '0.jsonl', 'w') as f:
+            for domain, text in pairs:
+                f.write(json.dumps({'text': text, 'meta': {'redpajama_set_name': domain}}) + '\n')
+
+        def whole():
+            with tempfile.TemporaryDirectory() as out, open(os.devnull, 'w') as quiet, \
+                    contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                prepare.prepare(prepare.Settings(source=str(source.parent), tokenizer=settings.tokenizer, tokens=0,
+                                                 out=out + '/out', workers=1))
+
+        rows = {'prepare_slimpajama.py: read, shuffle, tokenize, write': whole,
+                'tokenizer.py: encode': lambda: ours.encode_batch(texts),
+                'tokenizers: encode': lambda: theirs.encode_batch(texts, add_special_tokens=False)}
+        seconds = {name: [] for name in rows}
+        for round_ in range(settings.rounds + 1):
+            for name, work in rows.items():
+                start = time.perf_counter()
+                work()
+                if round_:  # the first warms up
+                    seconds[name].append(time.perf_counter() - start)
+    peer = seconds['tokenizers: encode']
+    print(f'{len(texts):,} documents, {size / 1e6:.1f} MB, one core\n\n| row | MB/s | spread | x tokenizers |')
+    print('|---|---:|---:|---:|')
+    reports = []
+    for name, times in seconds.items():
+        median, spread = middle(times)
+        ratio = statistics.median(b / a for a, b in zip(times, peer, strict=True))
+        reports.append({'name': name, 'mb_per_s': size / 1e6 / median, 'spread': spread, 'ratio': ratio})
+        print(f'| {name} | {size / 1e6 / median:.1f} | {spread:.1%} | {ratio:.2f} |')
+    return {'documents': len(texts), 'bytes': size, 'rows': reports}
+
+
+def bench_training(settings, config):
+    machine = Machine(settings)
+    machine.micro_steps = settings.micro_steps
+    config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
+    rows = [Row(name, settings, config, machine) for name in names(settings)]
+    if settings.real_data:
+        dataset = TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights)
+        loader = Loader(dataset, settings.batch_size, settings.micro_steps, device=machine.device)
+        next_batch = loader.next
+    else:
+        size = (settings.batch_size, config.block_size)
+        fixed = [torch.randint(config.vocab_size, size, device=machine.device) for _ in range(2)]
+
+        def next_batch():
+            return fixed
 
     for timed, count in ((False, settings.warmup), (True, settings.rounds)):
         for _ in range(count):
@@ -168,7 +233,7 @@ def main():
     whole = {row.name: row for row in rows if not row.problem}
     reference = {name: whole[name] for name in ('vanilla', 'hf', 'hf:eager') if name in whole}
     reports = [row.report(tokens, machine.peak_flops(), reference) for row in whole.values()]
-    shape = {f.name: getattr(config, f.name) for f in fields(config) if f.name in SHAPE}
+    shape = {name: getattr(config, name) for name in SHAPE}
     about = {**provenance(machine), 'compile': settings.compile, 'batch_size': settings.batch_size, **shape}
     print('  '.join(f'{k}={v}' for k, v in about.items()) + '\n')
     print('| row | ms/step | spread | tok/s | MFU | peak GiB | ' + ' | '.join(f'x {name}' for name in reference) + ' |')
@@ -184,13 +249,30 @@ def main():
     if settings.real_data:
         print(f'waiting for data: {max(r["waiting_for_data"] for r in reports):.2%} of a step, the worst row')
         loader.close()
-    if settings.out:
-        with open(settings.out, 'w') as f:
-            json.dump({**about, 'settings': asdict(settings), 'rows': reports}, f, indent=1)
+    return {**about, 'settings': asdict(settings), 'rows': reports}
 
 
 def cell(value, form):
     return 'n/a' if value is None else format(value, form)
+
+
+def middle(times):
+    """(median, interquartile range / median) of a list of seconds."""
+    median = statistics.median(times)
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
+    return median, (quartiles[2] - quartiles[0]) / median
+
+
+def main():
+    with one_line_errors(ValueError, OSError):
+        if sys.argv[1:2] == ['prepare']:
+            (settings,) = configure(PrepareConfig, argv=sys.argv[2:])
+            numbers = bench_prepare(settings)
+        else:
+            settings, config = configure(BenchConfig, GPTConfig)
+            numbers = bench_training(settings, config)
+        if settings.out:
+            Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
 
 
 if __name__ == '__main__':

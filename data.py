@@ -168,13 +168,16 @@ class Loader:
         self.thread.start()
 
     def produce(self):
+        pins = torch.device(self.device).type == 'cuda'
         try:
+            if pins:  # a new thread starts on GPU 0, and pinning there would cost every process memory on it
+                torch.cuda.set_device(self.device)
             self.rows.seek(self.first_step * self.accumulation * self.batch_size)
             while True:
                 for m in range(self.accumulation):
                     if m % self.world_size == self.rank:
                         batch = torch.from_numpy(self.rows.batch(self.batch_size))
-                        self.put(batch.pin_memory() if torch.device(self.device).type == 'cuda' else batch)
+                        self.put(batch.pin_memory() if pins else batch)
                     else:
                         for _ in range(self.batch_size):
                             self.rows.next_domain()

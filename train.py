@@ -12,6 +12,7 @@ import datetime
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -94,18 +95,21 @@ class Machine:
             int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
         self.distributed = 'RANK' in os.environ  # under torchrun
         self.is_first = self.rank == 0
-        kind = settings.device
-        if kind == 'auto':
-            kind = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-        self.kind = kind.partition(':')[0]
-        if not {'cuda': torch.cuda.is_available, 'mps': torch.backends.mps.is_available}.get(self.kind, lambda: True)():
-            raise ValueError(f'device={kind!r}, but torch {torch.__version__} sees none here')
-        self.device = torch.device(f'cuda:{self.local_rank}' if self.distributed and self.kind == 'cuda' else kind)
+        there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
+        kind = settings.device if settings.device != 'auto' else next(name for name in there if there[name])
+        self.kind, _, index = kind.partition(':')
+        if not there.get(self.kind):
+            raise ValueError(f'device={kind!r}, but torch {torch.__version__} sees only '
+                             f'{" and ".join(name for name in there if there[name])} here')
+        if self.kind == 'cuda':
+            kind = f'cuda:{self.local_rank if self.distributed else index or 0}'
+        self.device = torch.device(kind)
         self.dtype = settings.dtype
         if self.dtype == 'auto':
             self.dtype = 'float16' if self.kind == 'cuda' else 'float32'
         if self.kind == 'cuda':
             torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision('high')  # TF32, where float32 is asked for
             if self.dtype == 'bfloat16' and not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise ValueError(f'{torch.cuda.get_device_name(self.device)} has no bfloat16; use --dtype=float16')
         elif self.kind == 'cpu' and settings.compile and not any(map(shutil.which, ('g++', 'c++', 'clang++'))):
@@ -115,7 +119,6 @@ class Machine:
             raise ValueError(f'gradient_accumulation_steps={settings.gradient_accumulation_steps} counts over all '
                              f'{self.world_size} processes and is not divisible by them; the nearest that is: {n}')
         self.micro_steps = settings.gradient_accumulation_steps // self.world_size
-        torch.set_float32_matmul_precision('high')  # TF32 where float32 is asked for
         if self.distributed:
             backend = settings.backend if settings.backend != 'auto' else 'nccl' if self.kind == 'cuda' else 'gloo'
             dist.init_process_group(backend, device_id=self.device if backend == 'nccl' else None)
@@ -250,7 +253,9 @@ def load_checkpoint(path):
         return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except FileNotFoundError:
         raise FileNotFoundError(f'nothing to resume: there is no {path}') from None
-    except Exception as error:  # zip, pickle and torch each have their own
+    except pickle.UnpicklingError as error:
+        raise ValueError(f'{path} is refused: it is damaged, or holds objects that could run code') from error
+    except Exception as error:  # zip and torch each have their own
         raise ValueError(f'{path} is not a checkpoint, or damaged: {str(error).splitlines()[0]}') from error
 
 
@@ -312,9 +317,9 @@ def provenance(machine):
     with contextlib.suppress(OSError):  # no git here
         dirty = git('status', '--porcelain', '-uno')
         commit = git('rev-parse', '--short', 'HEAD').strip() + ('-dirty' if dirty else '')
-    return {'commit': commit, 'torch': torch.__version__, 'numpy': np.__version__, 'python': sys.version.split()[0],
-            'device': machine.name(), 'dtype': machine.dtype, 'world_size': machine.world_size,
-            'date': datetime.date.today().isoformat()}
+    return {'commit': commit, 'date': datetime.date.today().isoformat(), 'device': machine.name(),
+            'dtype': machine.dtype, 'world_size': machine.world_size, 'torch': str(torch.__version__),
+            'numpy': np.__version__, 'python': sys.version.split()[0]}
 
 
 def start_wandb(settings, everything, run_id):
