@@ -76,7 +76,7 @@ class Row:
         self.name, self.machine, self.settings = name, machine, settings
         self.flops = flops_of.flops_per_token(config.block_size)
         model.to(machine.device)
-        self.optimizer, self.scaler = make_optimizer(model, settings, machine.kind), machine.scaler()
+        self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
         self.model = torch.compile(model) if settings.compile and not eager else model
         self.before, self.static = before, allocated(machine) - before
         self.seconds, self.waiting, self.peak, self.problem = [], [], None, None

@@ -12,11 +12,11 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-import io
 import os
+import re
 import runpy
 import sys
-import tokenize
+import traceback
 import types
 import typing
 
@@ -56,10 +56,14 @@ def read_config(path):
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise, it is that file's mistake
-        line = error.lineno if isinstance(error, SyntaxError) else error.__traceback__.tb_next and next(
-            (f.lineno for f in reversed(inspect.getinnerframes(error.__traceback__)) if f.filename == path), None)
-        where = f'{path}, line {line}' if line else path
-        raise ValueError(f'{where}: {type(error).__name__}: {error}') from error
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            places.append((error.filename, error.lineno))
+        folder = os.path.dirname(os.path.abspath(path))  # with the files that it imports
+        where = [f'{os.path.relpath(name)}, line {line}' for name, line in places
+                 if name and os.path.isfile(name) and os.path.dirname(os.path.abspath(name)) == folder] or [path]
+        message = ' '.join(str(error).splitlines())
+        raise ValueError(f'{where[-1]}: {type(error).__name__}: {message}') from error
     return {k: v for k, v in names.items() if not k.startswith('_') and not isinstance(v, types.ModuleType)
             and not callable(v)}
 
@@ -75,7 +79,7 @@ def parse(text):
     """A command-line value: a Python literal where it is one, else the text itself."""
     try:
         return {'true': True, 'false': False}[text] if text in ('true', 'false') else ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: {[]: 1}
         return text
 
 
@@ -92,7 +96,7 @@ def convert(value, hint, where, text=None):
                 return value
         elif kind is int and isinstance(value, float) and value.is_integer():  # 2e6
             return int(value)
-        elif kind is float and isinstance(value, int):
+        elif kind is float and isinstance(value, int) and abs(value) < 1e308:
             return float(value)
         elif kind is tuple and isinstance(value, list):
             return tuple(value)
@@ -116,24 +120,15 @@ def help_text(schemas):
 
 def comments(schema):
     """{field name: the comment behind it}, from the source of the dataclass and of those it builds on."""
-    found, name = {}, None
-    for cls in reversed([c for c in schema.__mro__ if dataclasses.is_dataclass(c)]):
-        for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
-            if token.type == tokenize.NAME and token.start[1] == 4 and token.string in schema.__dataclass_fields__:
-                name = token.string
-                found[name] = ''
-            elif token.type == tokenize.COMMENT and name:
-                found[name] = f'{found[name]} {token.string.lstrip("# ")}'.strip()
-            elif token.type == tokenize.NEWLINE:  # the field's statement, and so its comment, has ended
-                name = None
-    return found
+    sources = [inspect.getsource(cls) for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)]
+    return dict(re.findall(r'^    (\w+): .*?  # (.+)$', '\n'.join(sources), re.MULTILINE))
 
 
 @contextlib.contextmanager
-def one_line_errors(*kinds):
-    """Turn a user's mistake (an exception of these kinds) into exit status 1 and one line on stderr, from the first
-    process only."""
+def one_line_errors(*kinds, everywhere=False):
+    """Turn a user's mistake (an exception of these kinds) into exit status 1 and one line on stderr: from the first
+    process of each machine where all make the same, from any process with `everywhere`."""
     try:
         yield
     except kinds as error:
-        sys.exit(f'error: {error}' if os.environ.get('RANK', '0') == '0' else 1)
+        sys.exit(f'error: {error}' if everywhere or os.environ.get('LOCAL_RANK', '0') == '0' else 1)

@@ -4,6 +4,7 @@ order does not depend on the number of GPUs, on the batch size or on how often a
 
 A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.bin and meta.json.
 """
+import contextlib
 import hashlib
 import json
 import os
@@ -25,14 +26,22 @@ class Dataset:
         self.folder = Path('data', name)
         try:
             self.meta = json.loads((self.folder / 'meta.json').read_text())
+            version = self.meta['format']
         except FileNotFoundError:
             raise FileNotFoundError(f'no prepared dataset in {self.folder}; prepare it with: python '
                                     f'prepare_slimpajama.py --source=... --out={self.folder}') from None
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f'{self.folder}/meta.json is damaged ({error}); prepare the dataset again') from None
-        if self.meta.get('format') != FORMAT:
-            raise ValueError(f'{self.folder}/meta.json has format {self.meta.get("format")}, this program reads '
-                             f'{FORMAT}; prepare the dataset again')
+        if version != FORMAT:
+            raise ValueError(f'{self.folder}/meta.json has format {version}, this program reads {FORMAT}; prepare the '
+                             'dataset again')
+        try:
+            validation = {domain: found['tokens'] for domain, found in self.meta['splits']['validation'].items()}
+            self.meta['splits']['train'], self.meta['tokenizer']['sha256'], self.meta['tokenizer']['n_vocab']
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f'{self.folder}/meta.json is damaged ({error}); prepare the dataset again') from None
+        if min(validation.values(), default=0) < 2:
+            raise ValueError(f'{self.folder} has validation domains without a token to predict: {validation}')
         for path, expected in self.files():
             size = path.stat().st_size if path.exists() else -1
             if size != 2 * expected['tokens']:
@@ -50,8 +59,8 @@ class Dataset:
         """Compare each file's sha256 with meta.json's, once: what was found right is remembered with size and time."""
         memory = self.folder / 'verified.json'
         try:
-            known = json.loads(memory.read_text())
-        except (OSError, ValueError):
+            known = dict(json.loads(memory.read_text()))
+        except (OSError, ValueError, TypeError):
             known = {}
         fresh = {}
         for path, expected in self.files():
@@ -74,9 +83,8 @@ class Dataset:
 
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
-        # A new map at each call: one kept open for ever grows in resident size by all that was ever read.
-        tokens = np.memmap(self.folder / split / f'{domain}.bin', dtype='<u2', mode='r')
-        return tokens[start:start + count].astype(np.int64)
+        path = self.folder / split / f'{domain}.bin'  # read, not mapped: a map grows in resident size by all it read
+        return np.fromfile(path, dtype='<u2', count=count, offset=2 * start).astype(np.int64)
 
     def sequences(self, split, domain, block_size):
         """How many sequences of block_size predictions a domain holds, without overlap."""
@@ -173,7 +181,7 @@ class Loader:
             if pins:  # a new thread starts on GPU 0, and pinning there would cost every process memory on it
                 torch.cuda.set_device(self.device)
             self.rows.seek(self.first_step * self.accumulation * self.batch_size)
-            while True:
+            while not self.stopped.is_set():
                 for m in range(self.accumulation):
                     if m % self.world_size == self.rank:
                         batch = torch.from_numpy(self.rows.batch(self.batch_size))
@@ -181,18 +189,13 @@ class Loader:
                     else:
                         for _ in range(self.batch_size):
                             self.rows.next_domain()
-        except Stopped:
-            pass
         except BaseException as error:  # the training loop raises it; a thread would only print it
             self.put(error)
 
     def put(self, item):
         while not self.stopped.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 return self.queue.put(item, timeout=0.1)
-            except queue.Full:
-                pass
-        raise Stopped
 
     def next(self):
         batch = self.queue.get()
@@ -204,10 +207,6 @@ class Loader:
     def close(self):
         self.stopped.set()
         self.thread.join()
-
-
-class Stopped(Exception):
-    pass
 
 
 def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, world_size=1, split='validation'):

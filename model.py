@@ -62,6 +62,9 @@ class GPTConfig:
             refuse(getattr(self, name) not in allowed, f'{name}={getattr(self, name)!r} is not one of {allowed}')
         for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
             refuse(getattr(self, name) < 1, f'{name}={getattr(self, name)} must be at least 1')
+        refuse(not 0 <= self.dropout < 1, f'dropout={self.dropout} must be at least 0 and less than 1')
+        for name in ('n_kv_head', 'n_inner'):
+            refuse(getattr(self, name) < 0, f'{name}={getattr(self, name)} must not be negative')
         refuse(self.n_embd % self.n_head, f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}')
         refuse(self.n_head % self.kv_heads, f'n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}')
         refuse(self.arch == 'llama' and self.head_size % 2,
@@ -73,7 +76,7 @@ class GPTConfig:
             name = f'residual_{name}'
             refuse(not residuals and getattr(self, name) != getattr(GPTConfig, name),
                    f'{name} does nothing without v_residual, q_residual or k_residual; turn one on or drop {name}')
-        refuse(self.residual_lambda and len(self.residual_lambda) != 2,
+        refuse(self.residual_lambda and [type(w) in (int, float) for w in self.residual_lambda] != [True, True],
                f'residual_lambda={self.residual_lambda} must be two weights: (each source, own)')
         refuse(self.residual_learned and len(residuals) > 1,
                f'residual_learned goes with one residual, not {" and ".join(residuals)}; keep one of them')

@@ -12,11 +12,11 @@ import datetime
 import json
 import math
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -69,9 +69,11 @@ class TrainConfig:
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
     def __post_init__(self):
-        for name in ('gradient_accumulation_steps', 'batch_size', 'max_iters', 'eval_iters', 'log_interval'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+        for least, names in ((1, 'gradient_accumulation_steps batch_size max_iters eval_iters log_interval'),
+                             (0, 'grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters')):
+            for name in names.split():
+                if getattr(self, name) < least:
+                    raise ValueError(f'{name}={getattr(self, name)} must be at least {least}')
         if self.dtype not in ('auto', 'float16', 'bfloat16', 'float32'):
             raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
         if self.init_from == 'auto':
@@ -98,7 +100,7 @@ class Machine:
         there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
         kind = settings.device if settings.device != 'auto' else next(name for name in there if there[name])
         self.kind, _, index = kind.partition(':')
-        if not there.get(self.kind):
+        if not there.get(self.kind) or index and not index.isdigit():
             raise ValueError(f'device={kind!r}, but torch {torch.__version__} sees only '
                              f'{" and ".join(name for name in there if there[name])} here')
         if self.kind == 'cuda':
@@ -137,15 +139,18 @@ class Machine:
             dist.all_reduce(tensor)
         return tensor
 
-    def all_or_none(self, error):
-        """Raise the first process's error in all of them, so that none waits for one that has left."""
-        errors = [error]
+    def agree(self, outcome):
+        """Raise the first error of any process in all of them, so that none waits for one that has left; and refuse
+        to start where one would resume and another would not."""
+        outcomes = [outcome]
         if self.distributed:
-            errors = [None] * self.world_size
-            dist.all_gather_object(errors, error)
-        for error in errors:
-            if error is not None:
-                raise error
+            outcomes = [None] * self.world_size
+            dist.all_gather_object(outcomes, outcome)
+        error = next((outcome for outcome in outcomes if isinstance(outcome, Exception)), None)
+        if not error and len(set(outcomes)) > 1:
+            error = ValueError(f'processes would start at different steps, {outcomes}: out_dir must be shared by all')
+        if error:
+            raise error if self.is_first else SystemExit(1)  # one line is enough
 
     def name(self):
         return torch.cuda.get_device_name(self.device) if self.kind == 'cuda' else self.kind
@@ -162,14 +167,13 @@ class Machine:
 # ---------------------------------------------------------------------------------------------------------------------
 # one step
 
-def make_optimizer(model, settings, kind):
+def make_optimizer(model, settings):
     """AdamW, fused; matrices and embeddings decay, norms, biases and mixing weights do not."""
     params = list(model.parameters())
     groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': settings.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
     assert sum(len(group['params']) for group in groups) == len(params)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=1e-8,
-                             fused=kind in ('cuda', 'cpu', 'mps'))
+    return torch.optim.AdamW(groups, settings.learning_rate, (settings.beta1, settings.beta2), eps=1e-8, fused=True)
 
 
 def learning_rate(step, settings):
@@ -233,30 +237,28 @@ def save_checkpoint(path, checkpoint, keep=None):
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
+        if keep:  # before the renaming: a run killed in between comes here again
+            shutil.copyfile(temporary, keep)
         os.replace(temporary, path)
-        if keep:
-            keep.unlink(missing_ok=True)
-            try:
-                os.link(path, keep)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(path, keep)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
-        old = f'; the one before is whole, continue with --init_from=resume --out_dir={path.parent}' \
-            if path.exists() else ''
-        raise OSError(f'cannot write {path}: {str(error).splitlines()[0]}{old}') from error
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        old = '; the one before is whole: continue with --init_from=resume' if path.exists() else ''
+        raise OSError(f'cannot write {path}: {str(reason).splitlines()[0]}{old}') from error
 
 
 def load_checkpoint(path):
     """A checkpoint's dict. weights_only: a file from a stranger must not run code."""
     try:
-        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
+            raise ValueError
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
+        return checkpoint
     except FileNotFoundError:
         raise FileNotFoundError(f'nothing to resume: there is no {path}') from None
-    except pickle.UnpicklingError as error:
-        raise ValueError(f'{path} is refused: it is damaged, or holds objects that could run code') from error
-    except Exception as error:  # zip and torch each have their own
-        raise ValueError(f'{path} is not a checkpoint, or damaged: {str(error).splitlines()[0]}') from error
+    except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust the file is bad
+        raise ValueError(f'{path} is not a checkpoint of train.py, or damaged ({type(error).__name__})') from error
 
 
 def check_resume(checkpoint, settings, config, dataset, path):
@@ -302,22 +304,17 @@ class Log:
         self.file = open(path, 'a', buffering=1)
 
     def write(self, entry):
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-        self.file.write(json.dumps(finite) + '\n')
-
-    def sync(self):
-        os.fsync(self.file.fileno())
+        entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)  # JSON has no NaN
+        self.file.write(json.dumps(entry) + '\n')
 
 
 def provenance(machine):
     """What produced a run: commit, versions, device."""
-    def git(*arguments):
-        return subprocess.run(['git', *arguments], cwd=Path(__file__).parent, capture_output=True, text=True).stdout
-    commit = 'unknown'
+    commit = ''
     with contextlib.suppress(OSError):  # no git here
-        dirty = git('status', '--porcelain', '-uno')
-        commit = git('rev-parse', '--short', 'HEAD').strip() + ('-dirty' if dirty else '')
-    return {'commit': commit, 'date': datetime.date.today().isoformat(), 'device': machine.name(),
+        commit = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=Path(__file__).parent,
+                                capture_output=True, text=True).stdout.strip()
+    return {'commit': commit or 'unknown', 'date': datetime.date.today().isoformat(), 'device': machine.name(),
             'dtype': machine.dtype, 'world_size': machine.world_size, 'torch': str(torch.__version__),
             'numpy': np.__version__, 'python': sys.version.split()[0]}
 
@@ -349,17 +346,16 @@ def prepare_run(settings, config, machine):
         raise ValueError(f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a step '
                          f'takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps')
     path = Path(settings.out_dir, 'ckpt.pt')
+    if settings.init_from != 'resume' and not settings.eval_only and any(path.parent.glob('ckpt*.pt')):
+        raise ValueError(f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
+                         'another --out_dir, or delete it')
     if settings.init_from == 'scratch':
-        if path.exists():
-            raise ValueError(f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
-                             'another --out_dir, or delete it')
         return dataset, rows, None
     resume = settings.init_from == 'resume'
     return dataset, rows, load_checkpoint(path if resume else Path(settings.init_from))
 
 
 def run(settings, config, machine):
-    error = None
     try:
         dataset, rows, checkpoint = prepare_run(settings, config, machine)
         resume = settings.init_from == 'resume'
@@ -367,25 +363,27 @@ def run(settings, config, machine):
         changed = check_resume(checkpoint, settings, config, dataset, out) if resume else {}
         model = GPT(config, settings.seed)
         if checkpoint:
-            load_weights(model, checkpoint, settings.init_from)
+            load_weights(model, checkpoint, out / 'ckpt.pt' if resume else settings.init_from)
         out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as e:
-        error = e
-    machine.all_or_none(error)
+        outcome = start = checkpoint['step'] if resume else 0
+    except (ValueError, OSError) as error:
+        outcome = error
+    machine.agree(outcome)
 
     model.to(machine.device)
-    optimizer, scaler, start = make_optimizer(model, settings, machine.kind), machine.scaler(), 0
+    optimizer, scaler = make_optimizer(model, settings), machine.scaler()
     if resume:
-        optimizer.load_state_dict(checkpoint['optimizer'])
-        scaler.load_state_dict(checkpoint['scaler'])
-        start = checkpoint['step']
+        # Only the state: weight_decay and betas are those of the settings, which may have changed.
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': checkpoint['optimizer']['state']})
+        if checkpoint['scaler']:  # empty where the run was not in float16
+            scaler.load_state_dict(checkpoint['scaler'])
     wandb_id = checkpoint['wandb_id'] if resume else None
     del checkpoint  # twice the optimizer's memory otherwise
     compiled = torch.compile(model) if settings.compile else model
     trained = compiled
     if machine.distributed:
-        trained = DistributedDataParallel(compiled, device_ids=[machine.device] if machine.kind == 'cuda' else None,
-                                          broadcast_buffers=False, gradient_as_bucket_view=True)
+        devices = [machine.device] if machine.kind == 'cuda' else None
+        trained = DistributedDataParallel(compiled, device_ids=devices, gradient_as_bucket_view=True)
 
     if settings.eval_only:
         losses = evaluate(compiled, dataset, settings, machine)
@@ -393,7 +391,8 @@ def run(settings, config, machine):
             print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
         return
 
-    everything = {**asdict(settings), **asdict(config), **provenance(machine)}
+    origin = provenance(machine)
+    everything = {**asdict(settings), **asdict(config), **origin}
     log = tracker = None
     if machine.is_first:
         print('\n'.join(f'{name:28} {value}' for name, value in everything.items()))
@@ -430,20 +429,20 @@ def run(settings, config, machine):
                     mixing = {name: p.tolist() for name, p in model.named_parameters() if is_mixing(name)}
                     report({'step': step, 'val': losses, **({'mixing': mixing} if mixing else {})})
                     print(f'step {step} | validation loss {losses["mean"]:.4f}')
-                log.sync()
+                os.fsync(log.file)  # lines first, checkpoint then: no step of it can be missing
                 data = {'row': step * settings.rows_per_step, 'sha256': dataset.hashes(),
                         'tokenizer': {k: dataset.meta['tokenizer'][k] for k in ('name', 'sha256')}}
                 save_checkpoint(out / 'ckpt.pt', {
                     'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'scaler': scaler.state_dict(),
                     'step': step, 'settings': asdict(settings), 'model_config': asdict(config), 'data': data,
-                    'wandb_id': wandb_id, 'provenance': provenance(machine),
+                    'wandb_id': wandb_id, 'provenance': origin,
                 }, keep=out / f'ckpt_{step}.pt' if step in settings.save_steps else None)
             clock, steps_timed = time.perf_counter(), 0
         if last:
             break
 
         if config.dropout:  # its random numbers follow from the step, so that resuming repeats them
-            torch.manual_seed((settings.seed * 1_000_003 + step) * machine.world_size + machine.rank)
+            torch.manual_seed(((settings.seed * 1_000_003 + step) * machine.world_size + machine.rank) % 2**63)
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group['lr'] = lr
@@ -467,7 +466,8 @@ def run(settings, config, machine):
     if machine.is_first:
         print(f'finished at step {settings.max_iters}')
     if tracker:
-        tracker.finish()
+        with contextlib.suppress(Exception):
+            tracker.finish()
 
 
 def is_mixing(name):
@@ -479,7 +479,7 @@ def load_weights(model, checkpoint, path):
     """A checkpoint's weights; learned mixing weights that it lacks stay as they start."""
     try:
         missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
-    except (RuntimeError, KeyError) as error:
+    except RuntimeError as error:
         raise ValueError(f'{path} does not fit this model: {" ".join(str(error).split())[:300]}') from error
     wrong = unexpected + [name for name in missing if not is_mixing(name)]
     if wrong:
@@ -487,9 +487,10 @@ def load_weights(model, checkpoint, path):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors(ValueError, OSError):  # alike on every process
         settings, config = configure(TrainConfig, GPTConfig)
         machine = Machine(settings)
+    with one_line_errors(ValueError, OSError, everywhere=True):
         run(settings, config, machine)
     if machine.distributed:
         dist.destroy_process_group()

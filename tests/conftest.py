@@ -1,6 +1,8 @@
-"""What several rooms' tests share: the repository on the path, one thread, and small prepared datasets."""
+"""What several rooms' tests share: the repository on the path, one thread, small prepared datasets, a small run."""
 import hashlib
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -37,3 +39,36 @@ def prepared(tmp_path, monkeypatch):
     """prepared(name, splits, ...) writes tmp_path/data/<name>; the test runs in tmp_path."""
     monkeypatch.chdir(tmp_path)
     return lambda name, splits, **options: write_dataset(tmp_path / 'data' / name, splits, **options)
+
+
+@pytest.fixture(scope='module')
+def work(tmp_path_factory):
+    """One folder for all tests of a module, with data/tiny in it; each test has an out_dir of its own."""
+    import runs
+    folder, before = tmp_path_factory.mktemp('train'), os.getcwd()
+    os.chdir(folder)
+    write_dataset(folder / 'data' / 'tiny', {'train': runs.TRAIN, 'validation': runs.VALIDATION})
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(scope='module')
+def whole(work):
+    """12 steps in one go, checkpoints at 0, 6 (kept) and 12. Returns its out_dir."""
+    import runs
+    runs.good('out/whole')
+    return 'out/whole'
+
+
+@pytest.fixture
+def half(whole):
+    """half(name) is a copy of the whole run as it was when it had written its checkpoint at step 6."""
+    import runs
+
+    def half(name, **changes):
+        shutil.copytree(whole, name)
+        os.replace(Path(name, 'ckpt_6.pt'), Path(name, 'ckpt.pt'))
+        if changes:
+            torch.save({**runs.load(Path(name, 'ckpt.pt')), **changes}, Path(name, 'ckpt.pt'))
+        return name
+    return half
