@@ -27,7 +27,7 @@ demo: setup
 	$(RUN) sample.py --out_dir=$(DEMO)/resformer --start="def " --max_new_tokens=300
 
 test: $(VENV)/requirements-dev
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/requirements-dev
 	$(RUN) -m ruff check

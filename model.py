@@ -57,6 +57,7 @@ class GPTConfig:
     denseformer: bool = False  # learned average over the embedding and all block outputs, after every block
 
     def __post_init__(self):
+        self.residual_lambda, self.residual_layers = tuple(self.residual_lambda), tuple(self.residual_layers)  # JSON's
         for name, allowed in (('arch', ('llama', 'gpt2')), ('residual_from', ('first', 'previous', 'all')),
                               ('residual_map', ('current', 'identity', 'cross'))):
             refuse(getattr(self, name) not in allowed, f'{name}={getattr(self, name)!r} is not one of {allowed}')
@@ -89,11 +90,13 @@ class GPTConfig:
             share, every = getattr(self, f'share_{part}'), getattr(self, f'share_{part}_every')
             refuse(every and not share, f'share_{part}_every does nothing without share_{part}=True')
             refuse(every == 1 or every < 0, f'share_{part}_every={every} must be 0 (whole depth) or at least 2')
+            refuse(share and self.n_layer == 1, f'share_{part} does nothing with n_layer=1; drop one')
             whole = share and (every == 0 or every >= self.n_layer)
             refuse(whole and f'{part}_residual' in residuals, f'{part}_residual does nothing with share_{part} over '
                    f'the whole depth: only layer 1 has its own; drop one or set share_{part}_every')
             refuse(whole and part == 'v' and self.neutreno,
                    'neutreno is zero with share_v over the whole depth: V_1 - V_1; drop one or set share_v_every')
+        refuse(self.neutreno and self.n_layer == 1, 'neutreno does nothing with n_layer=1; drop one')
         wire(self)  # refuses wirings that leave a layer or a residual with nothing to do
 
     @property
@@ -176,16 +179,19 @@ class Attention(nn.Module):
         uniform = 1 / (n_sources + 1)
         source, own = config.residual_lambda or (uniform, uniform)
         self.weights = [float(source)] * n_sources + [float(own)]
-        if config.residual_learned and n_sources:
-            self.residual_lambda = nn.Parameter(torch.tensor(self.weights))
+        learned = config.residual_learned and n_sources
+        self.residual_lambda = nn.Parameter(torch.tensor(self.weights)) if learned else None
 
     def mix(self, own, sources):
         """Weighted sum of raw tensors: this layer's own and its sources' (Eq. 7; Eq. 5 where the source is not V_1)."""
-        weights = getattr(self, 'residual_lambda', self.weights)
-        mixed = weights[-1] * own
+        weights, mixed = self.weights, own
+        if self.residual_lambda is not None:
+            weights = self.residual_lambda
+            mixed = own.to(weights.dtype)  # a half-precision product would round the weights, too
+        mixed = weights[-1] * mixed
         for weight, source in zip(weights[:-1], sources, strict=True):
             mixed = mixed + weight * source
-        return mixed
+        return mixed.type_as(own)
 
     def forward(self, x, rope, raw, attended):
         B, T, C = x.size()
@@ -310,6 +316,8 @@ class GPT(nn.Module):
         """
         for name, p in self.named_parameters():
             if p.dim() < 2:
+                if name.endswith('.bias'):
+                    p.zero_()  # nn.Linear's is random
                 continue
             blocks, parts = [p], ['']
             if name.endswith('c_attn.weight'):
@@ -327,6 +335,7 @@ class GPT(nn.Module):
         last_only, (B, 1, V). With targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32."""
         B, T = idx.size()
         refuse(T > self.config.block_size, f'{T} tokens are more than block_size={self.config.block_size}')
+        refuse(last_only and targets is not None, 'last_only gives logits, targets ask for the loss; drop one')
         x = self.transformer.wte(idx)  # (B, T, C)
         rope = None
         if self.config.arch == 'gpt2':
@@ -371,7 +380,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self, seq_len):
         """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls (2 per weight), lm_head
-        included, attention counted as full T x T."""
+        included, attention counted as full T x T (what residual_map='cross' computes more than it needs is not)."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         keys = sum((1 + len(block.attn.wiring.cross)) * seq_len for block in self.transformer.h)
         return 3 * (2 * weights + 4 * keys * self.config.n_embd)
@@ -413,4 +422,5 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
+        grad_x = grad_x.to(grad.dtype)  # a scalar takes the other's type: in FP16 the loss scale would overflow
         return (grad * grad_x).to(ctx.dtypes[0]), (grad * grad_w).to(ctx.dtypes[1]), None, None
