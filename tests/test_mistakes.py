@@ -23,6 +23,8 @@ from runs import (
     torchrun,
 )
 
+import train
+
 
 def data_copy(name, **changes):
     """data/<name>: the tiny dataset again, with changes to write_dataset's arguments."""
@@ -118,6 +120,17 @@ def test_a_setting_out_of_range_is_refused_before_anything_is_written(work, opti
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is one')
 def test_a_device_that_is_not_there_is_refused(work):
     refused("device='cuda'", 'cpu', device='cuda')
+
+
+def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
+    for name, value in {'is_available': True, 'set_device': None, 'is_bf16_supported': False,
+                        'get_device_name': 'Tesla V100'}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value, **options: value)
+    monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda precision: None)
+    with pytest.raises(ValueError, match='Tesla V100 has no bfloat16; use --dtype=float16'):
+        train.Machine(train.TrainConfig(dtype='bfloat16'))
+    machine = train.Machine(train.TrainConfig(device='cuda:1'))
+    assert (machine.dtype, machine.device, machine.peak_flops()) == ('float16', torch.device('cuda:1'), 125e12)
 
 
 @pytest.mark.parametrize('steps, processes, nearest', [(4, 3, 3), (5, 3, 6), (1, 2, 2), (32, 5, 30)])
