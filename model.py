@@ -93,7 +93,7 @@ class GPTConfig:
             refuse(share and self.n_layer == 1, f'share_{part} does nothing with n_layer=1; drop one')
             whole = share and (every == 0 or every >= self.n_layer)
             refuse(whole and f'{part}_residual' in residuals, f'{part}_residual does nothing with share_{part} over '
-                   f'the whole depth: only layer 1 has its own; drop one or set share_{part}_every')
+                   f'the whole depth: only the first layer has its own; drop one or set share_{part}_every')
             refuse(whole and part == 'v' and self.neutreno,
                    'neutreno is zero with share_v over the whole depth: V_1 - V_1; drop one or set share_v_every')
         refuse(self.neutreno and self.n_layer == 1, 'neutreno does nothing with n_layer=1; drop one')
@@ -163,7 +163,9 @@ class Attention(nn.Module):
         self.residual_map, self.neutreno = config.residual_map, config.neutreno if n else 0.0
         self.owned = [part for part in 'qkv' if layers[n].owner[part] == n]
         # What later layers need of this one; the rest is not kept, so that its memory can be freed.
-        mixed = {(p, s) for w in layers for p in 'qkv' for s in w.sources[p]} | {('v', 0) if config.neutreno else None}
+        mixed = {(p, s) for w in layers for p in 'qkv' for s in w.sources[p]}
+        if config.neutreno:
+            mixed.add(('v', 0))
         lent = {(p, w.owner[p]) for w in layers[n + 1:] for p in 'qkv'}
         lent |= {pair for w in layers for k, v in w.cross for pair in (('k', k), ('v', v))}
         self.keep_raw = [p for p in self.owned if (p, n) in mixed]
