@@ -154,6 +154,8 @@ def bench_prepare(settings):
     import prepare_slimpajama as prepare
     import tokenizer
 
+    if not settings.source or not settings.tokenizer:
+        raise ValueError('bench.py prepare needs --source and --tokenizer, as prepare_slimpajama.py does')
     asked = prepare.Settings(source=settings.source, tokenizer=settings.tokenizer)
     ours, units = tokenizer.load(settings.tokenizer), prepare.find_units(asked)[0]
     if ours.path is None:

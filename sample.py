@@ -38,7 +38,7 @@ def main():
     with one_line_errors(ValueError, OSError):
         (settings,) = configure(SampleConfig)
         path = Path(settings.out_dir)
-        checkpoint = load_checkpoint(path / 'ckpt.pt' if path.is_dir() else path)
+        checkpoint = load_checkpoint(path if path.suffix == '.pt' else path / 'ckpt.pt')
         trained = checkpoint['data']['tokenizer']
         folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))
         tokenizer = tokenizers.load(settings.tokenizer or folder)

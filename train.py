@@ -256,7 +256,7 @@ def load_checkpoint(path):
         checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
         return checkpoint
     except FileNotFoundError:
-        raise FileNotFoundError(f'nothing to resume: there is no {path}') from None
+        raise FileNotFoundError(f'there is no {path}: nothing to resume or load') from None
     except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust the file is bad
         raise ValueError(f'{path} is not a checkpoint of train.py, or damaged ({type(error).__name__})') from error
 
