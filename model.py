@@ -414,7 +414,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 total = total + ((lse - logits.gather(1, tc.clamp(min=0))) * counted).sum()
                 if want_grad:
                     hit = torch.arange(len(w), device=x.device) == tc  # not a scatter: this fuses when compiled
-                    grad = (((logits - lse).exp() - hit.to(wide)) * counted).to(dtype)
+                    grad = logits.sub_(lse).exp_().sub_(hit.to(wide)).mul_(counted).to(dtype)
                     grad_x.append(grad @ w)
                     grad_w += (grad.T @ (xc / 64)).to(wide)  # / 64, undone below: a FP16 sum over rows stays finite
         ctx.save_for_backward(torch.cat(grad_x) if grad_x else None, grad_w.mul_(64))
