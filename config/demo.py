@@ -11,7 +11,7 @@ block_size = 256
 batch_size = 16
 gradient_accumulation_steps = 1
 
-max_iters = 300
+max_iters = 200
 learning_rate, min_lr = 2e-3, 2e-4
 warmup_iters = 20
 eval_interval = 100
