@@ -8,20 +8,21 @@ $ python bench.py prepare --source=FOLDER --tokenizer=FILE                      
 
 A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take turns (A B C A B C),
 so that whatever else the machine does hits all of them; ratios are medians over rounds of one row against another.
-A variant is what config/NAME_82m.py changes besides the shape, which the command line's config gives to all rows.
+A variant is what config/NAME_82m.py changes besides the shape, which the command line's config gives to all rows, and
+more flags, as in vanilla+q_residual=True; NAME:eager is not compiled.
 """
 import contextlib
 import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from configurator import configure, one_line_errors, read_config
+from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from model import GPT, GPTConfig
 from train import Machine, TrainConfig, make_optimizer, provenance, train_step
@@ -32,7 +33,7 @@ VARIANTS = {path.stem.removesuffix('_82m'): path for path in sorted(Path(__file_
 
 @dataclass
 class BenchConfig(TrainConfig):
-    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py's, or all; NAME:eager is not compiled
+    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py's, or all; NAME+flag=value; NAME:eager
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     micro_steps: int = 1  # micro-batches a step, in place of gradient_accumulation_steps
     rounds: int = 10  # timed steps of each row
@@ -64,13 +65,15 @@ class Row:
 
     def __init__(self, name, settings, config, machine):
         kind, _, eager = name.partition(':')
+        kind, *flags = kind.split('+')
         before = allocated(machine)
         if kind == 'hf':
             model, flops_of = HuggingFaceLlama(config), GPT(config)
         elif kind in VARIANTS:
-            known = {f.name for f in fields(GPTConfig)} - set(SHAPE)
-            changes = {k: v for k, v in read_config(str(VARIANTS[kind])).items() if k in known}
-            model = flops_of = GPT(replace(config, **changes), settings.seed)
+            flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
+            _, variant = configure(TrainConfig, GPTConfig,
+                                   argv=[str(VARIANTS[kind]), *(f'--{flag}' for flag in flags)])
+            model = flops_of = GPT(variant, settings.seed)
         else:
             raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
         self.name, self.machine, self.settings = name, machine, settings

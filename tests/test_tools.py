@@ -165,19 +165,20 @@ def test_every_config_can_be_read():
 
 
 def test_bench_reports_every_row_and_writes_json(runs):
-    done = program('bench.py', *TINY, '--variants=vanilla,resformer,svformer,gqa:eager', '--rounds=3', '--warmup=1',
-                   '--real_data=True', '--dataset=tiny', '--n_head=4', '--out=bench.json', cwd=runs)
+    done = program('bench.py', *TINY, '--variants=vanilla,resformer,svformer,gqa+q_residual=True:eager', '--rounds=3',
+                   '--warmup=1', '--real_data=True', '--dataset=tiny', '--n_head=4', '--out=bench.json', cwd=runs)
     assert done.returncode == 0, done.stderr
     rows = json.loads((runs / 'bench.json').read_text())['rows']
-    assert [row['name'] for row in rows] == ['vanilla', 'resformer', 'svformer', 'gqa:eager']
+    assert [row['name'] for row in rows] == ['vanilla', 'resformer', 'svformer', 'gqa+q_residual=True:eager']
     assert all(len(row['seconds']) == 3 and row['tok_per_s'] > 0 and row['mfu'] is None for row in rows)
     assert rows[0]['speed_relative_to'] == {'vanilla': 1.0}
     assert 'waiting for data' in done.stdout
 
 
-def test_bench_refuses_an_unknown_variant_in_one_line(runs):
-    done = program('bench.py', *TINY, '--variants=resformr', cwd=runs)
-    assert done.returncode == 1 and 'resformr' in done.stderr and len(done.stderr.strip().splitlines()) == 1
+@pytest.mark.parametrize('variant, word', [('resformr', 'resformr'), ('vanilla+v_residul=True', 'v_residual')])
+def test_bench_refuses_an_unknown_variant_in_one_line(runs, variant, word):
+    done = program('bench.py', *TINY, f'--variants={variant}', cwd=runs)
+    assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 def test_the_peer_in_bench_has_our_shape():
