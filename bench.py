@@ -13,8 +13,10 @@ more flags, as in vanilla+q_residual=True; NAME:eager is not compiled.
 """
 import contextlib
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,7 +70,9 @@ class Row:
         kind, *flags = kind.split('+')
         before = allocated(machine)
         if kind == 'hf':
-            model, flops_of = HuggingFaceLlama(config), GPT(config)
+            model = HuggingFaceLlama(config)
+            with torch.device('meta'):  # ours of its shape, to count its FLOPs
+                flops_of = GPT(config)
         elif kind in VARIANTS:
             flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
             _, variant = configure(TrainConfig, GPTConfig,
@@ -81,7 +85,7 @@ class Row:
         model.to(machine.device)
         self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
         self.model = torch.compile(model) if settings.compile and not eager else model
-        self.before, self.static = before, allocated(machine) - before
+        self.static = allocated(machine) - before
         self.seconds, self.waiting, self.peak, self.problem = [], [], None, None
 
     def step(self, next_batch, timed):
@@ -148,14 +152,13 @@ class PrepareConfig:
 
 def bench_prepare(settings):
     """Text to token files on one core, all of it, against tokenizers' encoding alone."""
-    import os
-    import tempfile
-
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'
-    import tokenizers
-
     import prepare_slimpajama as prepare
     import tokenizer
+    try:
+        import tokenizers
+    except ImportError:
+        raise OSError('bench.py prepare needs tokenizers: pip install -r requirements-dev.txt') from None
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # read at the first batch
 
     if not settings.source or not settings.tokenizer:
         raise ValueError('bench.py prepare needs --source and --tokenizer, as prepare_slimpajama.py does')

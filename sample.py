@@ -12,7 +12,7 @@ import torch
 import tokenizer as tokenizers
 from configurator import configure, one_line_errors
 from model import GPT, GPTConfig
-from train import load_checkpoint
+from train import Machine, TrainConfig, load_checkpoint
 
 
 @dataclass
@@ -24,7 +24,7 @@ class SampleConfig:
     temperature: float = 0.8  # 0: greedy
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
     seed: int = 1337  # of the sampling
-    device: str = ''  # cuda, mps, cpu; '': a GPU where there is one
+    device: str = 'auto'  # as in train.py
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
 
     def __post_init__(self):
@@ -37,6 +37,7 @@ class SampleConfig:
 def main():
     with one_line_errors(ValueError, OSError):
         (settings,) = configure(SampleConfig)
+        device = Machine(TrainConfig(device=settings.device, compile=False)).device
         path = Path(settings.out_dir)
         checkpoint = load_checkpoint(path if path.suffix == '.pt' else path / 'ckpt.pt')
         trained = checkpoint['data']['tokenizer']
@@ -48,7 +49,6 @@ def main():
         if prompt.startswith('FILE:'):
             prompt = Path(prompt.removeprefix('FILE:')).read_text()
 
-    device = settings.device or ('cuda' if torch.cuda.is_available() else 'cpu')
     model = GPT(GPTConfig(**checkpoint['model_config']))
     model.load_state_dict(checkpoint['model'])
     model.to(device).eval()

@@ -84,6 +84,7 @@ def test_sample_continues_the_prompt_reproducibly(runs):
     (['--out_dir=out/nothing'], 'out/nothing'),
     (['--out_dir=out/resformer', '--start=FILE:none.txt'], 'none.txt'),
     (['--out_dir=out/resformer', '--temperature=-1'], 'temperature'),
+    (['--out_dir=out/resformer', '--device=gpu'], "device='gpu'"),
     (['--out_dir=out/resformer', '--tokenizer=none.json'], 'none.json'),
 ])
 def test_sample_refuses_bad_input_in_one_line(runs, arguments, message):
