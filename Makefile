@@ -24,7 +24,7 @@ demo: setup
 	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/resformer --v_residual=True
 	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/svformer --share_v=True
 	$(RUN) plot.py relative $(DEMO)/vanilla $(DEMO)/resformer $(DEMO)/svformer --out=$(DEMO)/relative.png
-	$(RUN) sample.py --out_dir=$(DEMO)/resformer --start="def " --max_new_tokens=300
+	$(RUN) sample.py --out_dir=$(DEMO)/resformer --start="def " --max_new_tokens=200
 
 test: $(VENV)/requirements-dev
 	$(RUN) -m pytest -n auto --dist worksteal $(ARGS)

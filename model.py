@@ -19,6 +19,7 @@ mixed and rotated; attention and borrowers read it. The paper: Value Residual Le
 import hashlib
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ class GPTConfig:
     n_inner: int = 0  # FFN width; 0: 3.5 n_embd for llama (Table 4), 4 n_embd for gpt2
     arch: str = 'llama'  # RMSNorm, SwiGLU, RoPE, no biases; or gpt2: LayerNorm, GELU, learned positions, biases
     rope_theta: float = 10000.0  # RoPE's base
+    rope_scaling: tuple = ()  # llama3's (factor, low_freq, high_freq, original_length), for checkpoints from outside
     norm_eps: float = 1e-5  # epsilon of the norms
     dropout: float = 0.0  # on embeddings, attention weights and block outputs
     tie_embeddings: bool = False  # lm_head shares wte's weight
@@ -57,24 +59,28 @@ class GPTConfig:
     denseformer: bool = False  # learned average over the embedding and all block outputs, after every block
 
     def __post_init__(self):
-        self.residual_lambda, self.residual_layers = tuple(self.residual_lambda), tuple(self.residual_layers)  # JSON's
+        for name in ('residual_lambda', 'residual_layers', 'rope_scaling'):
+            setattr(self, name, tuple(getattr(self, name)))  # JSON has lists
         for name, allowed in (('arch', ('llama', 'gpt2')), ('residual_from', ('first', 'previous', 'all')),
                               ('residual_map', ('current', 'identity', 'cross'))):
             refuse(getattr(self, name) not in allowed, f'{name}={getattr(self, name)!r} is not one of {allowed}')
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
-            refuse(getattr(self, name) < 1, f'{name}={getattr(self, name)} must be at least 1')
+        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_inner'):
+            least = getattr(GPTConfig, name) > 0
+            refuse(getattr(self, name) < least, f'{name}={getattr(self, name)} must be at least {least:d}')
         refuse(not 0 <= self.dropout < 1, f'dropout={self.dropout} must be at least 0 and less than 1')
-        for name in ('n_kv_head', 'n_inner'):
-            refuse(getattr(self, name) < 0, f'{name}={getattr(self, name)} must not be negative')
         refuse(self.n_embd % self.n_head, f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}')
         refuse(self.n_head % self.kv_heads, f'n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}')
         refuse(self.arch == 'llama' and self.head_size % 2,
                f'n_embd={self.n_embd} / n_head={self.n_head} is odd, but RoPE rotates pairs')
-        refuse(self.arch == 'gpt2' and self.rope_theta != 10000.0, "rope_theta does nothing with arch='gpt2'; drop one")
+        for name in ('rope_theta', 'rope_scaling'):
+            refuse(self.arch == 'gpt2' and getattr(self, name) != getattr(GPTConfig, name),
+                   f"{name} does nothing with arch='gpt2'; drop one")
+        refuse(self.rope_scaling and ([type(x) in (int, float) and x > 0 for x in self.rope_scaling] != [True] * 4
+                                      or self.rope_scaling[1] >= self.rope_scaling[2]),
+               f'rope_scaling={self.rope_scaling} must be (factor, low_freq < high_freq, original_length), positive')
 
         residuals = [f'{part}_residual' for part in 'qkv' if getattr(self, f'{part}_residual')]
-        for name in ('from', 'lambda', 'learned', 'layers', 'map'):
-            name = f'residual_{name}'
+        for name in ('residual_from', 'residual_lambda', 'residual_learned', 'residual_layers', 'residual_map'):
             refuse(not residuals and getattr(self, name) != getattr(GPTConfig, name),
                    f'{name} does nothing without v_residual, q_residual or k_residual; turn one on or drop {name}')
         refuse(self.residual_lambda and [type(w) in (int, float) for w in self.residual_lambda] != [True, True],
@@ -99,17 +105,9 @@ class GPTConfig:
         refuse(self.neutreno and self.n_layer == 1, 'neutreno does nothing with n_layer=1; drop one')
         wire(self)  # refuses wirings that leave a layer or a residual with nothing to do
 
-    @property
-    def head_size(self):
-        return self.n_embd // self.n_head
-
-    @property
-    def kv_heads(self):
-        return self.n_kv_head or self.n_head
-
-    @property
-    def ffn_width(self):
-        return self.n_inner or (7 * self.n_embd // 2 if self.arch == 'llama' else 4 * self.n_embd)
+    head_size = property(lambda self: self.n_embd // self.n_head)
+    kv_heads = property(lambda self: self.n_kv_head or self.n_head)
+    ffn_width = property(lambda self: self.n_inner or (7 * self.n_embd // 2 if self.arch == 'llama' else 4 * self.n_embd))
 
 
 def refuse(condition, message):
@@ -117,15 +115,12 @@ def refuse(condition, message):
         raise ValueError(message)
 
 
-@dataclass
-class Wiring:
-    owner: dict  # part -> layer that projects it: {'q': n, 'k': n, 'v': n} in a vanilla Transformer
-    sources: dict  # part -> layers, owners all, whose raw tensors are mixed in
-    cross: list  # (owner of k, owner of v) of each source, where residual_map is 'cross'
-
-
 def wire(config):
-    """The wiring as data, worked out once: what each layer projects, borrows and mixes in."""
+    """The wiring as data. Of each layer n, by part:
+    owner    layer that projects it; {'q': n, 'k': n, 'v': n} in a vanilla Transformer
+    sources  layers, owners all, whose raw tensors are mixed in
+    pairs    (owner of k, owner of v) it attends with: its own, and with residual_map='cross' its sources' before that
+    raw, attended    the tensors it reads, its own among them: {(part, layer)}"""
     layers = []
     for n in range(config.n_layer):
         owner, sources = {}, {}
@@ -142,8 +137,11 @@ def wire(config):
                 sources[part] = [layers[s].owner[part] for s in before]
         refuse(n not in owner.values(), f'layer {n} would project none of q, k, v; turn off share_q, share_k or '
                'share_v, or set its share_*_every')
-        cross = [(layers[s].owner['k'], layers[s].owner['v']) for s in before if sources['v']]
-        layers.append(Wiring(owner, sources, cross if config.residual_map == 'cross' else []))
+        cross = before if config.residual_map == 'cross' and sources['v'] else []
+        pairs = [(o['k'], o['v']) for o in (*(layers[s].owner for s in cross), owner)]
+        raw = {(part, s) for part in 'qkv' for s in (n, *sources[part])} | ({('v', 0)} if config.neutreno else set())
+        attended = {*owner.items(), *(('k', k) for k, _ in pairs), *(('v', v) for _, v in pairs)}
+        layers.append(SimpleNamespace(owner=owner, sources=sources, pairs=pairs, raw=raw, attended=attended))
     for n in config.residual_layers:
         refuse(n not in range(config.n_layer),
                f'residual_layers names layer {n}; the layers are 0 to {config.n_layer - 1}')
@@ -162,14 +160,9 @@ class Attention(nn.Module):
         self.n, self.wiring, self.head_size, self.dropout = n, layers[n], config.head_size, config.dropout
         self.residual_map, self.neutreno = config.residual_map, config.neutreno if n else 0.0
         self.owned = [part for part in 'qkv' if layers[n].owner[part] == n]
-        # What later layers need of this one; the rest is not kept, so that its memory can be freed.
-        mixed = {(p, s) for w in layers for p in 'qkv' for s in w.sources[p]}
-        if config.neutreno:
-            mixed.add(('v', 0))
-        lent = {(p, w.owner[p]) for w in layers[n + 1:] for p in 'qkv'}
-        lent |= {pair for w in layers for k, v in w.cross for pair in (('k', k), ('v', v))}
-        self.keep_raw = [p for p in self.owned if (p, n) in mixed]
-        self.keep_attended = [p for p in self.owned if (p, n) in lent]
+        # What no later layer reads is dropped, so that its memory can be freed.
+        self.last_raw, self.last_attended = (sorted(getattr(layers[n], kind).difference(
+            *(getattr(w, kind) for w in layers[n + 1:]))) for kind in ('raw', 'attended'))
 
         bias = config.arch == 'gpt2'
         heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
@@ -187,58 +180,66 @@ class Attention(nn.Module):
     def mix(self, own, sources):
         """Weighted sum of raw tensors: this layer's own and its sources' (Eq. 7; Eq. 5 where the source is not V_1)."""
         weights, mixed = self.weights, own
-        if self.residual_lambda is not None:
-            weights = self.residual_lambda
-            mixed = own.to(weights.dtype)  # a half-precision product would round the weights, too
+        if self.residual_lambda is not None:  # in fp32: a half-precision product would round the weights, too
+            weights, mixed = self.residual_lambda, own.to(self.residual_lambda.dtype)
         mixed = weights[-1] * mixed
         for weight, source in zip(weights[:-1], sources, strict=True):
             mixed = mixed + weight * source
         return mixed.type_as(own)
 
-    def forward(self, x, rope, raw, attended):
+    def forward(self, x, rope, raw, attended, cache, mask):
         B, T, C = x.size()
-        own, sources = {}, self.wiring.sources
+        owner, sources, pairs = self.wiring.owner, self.wiring.sources, self.wiring.pairs
         for part, t in zip(self.owned, self.c_attn(x).split(self.rows, dim=2), strict=True):
             t = t.view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh or n_kv_head, T, hs)
-            if part in self.keep_raw:
-                raw[part, self.n] = t
+            raw[part, self.n] = t
             if sources[part] and (part != 'v' or self.residual_map == 'current'):
                 t = self.mix(t, [raw[part, s] for s in sources[part]])
-            own[part] = t if part == 'v' or rope is None else rotate(t, *rope)
-            if part in self.keep_attended:
-                attended[part, self.n] = own[part]
-        q, k, v = (own[part] if part in own else attended[part, self.wiring.owner[part]] for part in 'qkv')
+            attended[part, self.n] = t if part == 'v' or rope is None else rotate(t, *rope)
+            if cache is not None and part != 'q':
+                cache.append(part, self.n, attended[part, self.n])
 
         dropout = self.dropout if self.training else 0.0
-        if self.wiring.cross:
-            y = attend_cross(q, [attended['k', s] for s, _ in self.wiring.cross] + [k],
-                             [attended['v', s] for _, s in self.wiring.cross] + [v], dropout)
-        else:
-            y = attend(q, k, v, dropout)  # (B, nh, T, hs)
+        seen = attended if cache is None else cache
+        keys, values = [seen['k', k] for k, _ in pairs], [seen['v', v] for _, v in pairs]
+        y = attend_cross(attended['q', owner['q']], keys, values, dropout, mask)  # (B, nh, T, hs)
+        added = []
         if self.residual_map == 'identity' and sources['v']:
-            y = y + per_query_head(sum(raw['v', s] for s in sources['v']) / len(sources['v']), y)
+            added.append(sum(raw['v', s] for s in sources['v']) / len(sources['v']))
         if self.neutreno:
-            y = y + self.neutreno * per_query_head(raw['v', 0] - v, y)
+            added.append(self.neutreno * (raw['v', 0] - attended['v', owner['v']]))
+        for t in added:  # to each of the query heads that share it
+            y = y + t.repeat_interleave(y.size(1) // t.size(1), dim=1)
+        for tensors, pairs in ((raw, self.last_raw), (attended, self.last_attended)):
+            for pair in pairs:
+                tensors.pop(pair, None)
         return F.dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)), dropout)
 
 
-def attend(q, k, v, dropout=0.0):
-    """Causal attention of q (B, nh, T, hs) to k, v (B, n_kv_head, T, hs); flash on a GPU. All variants call it."""
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True,
-                                          enable_gqa=q.size(1) != k.size(1))
+def attend(q, k, v, dropout=0.0, mask=None):
+    """Attention of q (B, nh, T, hs) to k, v (B, n_kv_head, S, hs); all variants call it. Without a mask (T, S), True
+    where a query sees a key: causal (S = T; flash on a GPU), or one query that sees all keys (T = 1)."""
+    B, nh, T, hs = q.size()
+    group, k, v = nh // k.size(1), k.type_as(q), v.type_as(q)  # a cache may have another type
+    if mask is None and T > 1:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=group > 1)
+    if group > 1:  # the query heads of a group become rows: its keys are read once, by any kernel
+        q = q.reshape(B, nh // group, group * T, hs)
+        mask = mask if mask is None else mask.repeat(group, 1)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout).view(B, nh, T, hs)
 
 
-def attend_cross(q, keys, values, dropout=0.0):
-    """One softmax over the keys of several layers, causal in each (Eq. 2). With the layers' keys interleaved in time,
-    and each query standing behind all keys of its own time, plain causal attention does it without a mask."""
+def attend_cross(q, keys, values, dropout=0.0, mask=None):
+    """One softmax over the keys of one or several layers, causal in each (Eq. 2). With several layers' keys interleaved
+    in time, and each query standing behind all keys of its own time, plain causal attention does it without a mask."""
     P = len(keys)
+    if P == 1:
+        return attend(q, *keys, *values, dropout, mask)
+    if mask is not None or q.size(2) == 1:
+        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), dropout,
+                      mask if mask is None else mask.repeat(1, P))
     k, v = (torch.stack(parts, dim=3).flatten(2, 3) for parts in (keys, values))  # (B, n_kv_head, T * P, hs)
     return attend(q.repeat_interleave(P, dim=2), k, v, dropout)[:, :, P - 1::P]
-
-
-def per_query_head(v, y):
-    """Values (B, n_kv_head, T, hs) repeated for the query heads of y (B, nh, T, hs) that share them."""
-    return v if v.size(1) == y.size(1) else v.repeat_interleave(y.size(1) // v.size(1), dim=1)
 
 
 def rotate(x, cos, sin):
@@ -273,14 +274,64 @@ class Block(nn.Module):
         self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope, raw, attended):
-        x = x + self.attn(self.ln_1(x), rope, raw, attended)
+    def forward(self, x, rope, raw, attended, cache, mask):
+        x = x + self.attn(self.ln_1(x), rope, raw, attended, cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
 
 
 def norm(config):
     return (nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm)(config.n_embd, eps=config.norm_eps)
+
+
+def rope_tables(config):
+    """RoPE's cos and sin, (block_size, hs) each. Llama 3's scaling stretches wavelengths longer than original_length /
+    low_freq by `factor`, leaves those shorter than original_length / high_freq, and blends in between."""
+    inverse = config.rope_theta ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
+    if config.rope_scaling:
+        factor, low, high, length = config.rope_scaling
+        kept = ((length * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        inverse = inverse * (kept + (1 - kept) / factor)
+    angles = torch.outer(torch.arange(config.block_size).float(), inverse).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+class KVCache:
+    """Keys and values of the tokens so far, as attended with: (B, n_kv_head, max_len, hs) for each layer that owns
+    them; borrowers have none. Its place in the text is a tensor, so that a compiled model decodes without recompiling:
+    compiled, attention reads all max_len rows under a mask; not compiled, only those that are filled."""
+
+    def __init__(self, config, batch_size, max_len, dtype, device):
+        refuse(max_len > config.block_size, f'max_len={max_len} is more than block_size={config.block_size}')
+        self.max_len = self.end = max_len
+        shape = batch_size, config.kv_heads, max_len, config.head_size
+        self.tensors = {(part, n): torch.zeros(shape, dtype=dtype, device=device)
+                        for n, wiring in enumerate(wire(config)) for part in 'kv' if wiring.owner[part] == n}
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
+        for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+    nbytes = property(lambda self: sum(tensor.nbytes for tensor in self.tensors.values()))
+
+    def begin(self, T):
+        """Make ready for T more tokens; returns their positions (T,) and the mask for attend()."""
+        self.positions = self.position + torch.arange(T, device=self.position.device)
+        if torch.compiler.is_compiling():  # no Python number may depend on the position
+            self.end = self.max_len
+            torch._assert_async(self.positions[-1] < self.end, 'more tokens than the cache has room for: max_len')
+        else:
+            self.end = int(self.position) + T
+            refuse(self.end > self.max_len, f'{T} more tokens do not fit into a cache of max_len={self.max_len}, which '
+                   f'holds {self.end - T}')
+            if self.end == T or T == 1:
+                return self.positions, None
+        return self.positions, torch.arange(self.end, device=self.position.device) <= self.positions[:, None]
+
+    def append(self, part, layer, t):
+        self.tensors[part, layer].index_copy_(2, self.positions, t.detach().to(self.tensors[part, layer].dtype))
+
+    def __getitem__(self, pair):
+        return self.tensors[pair][:, :, :self.end]
 
 
 class GPT(nn.Module):
@@ -295,10 +346,8 @@ class GPT(nn.Module):
         if config.arch == 'gpt2':
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            inverse = config.rope_theta ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
-            angles = torch.outer(torch.arange(config.block_size).float(), inverse).repeat(1, 2)  # (block_size, hs)
-            self.register_buffer('cos', angles.cos(), persistent=False)
-            self.register_buffer('sin', angles.sin(), persistent=False)
+            for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
+                self.register_buffer(name, table, persistent=False)
         if config.denseformer:  # weights over the embedding and the outputs of blocks 0 to n
             self.transformer.dwa = nn.ParameterList(torch.eye(n + 2)[-1] for n in range(config.n_layer))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -308,14 +357,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """
-        embeddings, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
+        """embeddings, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
         c_proj of gpt2                              N(0, 0.02 / sqrt(2 n_layer))
         norms, biases, residual_lambda, dwa         as made: one, zero, and the neutral or given weights
-
         Each matrix, and the q, k and v rows of c_attn apart, has a generator of its own, seeded by (seed, name, block):
-        variants of one size share every initial weight that they have in common.
-        """
+        variants of one size share every initial weight that they have in common."""
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 if name.endswith('.bias'):
@@ -332,27 +378,29 @@ class GPT(nn.Module):
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], 'little', signed=True))
                 block.copy_(torch.empty(block.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, idx, targets=None, last_only=False):
+    def forward(self, idx, targets=None, cache=None, last_only=False):
         """Next-token logits, or the training loss. idx (B, T) int64 -> (logits, None), logits (B, T, V) or, with
-        last_only, (B, 1, V). With targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32."""
-        B, T = idx.size()
+        last_only, (B, 1, V). With targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32.
+        With a cache of new_cache(), idx continues what the cache has seen, and is added to it."""
+        T = idx.size(1)
         refuse(T > self.config.block_size, f'{T} tokens are more than block_size={self.config.block_size}')
-        refuse(last_only and targets is not None, 'last_only gives logits, targets ask for the loss; drop one')
+        refuse(last_only and targets is not None, 'last_only is for logits, targets for the loss; drop one')
+        rows, mask = (slice(T), None) if cache is None else cache.begin(T)
         x = self.transformer.wte(idx)  # (B, T, C)
-        rope = None
-        if self.config.arch == 'gpt2':
-            x = x + self.transformer.wpe.weight[:T]
-        else:
-            rope = self.cos[:T], self.sin[:T]
+        rope = (self.cos[rows], self.sin[rows]) if self.config.arch == 'llama' else None
+        if rope is None:
+            x = x + self.transformer.wpe.weight[rows]
         x = F.dropout(x, self.config.dropout if self.training else 0.0)
 
         raw, attended, outputs = {}, {}, [x]  # see the top of this file
         for n, block in enumerate(self.transformer.h):
-            x = block(x, rope, raw, attended)
+            x = block(x, rope, raw, attended, cache, mask)
             if self.config.denseformer:
                 outputs.append(x)
                 x = sum(weight * output for weight, output in zip(self.transformer.dwa[n], outputs, strict=True))
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
+        if cache is not None:
+            cache.position += T
 
         if targets is None:
             return self.lm_head(x), None
@@ -360,20 +408,43 @@ class GPT(nn.Module):
                                          torch.is_grad_enabled())
         return None, total / (targets != -1).sum()
 
+    def new_cache(self, batch_size, max_len, dtype=None):
+        """An empty KVCache for max_len tokens, on the model's device; dtype: that of the weights."""
+        weight = self.lm_head.weight
+        return KVCache(self.config, batch_size, max_len, dtype or weight.dtype, weight.device)
+
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) by sampling, or greedily with temperature 0. Returns (B, T + max_new_tokens)."""
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, cache=None, generator=None):
+        """Yield the tokens (B, 1) that continue idx (B, T), one after the other: sampled from the top_k likeliest, and
+        of these from the fewest that have top_p of the probability; or the likeliest, with temperature 0."""
+        total = idx.size(1) + max_new_tokens
+        refuse(total > self.config.block_size, f'{idx.size(1)} + {max_new_tokens} tokens are more than '
+               f'block_size={self.config.block_size}')
+        new = idx
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.block_size:], last_only=True)[0][:, -1].float()
+            logits = self(idx if cache is None else new, cache=cache, last_only=True)[0][:, -1].float()
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
-                if top_k:
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth, -torch.inf)
-                new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            idx = torch.cat((idx, new), dim=1)
-        return idx
+                logits, order = (logits / temperature).sort(dim=-1, descending=True)
+                probs = F.softmax(logits[:, :top_k or None], dim=-1)
+                if top_p:  # a token stays if those before it have less
+                    probs = probs * (probs.cumsum(dim=-1) - probs < top_p)
+                new = order.gather(1, torch.multinomial(probs, 1, generator=generator))
+            if cache is None:
+                idx = torch.cat((idx, new), dim=1)
+            yield new
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True, generator=None):
+        """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
+        B, T = idx.size()
+        cache = self.new_cache(B, min(T + max_new_tokens, self.config.block_size)) if use_cache else None
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p, cache, generator)), dim=1)
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id):
+        """A Llama, Mistral or GPT-2 checkpoint of Hugging Face, from a folder or the hub."""
+        return __import__('hf').load(path_or_hub_id)  # lazily: hf.py imports this file
 
     def num_params(self, non_embedding=True):
         """Number of weights; non_embedding leaves out wte, wpe and lm_head."""
@@ -384,7 +455,7 @@ class GPT(nn.Module):
         """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls (2 per weight), lm_head
         included, attention counted as full T x T (what residual_map='cross' computes more than it needs is not)."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        keys = sum((1 + len(block.attn.wiring.cross)) * seq_len for block in self.transformer.h)
+        keys = sum(len(block.attn.wiring.pairs) * seq_len for block in self.transformer.h)
         return 3 * (2 * weights + 4 * keys * self.config.n_embd)
 
 

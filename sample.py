@@ -1,7 +1,7 @@
 """
 Text from a checkpoint.
 
-$ python sample.py --out_dir=out/demo/resformer --start="def main(" --max_new_tokens=300
+$ python sample.py --out_dir=out/demo/resformer --start="def main("
 $ python sample.py --out_dir=out/resformer_82m --start=FILE:prompt.txt --num_samples=4 --top_k=50
 """
 from dataclasses import dataclass

@@ -321,7 +321,7 @@ def test_flops_per_token_are_those_that_torch_counts(settings, monkeypatch):
     """torch counts the matmuls of one forward and backward pass, here with attention as two plain matmuls (the fused
     backward computes one of them twice). It counts more only where residual_map is 'cross': with P layers' keys there
     are P * T of them per query, and the unmasked trick of attend_cross has P * T queries too where T would do."""
-    def attend(q, k, v, dropout=0.0):
+    def attend(q, k, v, dropout=0.0, mask=None):
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
         scores = (q @ k.transpose(2, 3) / math.sqrt(q.size(3))).masked_fill(
             torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu(1), -torch.inf)

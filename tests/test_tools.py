@@ -72,7 +72,7 @@ def test_plot_refuses_bad_input_in_one_line(runs, arguments, message):
 
 
 def test_sample_continues_the_prompt_reproducibly(runs):
-    command = ['sample.py', '--out_dir=out/resformer', '--start=def f', '--max_new_tokens=20', '--num_samples=2']
+    command = ['sample.py', '--out_dir=out/resformer', '--start=def f', '--max_new_tokens=10', '--num_samples=2']
     first, second = (program(*command, cwd=runs) for _ in range(2))
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout and first.stdout.count('def f') >= 2
