@@ -107,7 +107,7 @@ class GPTConfig:
 
     head_size = property(lambda self: self.n_embd // self.n_head)
     kv_heads = property(lambda self: self.n_kv_head or self.n_head)
-    ffn_width = property(lambda self: self.n_inner or (7 * self.n_embd // 2 if self.arch == 'llama' else 4 * self.n_embd))
+    ffn_width = property(lambda self: self.n_inner or (7 if self.arch == 'llama' else 8) * self.n_embd // 2)
 
 
 def refuse(condition, message):
@@ -302,7 +302,8 @@ class KVCache:
     compiled, attention reads all max_len rows under a mask; not compiled, only those that are filled."""
 
     def __init__(self, config, batch_size, max_len, dtype, device):
-        refuse(max_len > config.block_size, f'max_len={max_len} is more than block_size={config.block_size}')
+        refuse(max_len > config.block_size, f'max_len={max_len} is more than block_size={config.block_size}: '
+               'only without a cache can generation go on, with the last block_size tokens')
         self.max_len = self.end = max_len
         shape = batch_size, config.kv_heads, max_len, config.head_size
         self.tensors = {(part, n): torch.zeros(shape, dtype=dtype, device=device)
@@ -416,13 +417,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, cache=None, generator=None):
         """Yield the tokens (B, 1) that continue idx (B, T), one after the other: sampled from the top_k likeliest, and
-        of these from the fewest that have top_p of the probability; or the likeliest, with temperature 0."""
+        of these from the fewest that have top_p of the probability; or the likeliest, with temperature 0.
+        Without a cache (slow), a text that outgrows block_size loses its beginning."""
         total = idx.size(1) + max_new_tokens
-        refuse(total > self.config.block_size, f'{idx.size(1)} + {max_new_tokens} tokens are more than '
-               f'block_size={self.config.block_size}')
+        refuse(cache and total > cache.max_len, f'{total} tokens do not fit into a cache of max_len')
         new = idx
         for _ in range(max_new_tokens):
-            logits = self(idx if cache is None else new, cache=cache, last_only=True)[0][:, -1].float()
+            context = idx[:, -self.config.block_size:] if cache is None else new
+            logits = self(context, cache=cache, last_only=True)[0][:, -1].float()
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
@@ -437,8 +439,7 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True, generator=None):
         """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
-        B, T = idx.size()
-        cache = self.new_cache(B, min(T + max_new_tokens, self.config.block_size)) if use_cache else None
+        cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens) if use_cache else None
         return torch.cat((idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p, cache, generator)), dim=1)
 
     @classmethod

@@ -262,10 +262,13 @@ def test_greedy_generation_equals_an_argmax_loop_and_slides_past_block_size():
     for _ in range(10):
         new = model(expected[:, -24:])[0][:, -1].argmax(dim=-1, keepdim=True)
         expected = torch.cat((expected, new), dim=1)
-    assert torch.equal(model.generate(idx, 10, temperature=0), expected)
-    assert torch.equal(model.generate(idx, 10, top_k=1), expected)
+    assert torch.equal(model.generate(idx, 10, temperature=0, use_cache=False), expected)
+    assert torch.equal(model.generate(idx, 10, top_k=1, use_cache=False), expected)
+    assert torch.equal(model.generate(idx, 4, temperature=0), expected[:, :24])
+    with pytest.raises(ValueError, match='max_len=30 is more than block_size=24'):
+        model.generate(idx, 10)
     longer = torch.cat((tokens(2, 9, seed=3), idx), dim=1)  # starts longer than block_size
-    assert torch.equal(model.generate(longer, 1, temperature=0)[:, -1:],
+    assert torch.equal(model.generate(longer, 1, temperature=0, use_cache=False)[:, -1:],
                        model(longer[:, -24:])[0][:, -1].argmax(dim=-1, keepdim=True))
 
 
