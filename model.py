@@ -419,8 +419,6 @@ class GPT(nn.Module):
         """Yield the tokens (B, 1) that continue idx (B, T), one after the other: sampled from the top_k likeliest, and
         of these from the fewest that have top_p of the probability; or the likeliest, with temperature 0.
         Without a cache (slow), a text that outgrows block_size loses its beginning."""
-        total = idx.size(1) + max_new_tokens
-        refuse(cache and total > cache.max_len, f'{total} tokens do not fit into a cache of max_len')
         new = idx
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:] if cache is None else new
@@ -428,11 +426,12 @@ class GPT(nn.Module):
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
-                logits, order = (logits / temperature).sort(dim=-1, descending=True)
-                probs = F.softmax(logits[:, :top_k or None], dim=-1)
-                if top_p:  # a token stays if those before it have less
-                    probs = probs * (probs.cumsum(dim=-1) - probs < top_p)
-                new = order.gather(1, torch.multinomial(probs, 1, generator=generator))
+                probs = F.softmax(logits / temperature, dim=-1)
+                if top_k or top_p:  # a token stays if those before it have less than top_p
+                    ordered = probs.sort(dim=-1, descending=True).values[:, :top_k or None]
+                    out = ordered.cumsum(dim=-1) - ordered >= (top_p or 2) * ordered.sum(dim=-1, keepdim=True)
+                    probs = probs * (probs >= ordered.masked_fill(out, 1).amin(dim=-1, keepdim=True))
+                new = torch.multinomial(probs, 1, generator=generator)
             if cache is None:
                 idx = torch.cat((idx, new), dim=1)
             yield new
