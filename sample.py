@@ -1,9 +1,12 @@
 """
-Text from a checkpoint.
+Text from a checkpoint, through the KV cache.
 
 $ python sample.py --out_dir=out/demo/resformer --start="def main("
-$ python sample.py --out_dir=out/resformer_82m --start=FILE:prompt.txt --num_samples=4 --top_k=50
+$ python sample.py --out_dir=out/resformer_82m --start=FILE:prompt.txt --num_samples=4 --top_k=50 --top_p=0.9
+$ echo "Once upon a time" | python sample.py --out_dir=out/resformer_82m --start=- --temperature=0
 """
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +20,13 @@ from train import Machine, TrainConfig, load_checkpoint
 
 @dataclass
 class SampleConfig:
-    out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
-    start: str = ''  # the prompt; FILE:path reads it from a file; '': the model begins a document
-    num_samples: int = 1  # continuations, made as one batch
-    max_new_tokens: int = 200  # tokens of each; it ends earlier at <|endoftext|>
+    out_dir: str = 'out/run'  # a run's folder, one checkpoint file, or a Hugging Face folder
+    start: str = ''  # the prompt; FILE:path reads a file, - standard input; '': the model begins a document
+    num_samples: int = 1  # continuations, made as one batch; one alone is printed as it comes
+    max_new_tokens: int = 200  # tokens of each; it ends earlier at <|endoftext|>, or where the context is full
     temperature: float = 0.8  # 0: greedy
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
+    top_p: float = 1.0  # sample from the fewest tokens that have this much of the probability
     seed: int = 1337  # of the sampling
     device: str = 'auto'  # as in train.py
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
@@ -30,36 +34,73 @@ class SampleConfig:
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1:
             raise ValueError('num_samples and max_new_tokens must be at least 1')
-        if self.temperature < 0 or self.top_k < 0:
-            raise ValueError('temperature and top_k must not be negative')
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError('temperature and top_k must not be negative, top_p must be above 0 and at most 1')
+
+
+def load_run(path, tokenizer=''):
+    """(model, tokenizer, checkpoint) of a run's folder or of one ckpt.pt, or of a Hugging Face folder (no checkpoint).
+    ValueError or OSError where that cannot be, or where the tokenizer is not the one it was trained with."""
+    path = Path(path)
+    if path.is_dir() and not (path / 'ckpt.pt').exists() and any(path.glob('*.safetensors*')):
+        return GPT.from_pretrained(path), tokenizers.load(tokenizer or path), None
+    path = path if path.suffix == '.pt' else path / 'ckpt.pt'
+    checkpoint = load_checkpoint(path)
+    trained = checkpoint['data']['tokenizer']
+    folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))
+    tokenizer = tokenizers.load(tokenizer or folder)
+    if tokenizer.sha256 != trained['sha256']:
+        raise ValueError(f'{path} was trained with another tokenizer than {tokenizer.name}')
+    model = GPT(GPTConfig(**checkpoint['model_config']))
+    model.load_state_dict(checkpoint['model'])
+    return model.eval(), tokenizer, checkpoint
 
 
 def main():
     with one_line_errors(ValueError, OSError):
         (settings,) = configure(SampleConfig)
         device = Machine(TrainConfig(device=settings.device, compile=False)).device
-        path = Path(settings.out_dir)
-        checkpoint = load_checkpoint(path if path.suffix == '.pt' else path / 'ckpt.pt')
-        trained = checkpoint['data']['tokenizer']
-        folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))
-        tokenizer = tokenizers.load(settings.tokenizer or folder)
-        if tokenizer.sha256 != trained['sha256']:
-            raise ValueError(f'{path} was trained with another tokenizer than {tokenizer.name}')
+        model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         prompt = settings.start
-        if prompt.startswith('FILE:'):
+        if prompt == '-':
+            prompt = sys.stdin.read()
+        elif prompt.startswith('FILE:'):
             prompt = Path(prompt.removeprefix('FILE:')).read_text()
+        ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
+        room = model.config.block_size - len(ids)
+        if room < 1:
+            raise ValueError(f'the prompt has {len(ids)} tokens, the model takes fewer than {model.config.block_size}')
 
-    model = GPT(GPTConfig(**checkpoint['model_config']))
-    model.load_state_dict(checkpoint['model'])
-    model.to(device).eval()
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
+    model.to(device)
     idx = torch.tensor([ids] * settings.num_samples, device=device)
+    new_tokens = min(settings.max_new_tokens, room)
+    cache = model.new_cache(settings.num_samples, len(ids) + new_tokens)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    out = model.generate(idx, settings.max_new_tokens, settings.temperature, settings.top_k, generator=generator)
-    for sample in out[:, len(ids):].tolist():
-        ended = sample.index(tokenizer.eot) if tokenizer.eot in sample else len(sample)
-        print(prompt + tokenizer.decode(sample[:ended]))
-        print('-' * 80)
+    samples, printed, alone = [[] for _ in range(settings.num_samples)], 0, settings.num_samples == 1
+    if alone:
+        print(prompt, end='', flush=True)
+    start, ended, steps = time.perf_counter(), [False] * settings.num_samples, 0
+    for new in model.stream(idx, new_tokens, settings.temperature, settings.top_k,
+                            settings.top_p if settings.top_p < 1 else None, cache, generator):
+        steps += 1
+        for i, token in enumerate(new.flatten().tolist()):
+            ended[i] = ended[i] or token == tokenizer.eot
+            if not ended[i]:
+                samples[i].append(token)
+        if alone:
+            text = tokenizer.decode(samples[0])
+            if not text.endswith('\ufffd'):  # in the middle of a character
+                print(text[printed:], end='', flush=True)
+                printed = len(text)
+        if all(ended):
+            break
+    seconds = time.perf_counter() - start
+    if alone:
+        print(tokenizer.decode(samples[0])[printed:])
+    else:
+        print(('\n' + '-' * 80 + '\n').join(prompt + tokenizer.decode(sample) for sample in samples))
+    print(f'{steps * settings.num_samples / seconds:,.0f} tokens/s, cache {cache.nbytes:,} bytes '
+          f'for {settings.num_samples} x {cache.max_len} tokens', file=sys.stderr)
 
 
 if __name__ == '__main__':

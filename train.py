@@ -33,7 +33,7 @@ from model import GPT, GPTConfig
 @dataclass
 class TrainConfig:
     out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
-    init_from: str = 'scratch'  # scratch; resume out_dir's run; auto: resume if there is one; a ckpt.pt: its weights
+    init_from: str = 'scratch'  # scratch; resume out_dir's run; auto: resume if there is one; weights of: a ckpt.pt, a Hugging Face folder
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = 'slimpajama'  # a folder in data/
@@ -78,8 +78,9 @@ class TrainConfig:
             raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
         if self.init_from == 'auto':
             self.init_from = 'resume' if Path(self.out_dir, 'ckpt.pt').exists() else 'scratch'
-        if self.init_from not in ('scratch', 'resume') and not os.path.isfile(self.init_from):
-            raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto' or a checkpoint file")
+        if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
+            raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
+                             'Hugging Face folder')
 
     @property
     def rows_per_step(self):
@@ -351,8 +352,11 @@ def prepare_run(settings, config, machine):
                          'another --out_dir, or delete it')
     if settings.init_from == 'scratch':
         return dataset, rows, None
-    resume = settings.init_from == 'resume'
-    return dataset, rows, load_checkpoint(path if resume else Path(settings.init_from))
+    if Path(settings.init_from).is_dir() and settings.init_from != 'resume':
+        import hf
+        theirs, state = hf.read(settings.init_from, config.block_size)
+        return dataset, rows, {'model': state, 'model_config': asdict(theirs)}
+    return dataset, rows, load_checkpoint(path if settings.init_from == 'resume' else Path(settings.init_from))
 
 
 def run(settings, config, machine):
@@ -476,7 +480,16 @@ def is_mixing(name):
 
 
 def load_weights(model, checkpoint, path):
-    """A checkpoint's weights; learned mixing weights that it lacks stay as they start."""
+    """A checkpoint's weights; learned mixing weights that it lacks stay as they start. Refused where they would mean
+    something else in this model, which the shapes alone do not tell."""
+    theirs, ours = GPTConfig(**checkpoint['model_config']), model.config
+    settings = {name: getattr(theirs, name) for name in (
+        'arch', 'n_layer', 'n_head', 'n_embd', 'kv_heads', 'ffn_width', 'vocab_size', 'rope_theta', 'rope_scaling',
+        'norm_eps', 'tie_embeddings') if getattr(theirs, name) != getattr(ours, name)}
+    if settings:
+        names = {'kv_heads': 'n_kv_head', 'ffn_width': 'n_inner'}
+        raise ValueError(f'{path} does not fit this model; it needs '
+                         + ' '.join(f'--{names.get(name, name)}={value}' for name, value in settings.items()))
     try:
         missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
     except RuntimeError as error:

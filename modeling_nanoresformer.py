@@ -1,0 +1,77 @@
+"""
+transformers' side of an exported variant: `hf.py export` puts this file and model.py into the folder.
+
+>>> model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+"""
+import torch
+import torch.nn.functional as F
+from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .model import GPT, GPTConfig, rope_tables
+
+
+class NanoResFormerConfig(PretrainedConfig):
+    model_type = 'nanoresformer'
+
+    def __init__(self, gpt=None, **kwargs):
+        self.gpt = gpt or {}  # GPTConfig's fields
+        config = GPTConfig(**self.gpt)
+        self.hidden_size, self.num_hidden_layers = config.n_embd, config.n_layer
+        self.num_attention_heads, self.max_position_embeddings = config.n_head, config.block_size
+        super().__init__(**{**kwargs, 'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tie_embeddings})
+
+
+class Past(Cache):
+    """model.KVCache as generate() wants it: only layers that own keys or values store them."""
+
+    def __init__(self, cache):
+        super().__init__(layers=[])
+        self.cache = cache
+
+    def get_seq_length(self, layer_idx=0):
+        return int(self.cache.position)
+
+    def reorder_cache(self, beam_idx):
+        for tensor in self.cache.tensors.values():
+            tensor.copy_(tensor.index_select(0, beam_idx))
+
+
+class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NanoResFormerConfig
+    base_model_prefix = 'model'
+    _tied_weights_keys = {'model.lm_head.weight': 'model.transformer.wte.weight'}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = GPT(GPTConfig(**config.gpt))
+        self.post_init()
+
+    def _init_weights(self, module):
+        # Weights come from the file, or are as GPT made them. Tables are not in the file.
+        if isinstance(module, GPT) and module.config.arch == 'llama':
+            for ours, table in zip((module.cos, module.sin), rope_tables(module.config), strict=True):
+                ours.copy_(table)
+
+    def get_input_embeddings(self):
+        return self.model.transformer.wte
+
+    def get_output_embeddings(self):
+        return self.model.lm_head
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length,
+                                      *args):
+        if generation_config.use_cache and model_kwargs.get('past_key_values') is None:
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            cache = self.model.new_cache(rows, min(max_length, self.model.config.block_size))
+            model_kwargs['past_key_values'] = Past(cache)
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, logits_to_keep=0, **kwargs):
+        if attention_mask is not None and not torch.all(attention_mask):
+            raise ValueError('this model knows no padding: give sequences of one length')
+        logits, _ = self.model(input_ids, cache=None if past_key_values is None else past_key_values.cache,
+                               last_only=logits_to_keep == 1)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
