@@ -1,22 +1,20 @@
 """
-Throughput, side by side: training steps of the variants and of Hugging Face's Llama; preparation and tokenizers.
+Throughput, side by side: training steps of the variants and of Hugging Face's Llama; decoding with the KV cache.
 
 $ python bench.py                                                                  # 82M: vanilla, ResFormer, SVFormer
 $ python bench.py config/vanilla_180m.py --variants=all --peers=hf --out=results/bench.json
 $ python bench.py --batch_size=2 --block_size=512 --peers=hf                       # a size for two CPU cores
-$ python bench.py prepare --source=FOLDER --tokenizer=FILE                         # text to tokens, on one core
+$ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --block_size=65536
 
 A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take turns (A B C A B C),
 so that whatever else the machine does hits all of them; ratios are medians over rounds of one row against another.
 A variant is what config/NAME_82m.py changes besides the shape, which the command line's config gives to all rows, and
 more flags, as in vanilla+q_residual=True; NAME:eager is not compiled.
 """
-import contextlib
+import functools
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,29 +60,33 @@ class HuggingFaceLlama(nn.Module):
         return None, self.llama(input_ids=idx, labels=targets, use_cache=False).loss
 
 
+def build(name, settings, config):
+    """(model, GPT of its shape to count FLOPs with, whether it is to be compiled) of a row's name."""
+    kind, _, eager = name.partition(':')
+    kind, *flags = kind.split('+')
+    if kind == 'hf':
+        with torch.device('meta'):
+            counted = GPT(config)
+        return HuggingFaceLlama(config), counted, settings.compile and not eager
+    if kind not in VARIANTS:
+        raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
+    flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
+    _, variant = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *(f'--{flag}' for flag in flags)])
+    model = GPT(variant, settings.seed)
+    return model, model, settings.compile and not eager
+
+
 class Row:
-    """One line of the table: a model, its optimizer, its times."""
+    """One line of the training table: a model, its optimizer, its times."""
 
     def __init__(self, name, settings, config, machine):
-        kind, _, eager = name.partition(':')
-        kind, *flags = kind.split('+')
         before = allocated(machine)
-        if kind == 'hf':
-            model = HuggingFaceLlama(config)
-            with torch.device('meta'):  # ours of its shape, to count its FLOPs
-                flops_of = GPT(config)
-        elif kind in VARIANTS:
-            flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
-            _, variant = configure(TrainConfig, GPTConfig,
-                                   argv=[str(VARIANTS[kind]), *(f'--{flag}' for flag in flags)])
-            model = flops_of = GPT(variant, settings.seed)
-        else:
-            raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
+        model, counted, compiled = build(name, settings, config)
         self.name, self.machine, self.settings = name, machine, settings
-        self.flops = flops_of.flops_per_token(config.block_size)
+        self.flops = counted.flops_per_token(config.block_size)
         model.to(machine.device)
         self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
-        self.model = torch.compile(model) if settings.compile and not eager else model
+        self.model = torch.compile(model) if compiled else model
         self.static = allocated(machine) - before
         self.seconds, self.waiting, self.peak, self.problem = [], [], None, None
 
@@ -141,74 +143,6 @@ def names(settings):
     return variants + (['hf', 'hf:eager'] if settings.peers else [])
 
 
-@dataclass
-class PrepareConfig:
-    source: str = ''  # as in prepare_slimpajama.py
-    tokenizer: str = ''  # as in prepare_slimpajama.py
-    megabytes: int = 16  # of text, from the start of the source
-    rounds: int = 5  # timed passes of each row
-    out: str = ''  # write the table's numbers here, as JSON
-
-
-def bench_prepare(settings):
-    """Text to token files on one core, all of it, against tokenizers' encoding alone."""
-    import prepare_slimpajama as prepare
-    import tokenizer
-    try:
-        import tokenizers
-    except ImportError:
-        raise OSError('bench.py prepare needs tokenizers: pip install -r requirements-dev.txt') from None
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # read at the first batch
-
-    if not settings.source or not settings.tokenizer:
-        raise ValueError('bench.py prepare needs --source and --tokenizer, as prepare_slimpajama.py does')
-    asked = prepare.Settings(source=settings.source, tokenizer=settings.tokenizer)
-    ours, units = tokenizer.load(settings.tokenizer), prepare.find_units(asked)[0]
-    if ours.path is None:
-        raise ValueError('--tokenizer=bytes has nothing to compare with; give a tokenizer.json')
-    theirs = tokenizers.Tokenizer.from_file(str(ours.path))
-    pairs, size = [], 0
-    for pair in (pair for unit in units for pair in unit.read()):
-        pairs.append(pair)
-        size += len(pair[1].encode())
-        if size > settings.megabytes * 1e6:
-            break
-    texts = [text for _, text in pairs]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, 'source', 'train')
-        source.mkdir(parents=True)
-        with open(source / '0.jsonl', 'w') as f:
-            for domain, text in pairs:
-                f.write(json.dumps({'text': text, 'meta': {'redpajama_set_name': domain}}) + '\n')
-
-        def whole():
-            with tempfile.TemporaryDirectory() as out, open(os.devnull, 'w') as quiet, \
-                    contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-                prepare.prepare(prepare.Settings(source=str(source.parent), tokenizer=settings.tokenizer, tokens=0,
-                                                 out=out + '/out', workers=1))
-
-        rows = {'prepare_slimpajama.py: read, shuffle, tokenize, write': whole,
-                'tokenizer.py: encode': lambda: ours.encode_batch(texts),
-                'tokenizers: encode': lambda: theirs.encode_batch(texts, add_special_tokens=False)}
-        seconds = {name: [] for name in rows}
-        for round_ in range(settings.rounds + 1):
-            for name, work in rows.items():
-                start = time.perf_counter()
-                work()
-                if round_:  # the first warms up
-                    seconds[name].append(time.perf_counter() - start)
-    peer = seconds['tokenizers: encode']
-    print(f'{len(texts):,} documents, {size / 1e6:.1f} MB, one core\n\n| row | MB/s | spread | x tokenizers |')
-    print('|---|---:|---:|---:|')
-    reports = []
-    for name, times in seconds.items():
-        median, spread = middle(times)
-        ratio = statistics.median(b / a for a, b in zip(times, peer, strict=True))
-        reports.append({'name': name, 'mb_per_s': size / 1e6 / median, 'spread': spread, 'ratio': ratio})
-        print(f'| {name} | {size / 1e6 / median:.1f} | {spread:.1%} | {ratio:.2f} |')
-    return {'documents': len(texts), 'bytes': size, 'rows': reports}
-
-
 def bench_training(settings, config):
     machine = Machine(settings)
     machine.micro_steps = settings.micro_steps
@@ -260,6 +194,151 @@ def bench_training(settings, config):
     return {**about, 'settings': asdict(settings), 'rows': reports}
 
 
+@dataclass
+class DecodeConfig(BenchConfig):
+    batch_sizes: tuple = (1, 8)  # texts decoded at once
+    contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
+    new_tokens: int = 32  # timed tokens, the last ones of the context
+    chunk: int = 2048  # tokens of a prefill's forward pass
+    memory_gib: float = 0.0  # also the largest batch that fits into this much of a GPU's memory, and its speed
+
+
+class Decoder:
+    """One line of the decoding table: a model with its weights in half precision on a GPU, and one cache."""
+
+    def __init__(self, name, settings, config, machine):
+        before = allocated(machine)
+        model, _, compiled = build(name, settings, config)
+        self.name, self.settings, self.machine = name, settings, machine
+        self.model = model.to(machine.device, getattr(torch, machine.dtype)).eval()
+        mode = 'reduce-overhead' if machine.kind == 'cuda' else None  # CUDA graphs
+        self.one_token = torch.compile(self.model, mode=mode) if compiled else self.model
+        self.static = allocated(machine) - before
+
+    def start(self, batch, context):
+        self.batch, self.context, self.peak, self.problem = batch, context, None, None
+        self.prefill, self.decode = [], []  # seconds per token, seconds per step
+        before = allocated(self.machine)
+        self.cache = self.model.new_cache(batch, context)
+        self.idx = torch.randint(self.model.config.vocab_size, (batch, context), device=self.machine.device)
+        self.with_cache = self.static + allocated(self.machine) - before
+
+    @torch.no_grad()
+    def round(self, timed):
+        others = allocated(self.machine) - self.with_cache
+        if self.machine.kind == 'cuda':
+            torch.cuda.reset_peak_memory_stats()
+        self.cache.position.zero_()
+        prompt = self.context - self.settings.new_tokens
+        start = now(self.machine)
+        for chunk in self.idx[:, :prompt].split(self.settings.chunk, dim=1):
+            self.model(chunk, cache=self.cache, last_only=True)
+        middle_ = now(self.machine)
+        for t in range(prompt, self.context):
+            self.one_token(self.idx[:, t:t + 1], cache=self.cache, last_only=True)[0].argmax(dim=-1)
+        end = now(self.machine)
+        if timed:
+            self.prefill.append((middle_ - start) / (self.batch * prompt))
+            self.decode.append((end - middle_) / self.settings.new_tokens)
+        if self.machine.kind == 'cuda':
+            self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30
+
+    def stop(self):
+        self.cache = self.idx = None
+
+    def report(self, vanilla):
+        seconds, spread = middle(self.decode)
+        return {'name': self.name, 'batch': self.batch, 'context': self.context,
+                'prefill_tok_per_s': 1 / statistics.median(self.prefill), 'ms_per_token': 1e3 * seconds,
+                'spread': spread, 'tok_per_s': self.batch / seconds, 'cache_bytes': self.cache.nbytes,
+                'peak_gib': self.peak, 'seconds': self.decode, 'speed_relative_to_vanilla': statistics.median(
+                    a / b for a, b in zip(vanilla.decode, self.decode, strict=True)) if vanilla else None}
+
+    def fits(self, context, batch):
+        """Whether a batch can be decoded to the end of its context. The cache is not filled, only there."""
+        try:
+            self.start(batch, context)
+            self.cache.position.fill_(context - 1)
+            with torch.no_grad():
+                self.model(self.idx[:, -1:], cache=self.cache, last_only=True)
+            return True
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self.stop()
+            torch.cuda.empty_cache()
+
+
+def largest(fits):
+    """The largest batch for which fits(batch), by doubling and bisection; 0 if not even one does."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        between = (low + high) // 2
+        low, high = (between, high) if fits(between) else (low, between)
+    return low
+
+
+def bench_decode(settings, config):
+    machine = Machine(settings)
+    config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
+    for context in settings.contexts:
+        if not settings.new_tokens < context <= config.block_size:
+            raise ValueError(f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at most '
+                             f'block_size={config.block_size}')
+    if settings.peers or settings.memory_gib and machine.kind != 'cuda':
+        raise ValueError('bench.py decode has no peers, and memory_gib needs a GPU')
+    rows = [Decoder(name, settings, config, machine) for name in names(settings)]
+    about = {**provenance(machine), 'compile': settings.compile, **{name: getattr(config, name) for name in SHAPE}}
+    print('  '.join(f'{k}={v}' for k, v in about.items()) + '\n')
+    print('| row | batch | context | prefill tok/s | ms/token | spread | tok/s | x vanilla | cache bytes | peak GiB |')
+    print('|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|')
+    reports = []
+
+    def measure(decoders, batch_of, context):
+        for row in decoders:
+            try:
+                row.start(batch_of[row.name], context)
+            except torch.OutOfMemoryError:
+                row.problem = 'out of memory'
+        for timed in [False] * settings.warmup + [True] * settings.rounds:
+            for row in decoders:
+                try:
+                    if not row.problem:
+                        row.round(timed)
+                except torch.OutOfMemoryError:
+                    row.problem = 'out of memory'
+                    row.stop()
+        vanilla = next((row for row in decoders if row.name == 'vanilla' and not row.problem), None)
+        for row in decoders:
+            if row.problem:
+                print(f'| {row.name} | {row.batch} | {row.context:,} | {row.problem} |')
+                continue
+            r = row.report(vanilla)
+            reports.append(r)
+            print(f'| {row.name} | {row.batch} | {row.context:,} | {r["prefill_tok_per_s"]:,.0f} | '
+                  f'{r["ms_per_token"]:.2f} | {r["spread"]:.1%} | {r["tok_per_s"]:,.0f} | '
+                  f'{cell(r["speed_relative_to_vanilla"], ".3f")} | {r["cache_bytes"]:,} | '
+                  f'{cell(r["peak_gib"], ".2f")} |', flush=True)
+            row.stop()
+
+    for context in settings.contexts:
+        for batch in settings.batch_sizes:
+            measure(rows, dict.fromkeys((row.name for row in rows), batch), context)
+        if settings.memory_gib:  # each row alone on the GPU, with the largest batch that it takes
+            for row in rows:
+                others = allocated(machine) - row.static
+                limit = settings.memory_gib * 2**30 + others
+                torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+                batch = largest(functools.partial(row.fits, context))
+                if batch:
+                    measure([row], {row.name: batch}, context)
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    print('\nspread: interquartile range / median; x vanilla: decoding speed, median over rounds')
+    return {**about, 'settings': asdict(settings), 'rows': reports}
+
+
 def cell(value, form):
     return 'n/a' if value is None else format(value, form)
 
@@ -272,13 +351,11 @@ def middle(times):
 
 
 def main():
+    torch._dynamo.config.recompile_limit = 64  # the variants are one piece of code to the compiler
     with one_line_errors(ValueError, OSError):
-        if sys.argv[1:2] == ['prepare']:
-            (settings,) = configure(PrepareConfig, argv=sys.argv[2:])
-            numbers = bench_prepare(settings)
-        else:
-            settings, config = configure(BenchConfig, GPTConfig)
-            numbers = bench_training(settings, config)
+        decode = sys.argv[1:2] == ['decode']
+        settings, config = configure(DecodeConfig if decode else BenchConfig, GPTConfig, argv=sys.argv[1 + decode:])
+        numbers = (bench_decode if decode else bench_training)(settings, config)
         if settings.out:
             Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
 

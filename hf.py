@@ -162,7 +162,7 @@ class Tensors:
                 return safe_open(path, 'pt')
             return torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
         except FileNotFoundError:
-            raise ValueError(f'{path} is missing, though the index names it: a download that stopped half way?') from None
+            raise ValueError(f'{path} is missing, though the index names it: did a download stop half way?') from None
         except Exception as error:  # safetensors, zip, pickle: each has its own
             raise ValueError(f'{path} is damaged, or holds more than tensors ({type(error).__name__})') from error
 

@@ -3,7 +3,6 @@ Train a GPT of model.py on a dataset of prepare_slimpajama.py.
 
 $ python train.py config/demo.py                                                    # one process: GPU, or CPU
 $ torchrun --nproc_per_node=8 train.py config/resformer_82m.py                      # 8 GPUs
-$ torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/...  # 16
 $ python train.py config/demo.py --init_from=resume                                 # go on where it stopped
 $ python train.py --help                                                            # every setting
 """
@@ -29,11 +28,12 @@ from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
 from model import GPT, GPTConfig
 
+MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights, logged at every evaluation
 
 @dataclass
 class TrainConfig:
     out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
-    init_from: str = 'scratch'  # scratch; resume out_dir's run; auto: resume if there is one; weights of: a ckpt.pt, a Hugging Face folder
+    init_from: str = 'scratch'  # scratch; resume; auto: resume if there is a run; a ckpt.pt or HF folder: its weights
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = 'slimpajama'  # a folder in data/
@@ -82,9 +82,7 @@ class TrainConfig:
             raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
                              'Hugging Face folder')
 
-    @property
-    def rows_per_step(self):
-        return self.gradient_accumulation_steps * self.batch_size
+    rows_per_step = property(lambda self: self.gradient_accumulation_steps * self.batch_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,6 +263,7 @@ def load_checkpoint(path):
 def check_resume(checkpoint, settings, config, dataset, path):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
     old = checkpoint['settings']
+    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
     model_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
     for name, value in asdict(config).items():
         if model_config[name] != value:
@@ -274,14 +273,10 @@ def check_resume(checkpoint, settings, config, dataset, path):
         raise ValueError(f'{path} was trained with another tokenizer than that of {dataset.folder}')
     if checkpoint['data']['sha256'] != dataset.hashes():
         raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
-    for name in ('seed', 'domain_weights'):
+    for name in ('seed', 'domain_weights', 'rows_per_step'):
         if old[name] != getattr(settings, name):
             raise ValueError(f'{path} is a run with {name}={old[name]!r}, not {getattr(settings, name)!r}: its data '
-                             'order would change; resume with its own')
-    rows = old['gradient_accumulation_steps'] * old['batch_size']
-    if rows != settings.rows_per_step:
-        raise ValueError(f'{path} is a run of {rows} sequences a step, not {settings.rows_per_step}; '
-                         'gradient_accumulation_steps * batch_size must stay')
+                             'order would change (rows_per_step is gradient_accumulation_steps * batch_size)')
     return {name: [old.get(name), value] for name, value in asdict(settings).items()
             if old.get(name) != value and name not in ('init_from', 'eval_only')}
 
@@ -352,18 +347,19 @@ def prepare_run(settings, config, machine):
                          'another --out_dir, or delete it')
     if settings.init_from == 'scratch':
         return dataset, rows, None
-    if Path(settings.init_from).is_dir() and settings.init_from != 'resume':
-        import hf
-        theirs, state = hf.read(settings.init_from, config.block_size)
-        return dataset, rows, {'model': state, 'model_config': asdict(theirs)}
+    if settings.init_from != 'resume' and Path(settings.init_from).is_dir():
+        theirs = GPT.from_pretrained(settings.init_from)
+        if theirs.config.block_size < config.block_size:
+            raise ValueError(f'{settings.init_from} takes {theirs.config.block_size} positions, not '
+                             f'block_size={config.block_size}')
+        return dataset, rows, {'model': theirs.state_dict(), 'model_config': asdict(theirs.config)}
     return dataset, rows, load_checkpoint(path if settings.init_from == 'resume' else Path(settings.init_from))
 
 
 def run(settings, config, machine):
     try:
         dataset, rows, checkpoint = prepare_run(settings, config, machine)
-        resume = settings.init_from == 'resume'
-        out = Path(settings.out_dir)
+        out, resume = Path(settings.out_dir), settings.init_from == 'resume'
         changed = check_resume(checkpoint, settings, config, dataset, out) if resume else {}
         model = GPT(config, settings.seed)
         if checkpoint:
@@ -394,7 +390,6 @@ def run(settings, config, machine):
         if machine.is_first:
             print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
         return
-
     origin = provenance(machine)
     everything = {**asdict(settings), **asdict(config), **origin}
     log = tracker = None
@@ -420,8 +415,7 @@ def run(settings, config, machine):
     loader = Loader(rows, settings.batch_size, settings.gradient_accumulation_steps, start, machine.rank,
                     machine.world_size, machine.device)
     tokens_per_step = settings.rows_per_step * config.block_size
-    flops = model.flops_per_token(config.block_size)
-    peak = machine.peak_flops()
+    flops, peak = model.flops_per_token(config.block_size), machine.peak_flops()
     clock, steps_timed, seconds = time.perf_counter(), 0, None
     for step in range(start, settings.max_iters + 1):
         last = step == settings.max_iters
@@ -430,7 +424,8 @@ def run(settings, config, machine):
             losses = evaluate(compiled, dataset, settings, machine) if evaluates else None
             if machine.is_first:
                 if losses:
-                    mixing = {name: p.tolist() for name, p in model.named_parameters() if is_mixing(name)}
+                    mixing = {name: p.tolist() for name, p in model.named_parameters()
+                              if any(part in name for part in MIXING)}
                     report({'step': step, 'val': losses, **({'mixing': mixing} if mixing else {})})
                     print(f'step {step} | validation loss {losses["mean"]:.4f}')
                 os.fsync(log.file)  # lines first, checkpoint then: no step of it can be missing
@@ -474,27 +469,19 @@ def run(settings, config, machine):
             tracker.finish()
 
 
-def is_mixing(name):
-    """Learned weights of residuals and of DenseFormer, worth a look at every evaluation."""
-    return name.endswith('residual_lambda') or '.dwa.' in name
-
-
 def load_weights(model, checkpoint, path):
     """A checkpoint's weights; learned mixing weights that it lacks stay as they start. Refused where they would mean
     something else in this model, which the shapes alone do not tell."""
-    theirs, ours = GPTConfig(**checkpoint['model_config']), model.config
-    settings = {name: getattr(theirs, name) for name in (
-        'arch', 'n_layer', 'n_head', 'n_embd', 'kv_heads', 'ffn_width', 'vocab_size', 'rope_theta', 'rope_scaling',
-        'norm_eps', 'tie_embeddings') if getattr(theirs, name) != getattr(ours, name)}
-    if settings:
-        names = {'kv_heads': 'n_kv_head', 'ffn_width': 'n_inner'}
-        raise ValueError(f'{path} does not fit this model; it needs '
-                         + ' '.join(f'--{names.get(name, name)}={value}' for name, value in settings.items()))
+    theirs, ours = ({**asdict(c), 'n_kv_head': c.kv_heads, 'n_inner': c.ffn_width}
+                    for c in (GPTConfig(**checkpoint['model_config']), model.config))
+    shape = 'arch vocab_size n_layer n_head n_embd n_kv_head n_inner rope_theta rope_scaling norm_eps tie_embeddings'
+    if flags := [f'--{name}={theirs[name]}' for name in shape.split() if theirs[name] != ours[name]]:
+        raise ValueError(f'{path} does not fit this model; it needs {" ".join(flags)}')
     try:
         missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
     except RuntimeError as error:
         raise ValueError(f'{path} does not fit this model: {" ".join(str(error).split())[:300]}') from error
-    wrong = unexpected + [name for name in missing if not is_mixing(name)]
+    wrong = unexpected + [name for name in missing if not any(part in name for part in MIXING)]
     if wrong:
         raise ValueError(f'{path} does not fit this model: {", ".join(wrong[:3])}{" ..." if len(wrong) > 3 else ""}')
 

@@ -86,7 +86,8 @@ def test_an_out_dir_with_kept_checkpoints_only_is_refused(half):
     (dict(n_layer=3), ['n_layer=2', '3']), (dict(v_residual=True), ['v_residual=False', 'True']),
     (dict(dropout=0.1), ['dropout=0.0', '0.1']), (dict(seed=1), ['seed=1337', '1']),
     (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
-    (dict(batch_size=4), ['8 sequences', '16']), (dict(gradient_accumulation_steps=2), ['8 sequences', '4']),
+    (dict(batch_size=4), ['rows_per_step=8', 'not 16']),
+    (dict(gradient_accumulation_steps=2), ['rows_per_step=8', 'not 4']),
     (dict(dataset='otherwise'), ['data/otherwise']), (dict(dataset='retokenized'), ['tokenizer', 'data/retokenized']),
 ], ids=str)
 def test_resuming_as_another_run_is_refused(whole, options, words):
@@ -179,9 +180,10 @@ def test_a_damaged_or_malicious_checkpoint_is_refused_and_not_run(half, kind):
 
 
 def test_weights_that_do_not_fit_are_refused(whole):
-    refused('does not fit', 'wte', init_from=f'{whole}/ckpt.pt', n_embd=64)
-    refused('does not fit', 'h.1.', init_from=f'{whole}/ckpt.pt', n_layer=1)
-    refused('does not fit', 'h.2.', init_from=f'{whole}/ckpt.pt', n_layer=3)
+    refused('does not fit', '--n_embd=32', init_from=f'{whole}/ckpt.pt', n_embd=64)
+    refused('does not fit', '--n_layer=2', init_from=f'{whole}/ckpt.pt', n_layer=1)
+    refused('does not fit', '--rope_theta=10000.0', init_from=f'{whole}/ckpt.pt', rope_theta=5e5)  # no shape tells
+    refused('does not fit', 'c_attn', init_from=f'{whole}/ckpt.pt', share_v=True)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(half, whole):

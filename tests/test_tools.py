@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, write_dataset
 
 import bench
@@ -193,3 +194,43 @@ def test_a_prepared_dataset_of_another_format_is_refused(tmp_path):
     (tmp_path / 'data/old/meta.json').write_text(json.dumps({**meta, 'format': 0}))
     done = program('train.py', *TINY, '--dataset=old', cwd=tmp_path)
     assert done.returncode == 1 and 'format 0' in done.stderr
+
+
+def test_the_readmes_cache_table_is_what_new_cache_allocates():
+    rows = re.findall(r'^\| [^|]+ \| (?:`(.*?)`)? ?\| ([\d,]+) \| ([\d,]+) \|$', (ROOT / 'README.md').read_text(), re.M)
+    assert len(rows) == 8
+    for settings, *sizes in rows:
+        for size, shape in zip(sizes, (dict(), dict(n_layer=24, n_head=16, n_embd=1024)), strict=True):
+            options = eval(f'dict({settings})', {'n_head': shape.get('n_head', 8)})
+            with torch.device('meta'):
+                cache = GPT(GPTConfig(**shape, **options)).new_cache(3, 5, torch.float16)
+            assert cache.nbytes == 15 * int(size.replace(',', '')), settings
+
+
+DECODE = ['bench.py', 'decode', '--n_layer=2', '--n_embd=32', '--n_head=2', '--vocab_size=64', '--block_size=32']
+
+
+def test_bench_decode_reports_every_row_and_cache_bytes(runs):
+    done = program(*DECODE, '--contexts=(16, 32)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--chunk=8', '--rounds=2',
+                   '--warmup=1', '--variants=vanilla,svformer:eager', '--compile=False', '--out=decode.json', cwd=runs)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((runs / 'decode.json').read_text())['rows']
+    assert [(r['name'], r['batch'], r['context']) for r in rows] == [
+        (name, batch, context) for context in (16, 32) for batch in (1, 2) for name in ('vanilla', 'svformer:eager')]
+    for r in rows:
+        tensors = 4 if r['name'] == 'vanilla' else 3  # k and v of two layers, or two k and one v
+        assert r['cache_bytes'] == tensors * r['batch'] * r['context'] * 32 * 4
+        assert len(r['seconds']) == 2 and r['ms_per_token'] > 0 and f'| {r["cache_bytes"]:,} |' in done.stdout
+
+
+@pytest.mark.parametrize('arguments, word', [
+    (['--contexts=(64,)'], 'block_size=32'), (['--contexts=(16,)', '--new_tokens=16'], 'new_tokens=16'),
+    (['--contexts=(16,)', '--new_tokens=4', '--memory_gib=1'], 'memory_gib needs a GPU')])
+def test_bench_decode_refuses_bad_input_in_one_line(runs, arguments, word):
+    done = program(*DECODE, '--device=cpu', '--compile=False', *arguments, cwd=runs)
+    assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100])
+def test_the_largest_batch_is_found_by_bisection(most):
+    assert bench.largest(lambda batch: batch <= most) == most
