@@ -402,7 +402,6 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         if cache is not None:
             cache.position += T
-
         if targets is None:
             return self.lm_head(x), None
         total = LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
@@ -426,12 +425,13 @@ class GPT(nn.Module):
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
-                probs = F.softmax(logits / temperature, dim=-1)
+                probs, order = F.softmax(logits / temperature, dim=-1), None
                 if top_k or top_p:  # a token stays if those before it have less than top_p
-                    ordered = probs.sort(dim=-1, descending=True).values[:, :top_k or None]
-                    out = ordered.cumsum(dim=-1) - ordered >= (top_p or 2) * ordered.sum(dim=-1, keepdim=True)
-                    probs = probs * (probs >= ordered.masked_fill(out, 1).amin(dim=-1, keepdim=True))
+                    probs, order = probs.sort(dim=-1, descending=True)
+                    probs = probs[:, :top_k or None]
+                    probs = probs * (probs.cumsum(dim=-1) - probs < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
                 new = torch.multinomial(probs, 1, generator=generator)
+                new = new if order is None else order.gather(1, new)
             if cache is None:
                 idx = torch.cat((idx, new), dim=1)
             yield new

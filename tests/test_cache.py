@@ -74,16 +74,16 @@ def assert_near(ours, expected, tolerance):
 
 
 @every_variant
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
-def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward(name, dtype, tolerance):
-    model, idx = make(name).to(dtype), tokens(B, T)
-    expected = model(idx)[0]
-    for chunks in ((10,) + 14 * (1,), (7, 1, 11, 1, 4), (1, 7, 1, 15)):
-        cache = model.new_cache(B, T + 3)
-        assert_near(in_chunks(model, idx, chunks, cache), expected, tolerance)
-        assert cache.position.item() == T
-    full = model.new_cache(B, T)  # has room for exactly these
-    assert_near(in_chunks(model, idx, (T - 1, 1), full), expected, tolerance)
+def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward(name):
+    model, idx = make(name), tokens(B, T)
+    for dtype, tolerance, *chunkings in (
+            (torch.float32, 1e-5, (14,) + 10 * (1,), (7, 1, 11, 1, 4), (1, 7, 1, 15)),
+            (torch.float64, 1e-12, (1, 7, 1, 12, 1, 1, 1))):
+        expected = model.to(dtype)(idx)[0]
+        for room, chunks in enumerate(chunkings):
+            cache = model.new_cache(B, T + room)
+            assert_near(in_chunks(model, idx, chunks, cache), expected, tolerance)
+            assert cache.position.item() == T
 
 
 @every_variant
@@ -193,7 +193,7 @@ def compiled_decoding_equals_eager(name, backend, max_len, **size):
 @pytest.mark.parametrize('name', ['vanilla', 'ResFormer', 'SVFormer CLA keys GQA', 'cross from all, GQA',
                                   'NeuTRENO on CLA', 'gpt2', 'everything'])
 def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_fit(name):
-    compiled_decoding_equals_eager(name, 'aot_eager', max_len=20)
+    compiled_decoding_equals_eager(name, 'aot_eager', max_len=20, n_layer=3)  # fewer layers compile faster
 
 
 def test_inductor_decodes_without_recompiling_and_refuses_what_does_not_fit():
@@ -324,11 +324,10 @@ def kept(logits, temperature=1.0, top_k=None, top_p=None):
     dict(temperature=2.0, top_p=0.5), dict(top_k=5), dict(top_k=5, top_p=1.0), dict(top_k=8, top_p=0.6),
     dict(top_k=12, top_p=0.8), dict(top_k=3, top_p=0.999), dict(top_k=100, top_p=0.6), dict(top_k=0, top_p=0.6),
 ], ids=str)
-@pytest.mark.parametrize('use_cache', [True, False])
-def test_samples_follow_temperature_top_k_and_top_p(options, use_cache):
+def test_samples_follow_temperature_top_k_and_top_p(options):
     """4,000 of each of two texts: none from outside the nucleus, and each token of it as often as it should."""
-    model, texts, n = make(n_layer=2), tokens(2, 5), 4000
-    new = model.generate(texts.repeat_interleave(n, dim=0), 1, use_cache=use_cache, generator=generator(), **options)
+    model, texts, n = make(n_layer=1), tokens(2, 5), 4000
+    new = model.generate(texts.repeat_interleave(n, dim=0), 1, generator=generator(), **options)
     nuclei = [kept(logits, **options) for logits in model(texts)[0][:, -1]]
     for samples, expected in zip(new[:, -1].view(2, n).tolist(), nuclei, strict=True):
         counts = Counter(samples)
