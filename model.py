@@ -426,7 +426,7 @@ class GPT(nn.Module):
                 new = logits.argmax(dim=-1, keepdim=True)
             else:
                 probs, order = F.softmax(logits / temperature, dim=-1), None
-                if top_k or top_p:  # a token stays if those before it have less than top_p
+                if top_k or (top_p or 1) < 1:  # a token stays if those before it have less than top_p
                     probs, order = probs.sort(dim=-1, descending=True)
                     probs = probs[:, :top_k or None]
                     probs = probs * (probs.cumsum(dim=-1) - probs < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
