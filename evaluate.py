@@ -100,8 +100,7 @@ def log_probabilities(model, hidden, targets, n_vocab=None):
     return torch.cat(values), torch.cat(likeliest)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# loss per domain
+# --- loss per domain -------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def domain_losses(model, dataset, settings, machine, label=''):
@@ -198,8 +197,7 @@ def pm(value, error, sign=''):
     return 'n/a' if value is None else f'{value:{sign}.4f}' + ('' if error is None else f' ± {error:.4f}')
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# zero-shot tasks
+# --- zero-shot tasks -------------------------------------------------------------------------------------------------
 
 def read_items(task, data_dir):
     """A task's items from its published files, as rows of the dataset that the harness's definition of it reads."""
@@ -326,6 +324,14 @@ def evaluate_tasks(runs, settings, machine):
         samples[str(run)] = found['samples']
     data = Path(settings.data_dir).name if settings.data_dir else 'hub'
     return {**provenance(machine), 'limit': settings.limit, 'data': data, 'runs': reports}, samples
+
+
+def after_training(settings, machine):
+    """train.py's --eval_tasks: the table, and out_dir/tasks.json."""
+    numbers, _ = evaluate_tasks([settings.out_dir], TasksConfig(
+        tasks=settings.eval_tasks, data_dir=settings.eval_data_dir), machine)
+    print_tasks(numbers)
+    Path(settings.out_dir, 'tasks.json').write_text(json.dumps(numbers, indent=1) + '\n')
 
 
 def print_tasks(numbers):

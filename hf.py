@@ -24,8 +24,7 @@ VARIANT = [f.name for f in fields(GPTConfig) if f.name.startswith(  # what trans
 CONV1D = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')  # transformers keeps GPT-2's matrices transposed
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# in
+# --- in --------------------------------------------------------------------------------------------------------------
 
 def load(path_or_hub_id, block_size=0, dtype=torch.float32):
     """A GPT with a checkpoint's weights, as `dtype`. block_size: fewer positions than it has."""
@@ -194,8 +193,7 @@ def layout(config):
     return names if config.tie_embeddings else {**names, 'lm_head.weight': [('lm_head.weight', None)]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# out
+# --- out -------------------------------------------------------------------------------------------------------------
 
 @dataclass
 class ExportConfig:

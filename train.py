@@ -8,6 +8,7 @@ $ python train.py --help                                                        
 """
 import contextlib
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, refuse
 
 MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights, logged at every evaluation
 
@@ -59,6 +60,8 @@ class TrainConfig:
     eval_only: bool = False  # evaluate and exit
     log_interval: int = 1  # steps from one log line to the next
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
+    eval_tasks: str = ''  # zero-shot tasks to evaluate at the end, as in evaluate.py tasks --tasks=...
+    eval_data_dir: str = ''  # where their data are, as in evaluate.py; '': the hub
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'nanoresformer'  # its project
     wandb_run_name: str = ''  # its run; '': out_dir's name
@@ -72,8 +75,7 @@ class TrainConfig:
         for least, names in ((1, 'gradient_accumulation_steps batch_size max_iters eval_iters log_interval'),
                              (0, 'grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters')):
             for name in names.split():
-                if getattr(self, name) < least:
-                    raise ValueError(f'{name}={getattr(self, name)} must be at least {least}')
+                refuse(getattr(self, name) < least, f'{name}={getattr(self, name)} must be at least {least}')
         if self.dtype not in ('auto', 'float16', 'bfloat16', 'float32'):
             raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
         if self.init_from == 'auto':
@@ -81,12 +83,12 @@ class TrainConfig:
         if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
             raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
                              'Hugging Face folder')
+        refuse(self.eval_tasks and not importlib.util.find_spec('lm_eval'), 'eval_tasks: first, pip install lm_eval')
 
     rows_per_step = property(lambda self: self.gradient_accumulation_steps * self.batch_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the machine
+# --- the machine -----------------------------------------------------------------------------------------------------
 
 class Machine:
     """Where this process runs: rank, world size, device, precision."""
@@ -163,8 +165,7 @@ class Machine:
         return next((peak for name, peak in peaks.items() if name in self.name()), None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# one step
+# --- one step --------------------------------------------------------------------------------------------------------
 
 def make_optimizer(model, settings):
     """AdamW, fused; matrices and embeddings decay, norms, biases and mixing weights do not."""
@@ -225,8 +226,7 @@ def evaluate(model, dataset, settings, machine):
     return {**dict(zip(domains, losses, strict=True)), 'mean': sum(losses) / len(losses)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files
+# --- files -----------------------------------------------------------------------------------------------------------
 
 def save_checkpoint(path, checkpoint, keep=None):
     """Write, flush, rename: a crash or a full disk leaves the old checkpoint whole. `keep`: a second name for it."""
@@ -325,8 +325,7 @@ def start_wandb(settings, everything, run_id):
         print(f'warning: no wandb: {error}', file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the run
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 def prepare_run(settings, config, machine):
     """Everything that can be refused is refused here, before a file is written. Returns (dataset, rows, checkpoint)."""
@@ -439,7 +438,6 @@ def run(settings, config, machine):
             clock, steps_timed = time.perf_counter(), 0
         if last:
             break
-
         if config.dropout:  # its random numbers follow from the step, so that resuming repeats them
             torch.manual_seed(((settings.seed * 1_000_003 + step) * machine.world_size + machine.rank) % 2**63)
         lr = learning_rate(step, settings)
@@ -464,9 +462,8 @@ def run(settings, config, machine):
     loader.close()
     if machine.is_first:
         print(f'finished at step {settings.max_iters}')
-    if tracker:
-        with contextlib.suppress(Exception):
-            tracker.finish()
+    with contextlib.suppress(Exception):  # there may be none
+        tracker.finish()
 
 
 def load_weights(model, checkpoint, path):
@@ -492,8 +489,11 @@ def main():
         machine = Machine(settings)
     with one_line_errors(ValueError, OSError, everywhere=True):
         run(settings, config, machine)
-    if machine.distributed:
-        dist.destroy_process_group()
+        if machine.distributed:
+            dist.destroy_process_group()
+        if settings.eval_tasks and not settings.eval_only and machine.is_first:
+            import evaluate as quality
+            quality.after_training(settings, machine)
 
 
 if __name__ == '__main__':
