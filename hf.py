@@ -47,12 +47,23 @@ def read(path_or_hub_id, block_size=0, dtype=torch.float32):
     if block_size > config.block_size:
         raise ValueError(f'{folder} attends to {config.block_size} positions (sliding_window or '
                          f'max_position_embeddings), not block_size={block_size}')
-    if block_size and config.arch == 'llama':  # gpt2 has a learned vector for each position
+    if block_size and config.arch == 'llama':
         config.block_size = block_size
+    with torch.device('meta'):
+        shapes = {name: t.shape for name, t in GPT(config).state_dict().items()}
     tensors, state = Tensors(folder, 'transformer.' if config.arch == 'gpt2' else 'model.'), {}
     for name, parts in layout(config).items():
-        t = torch.cat([tensors.take(theirs) for theirs, _ in parts]).to(dtype)
-        state[name] = t.T.contiguous() if config.arch == 'gpt2' and name.endswith(CONV1D) else t
+        transposed, found = config.arch == 'gpt2' and name.endswith(CONV1D), []
+        for theirs, rows in parts:
+            t, shape = tensors.take(theirs), (rows or shapes[name][0], *shapes[name][1:])
+            if tuple(t.shape) != (shape[::-1] if transposed else shape):
+                raise ValueError(f'{folder}: {theirs} ({name}) is {tuple(t.shape)}; config.json says otherwise')
+            found.append(t)
+        t = torch.cat(found).to(dtype)
+        state[name] = t.T.contiguous() if transposed else t
+    if block_size and config.arch == 'gpt2':
+        config.block_size, wpe = block_size, 'transformer.wpe.weight'
+        state[wpe] = state[wpe][:block_size].clone()
     if config.tie_embeddings:
         state['lm_head.weight'] = state['transformer.wte.weight']
         tensors.names.pop('lm_head.weight', None)
@@ -60,11 +71,6 @@ def read(path_or_hub_id, block_size=0, dtype=torch.float32):
     left = [name for name in tensors.names if not name.endswith(('rotary_emb.inv_freq', 'attn.bias', 'masked_bias'))]
     if left:
         raise ValueError(f'{folder} has weights that this model has no place for: {", ".join(sorted(left)[:3])}')
-    with torch.device('meta'):
-        shapes = {name: t.shape for name, t in GPT(config).state_dict().items()}
-    for name, t in state.items():
-        if t.shape != shapes[name]:
-            raise ValueError(f'{folder}: {name} is {tuple(t.shape)}, its config.json says {tuple(shapes[name])}')
     return config, state
 
 
@@ -78,7 +84,7 @@ def fetch(path_or_hub_id):
         files = HfApi().list_repo_files(str(path_or_hub_id))
         weights = '*.safetensors*' if any(name.endswith('.safetensors') for name in files) else '*.bin*'
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=['*.json', weights]))
-    except (ImportError, OSError, ValueError, RuntimeError) as error:  # the hub's client has many ways to fail
+    except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise OSError(f'{path_or_hub_id} is not a folder, and cannot be had from the hub ({reason})') from error
 
@@ -96,7 +102,7 @@ def read_config(folder):
 
     def expect(name, *allowed):
         if theirs.get(name, allowed[0]) not in allowed:
-            raise ValueError(f'{folder}: {name}={theirs[name]!r} is not what GPT computes ({allowed[0]!r})')
+            raise ValueError(f'{folder}: {name}={theirs[name]!r} is not what GPT computes ({allowed[-1]!r})')
 
     try:
         if kind == 'gpt2':
@@ -131,6 +137,8 @@ def read_config(folder):
             tie_embeddings=theirs.get('tie_word_embeddings', False))
     except KeyError as error:
         raise ValueError(f'{folder}/config.json lacks {error}') from error
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f'{folder}/config.json has a value of a wrong kind ({error})') from error
 
 
 class Tensors:
@@ -141,7 +149,10 @@ class Tensors:
         for stem in ('model.safetensors', 'pytorch_model.bin'):
             index = folder / f'{stem}.index.json'
             if index.exists():
-                files = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+                try:
+                    files = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise ValueError(f'{index} is damaged ({type(error).__name__})') from error
             elif (folder / stem).exists():
                 files = [stem]
             else:
@@ -159,7 +170,10 @@ class Tensors:
             if path.suffix == '.safetensors':
                 from safetensors import safe_open
                 return safe_open(path, 'pt')
-            return torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
+            tensors = torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
+            if not all(isinstance(name, str) and isinstance(t, torch.Tensor) for name, t in tensors.items()):
+                raise TypeError
+            return tensors
         except FileNotFoundError:
             raise ValueError(f'{path} is missing, though the index names it: did a download stop half way?') from None
         except Exception as error:  # safetensors, zip, pickle: each has its own
@@ -220,6 +234,8 @@ def export(model, tokenizer, to):
     plain = all(getattr(config, name) == getattr(GPTConfig, name) for name in VARIANT)
     plain = plain and not (config.arch == 'gpt2' and config.kv_heads != config.n_head)
     to.mkdir(parents=True, exist_ok=True)
+    for old in (*to.glob('*.safetensors*'), *to.glob('pytorch_model*')):  # shards and their index would win over ours
+        old.unlink()
     if not plain:
         theirs = {'model_type': 'nanoresformer', 'architectures': ['NanoResFormerForCausalLM'], 'gpt': asdict(config),
                   'auto_map': {'AutoConfig': 'modeling_nanoresformer.NanoResFormerConfig',
@@ -254,22 +270,11 @@ def export(model, tokenizer, to):
     if tokenizer.path:
         shutil.copy(tokenizer.path, to / 'tokenizer.json')
     else:
-        (to / 'tokenizer.json').write_text(json.dumps(bytes_json(), ensure_ascii=False))
+        (to / 'tokenizer.json').write_text(json.dumps(tokenizer.json(), ensure_ascii=False))
     eot = tokenizer.decode([tokenizer.eot])
     (to / 'tokenizer_config.json').write_text(json.dumps({
         'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': eot, 'eos_token': eot,
         'model_max_length': config.block_size, 'clean_up_tokenization_spaces': False}, indent=1) + '\n')
-
-
-def bytes_json():
-    """Our tokenizer 'bytes' as a tokenizer.json: a byte-level BPE without a merge."""
-    from tokenizer import EOT, Bytes, byte_alphabet
-    level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
-    eot = {'id': Bytes.eot, 'content': EOT, 'special': True,
-           **dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)}
-    return {'version': '1.0', 'truncation': None, 'padding': None, 'added_tokens': [eot], 'normalizer': {'type': 'NFC'},
-            'pre_tokenizer': level, 'post_processor': None, 'decoder': level,
-            'model': {'type': 'BPE', 'vocab': {c: b for b, c in byte_alphabet().items()}, 'merges': []}}
 
 
 def main():

@@ -32,6 +32,9 @@ class Past(Cache):
     def get_seq_length(self, layer_idx=0):
         return int(self.cache.position)
 
+    def crop(self, max_length):
+        self.cache.position.fill_(max_length if max_length > 0 else self.get_seq_length() + max_length)  # -n: n fewer
+
     def reorder_cache(self, beam_idx):
         for tensor in self.cache.tensors.values():
             tensor.copy_(tensor.index_select(0, beam_idx))
@@ -71,7 +74,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError('this model knows no padding: give sequences of one length')
         logits, _ = self.model(input_ids, cache=None if past_key_values is None else past_key_values.cache,
                                last_only=logits_to_keep == 1)
-        loss = None
+        logits, loss = logits[:, -logits_to_keep:], None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

@@ -32,10 +32,13 @@ def read_log(run):
     return losses
 
 
-def model_name(run):
-    """The paper's name for a run's architecture, from its config.json."""
+def read_config(run):
     path = Path(run, 'config.json')
-    config = json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def model_name(config):
+    """The paper's name for a run's architecture, from its config."""
     for name, there in (('CLA', config.get('share_k') and config.get('share_v')), ('SVFormer', config.get('share_v')),
                         ('NeuTRENO', config.get('neutreno')), ('ResFormer', config.get('v_residual')),
                         ('DenseFormer', config.get('denseformer')), ('GQA', config.get('n_kv_head'))):
@@ -73,12 +76,10 @@ def draw_relative(args):
 
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 4), layout='constrained')
-    axes.axhline(0, color=COLORS[model_name(args.runs[0])], linewidth=1, label=Path(args.runs[0]).name)
-    styles = {}
+    axes.axhline(0, color=COLORS[model_name(read_config(args.runs[0]))], linewidth=1, label=Path(args.runs[0]).name)
+    style = styles({run: read_config(run) for run in args.runs})
     for run, (steps, values) in curves.items():
-        color = COLORS[model_name(run)]
-        styles[color] = styles.get(color, -1) + 1  # runs of one model differ in their dashes
-        axes.plot(steps, values, color=color, linestyle=('-', '--', ':', '-.')[styles[color] % 4], label=Path(run).name)
+        axes.plot(steps, values, label=Path(run).name, **style[run])
     axes.set_xlabel('step')
     axes.set_ylabel(f'training loss relative to {Path(args.runs[0]).name} (nats)')
     # The first steps, where all losses fall by nats, would squeeze the rest: the axis shows all but 5% of the points.
@@ -88,6 +89,16 @@ def draw_relative(args):
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     save(figure, args.out)
+
+
+def styles(configs):
+    """{run: color and dashes} of {run: config}: a model has its color, runs of one model differ in their dashes."""
+    used, found = {}, {}
+    for run, config in configs.items():
+        color = COLORS[model_name(config)]
+        used[color] = used.get(color, -1) + 1
+        found[run] = {'color': color, 'linestyle': ('-', '--', ':', '-.')[used[color] % 4]}
+    return found
 
 
 def pyplot():

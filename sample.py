@@ -42,7 +42,8 @@ def load_run(path, tokenizer=''):
     """(model, tokenizer, checkpoint) of a run's folder or of one ckpt.pt, or of a Hugging Face folder (no checkpoint).
     ValueError or OSError where that cannot be, or where the tokenizer is not the one it was trained with."""
     path = Path(path)
-    if path.is_dir() and not (path / 'ckpt.pt').exists() and any(path.glob('*.safetensors*')):
+    weights = [*path.glob('*.safetensors*'), *path.glob('pytorch_model*.bin*')] if path.is_dir() else []
+    if weights and not (path / 'ckpt.pt').exists():
         return GPT.from_pretrained(path), tokenizers.load(tokenizer or path), None
     path = path if path.suffix == '.pt' else path / 'ckpt.pt'
     checkpoint = load_checkpoint(path)

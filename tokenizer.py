@@ -45,7 +45,9 @@ def load(name_or_path):
     if path.is_dir() and not (path / 'tokenizer.json').is_file():
         raise ValueError(f"no tokenizer.json in {path}: give a folder that holds one, the file, a hub id, or 'bytes'")
     if path.exists():
-        return BytePairs(path / 'tokenizer.json' if path.is_dir() else path)
+        path = path / 'tokenizer.json' if path.is_dir() else path
+        ours = path.read_bytes() == json.dumps(Bytes.json(), ensure_ascii=False).encode()
+        return Bytes() if ours else BytePairs(path)
     if not re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', str(name_or_path)) or path.suffix == '.json':
         raise ValueError(f"no tokenizer at {path}: give a tokenizer.json, a folder with one, a hub id, or 'bytes'")
     try:
@@ -128,6 +130,16 @@ class Bytes:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
     encode_batch = BytePairs.encode_batch
+
+    @staticmethod
+    def json():
+        """The same as a tokenizer.json, for other programs: a byte-level BPE without a merge."""
+        level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
+        eot = {'id': 256, 'content': EOT, 'special': True,
+               **dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)}
+        return {'version': '1.0', 'truncation': None, 'padding': None, 'added_tokens': [eot],
+                'normalizer': {'type': 'NFC'}, 'pre_tokenizer': level, 'post_processor': None, 'decoder': level,
+                'model': {'type': 'BPE', 'vocab': {c: b for b, c in byte_alphabet().items()}, 'merges': []}}
 
     def decode(self, ids):
         tokens = (bytes([i]) if i < 256 else EOT.encode() if i == 256 else b'\xff' for i in map(int, ids))

@@ -316,8 +316,7 @@ def provenance(machine):
 
 
 def start_wandb(settings, everything, run_id):
-    """A wandb run, or None with a warning: a tracker must never stop training."""
-    try:
+    try:  # a tracker must never stop training
         import wandb
         return wandb.init(project=settings.wandb_project, name=settings.wandb_run_name or Path(settings.out_dir).name,
                           config=everything, id=run_id, resume='allow', dir=settings.out_dir)
@@ -378,8 +377,7 @@ def run(settings, config, machine):
             scaler.load_state_dict(checkpoint['scaler'])
     wandb_id = checkpoint['wandb_id'] if resume else None
     del checkpoint  # twice the optimizer's memory otherwise
-    compiled = torch.compile(model) if settings.compile else model
-    trained = compiled
+    trained = compiled = torch.compile(model) if settings.compile else model
     if machine.distributed:
         devices = [machine.device] if machine.kind == 'cuda' else None
         trained = DistributedDataParallel(compiled, device_ids=devices, gradient_as_bucket_view=True)
@@ -472,7 +470,9 @@ def load_weights(model, checkpoint, path):
     theirs, ours = ({**asdict(c), 'n_kv_head': c.kv_heads, 'n_inner': c.ffn_width}
                     for c in (GPTConfig(**checkpoint['model_config']), model.config))
     shape = 'arch vocab_size n_layer n_head n_embd n_kv_head n_inner rope_theta rope_scaling norm_eps tie_embeddings'
-    if flags := [f'--{name}={theirs[name]}' for name in shape.split() if theirs[name] != ours[name]]:
+    follows = {'n_inner': 'n_embd', 'n_kv_head': 'n_head'}  # where they are 0
+    if flags := [f'--{name}={theirs[name]}' for name in shape.split()
+                 if any(theirs[n] != ours[n] for n in (name, follows.get(name, name)))]:
         raise ValueError(f'{path} does not fit this model; it needs {" ".join(flags)}')
     try:
         missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
