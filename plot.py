@@ -2,9 +2,13 @@
 Figures from the logs of runs.
 
 $ python plot.py relative out/demo/vanilla out/demo/resformer out/demo/svformer --window=10 --out=out/demo/relative.png
+$ python plot.py bars out/demo/vanilla out/demo/resformer out/demo/svformer --window=20 --out=out/demo/bars.png
+$ python plot.py scaling out/vanilla_82m out/vanilla_180m out/resformer_82m out/resformer_180m --window=50
+$ python plot.py critical out/vanilla_512 out/svformer_512 out/vanilla_2048 out/svformer_2048 --window=100
 """
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +67,149 @@ def relative(baseline, runs, window):
     return curves
 
 
+def last_loss(run, window):
+    """(mean training loss of the last `window` logged steps, its standard error)"""
+    losses = list(read_log(run).values())[-window:]
+    if len(losses) < window:
+        raise ValueError(f'{run} has {len(losses)} logged steps, fewer than --window={window}')
+    return float(np.mean(losses)), float(np.std(losses, ddof=1) / np.sqrt(window)) if window > 1 else 0.0
+
+
+def final_differences(baseline, runs, window):
+    """{run: (mean, standard error) of its loss minus the baseline's over the last `window` steps both have}."""
+    base, found = read_log(baseline), {}
+    for run in runs:
+        losses = read_log(run)
+        steps = sorted(losses.keys() & base.keys())[-window:]
+        d = np.array([losses[step] - base[step] for step in steps])
+        if len(d) < window:
+            raise ValueError(f'{run} and {baseline} have {len(d)} steps in common, fewer than --window={window}')
+        found[run] = float(d.mean()), float(d.std(ddof=1) / np.sqrt(window)) if window > 1 else 0.0
+    return found
+
+
+def power_law(parameters, losses):
+    """(a, b) of loss = a * parameters ** -b, by least squares of the logarithms."""
+    slope, intercept = np.polyfit(np.log(parameters), np.log(losses), 1)
+    return float(np.exp(intercept)), float(-slope)
+
+
+def parameters_of(run):
+    """All weights of a run's model, from its config.json."""
+    import torch
+
+    from model import GPT, GPTConfig
+    config = {name: value for name, value in read_config(run).items() if name in asdict(GPTConfig())}
+    with torch.device('meta'):
+        return GPT(GPTConfig(**config)).num_params(non_embedding=False)
+
+
+def tokens_saved(baseline, run, window):
+    """The share of its steps that `run` could do without to reach the baseline's last loss; None if it does not."""
+    target, losses = last_loss(baseline, window)[0], read_log(run)
+    smooth = np.convolve(list(losses.values()), np.ones(window) / window, mode='valid')
+    reached = np.flatnonzero(smooth <= target)
+    return 1 - (reached[0] + window) / len(losses) if len(reached) else None
+
+
+def critical_step(baseline, run, window):
+    """(step from which `run` stays above the baseline, True), or where the line through the last curve's half says it
+    will be, and False (the paper: through the last 1,000 points); (None, False) if the curve does not rise."""
+    steps, difference = relative(baseline, [run], window)[run]
+    below = np.flatnonzero(difference <= 0)
+    if not len(below) or below[-1] < len(steps) - 1:
+        return int(steps[below[-1] + 1] if len(below) else steps[0]), True
+    half = min(1000, max(2, len(steps) // 2))
+    slope, intercept = np.polyfit(steps[-half:], difference[-half:], 1)
+    return (float(-intercept / slope), False) if slope > 0 else (None, False)
+
+
+# --- drawing: each takes axes, and gives the numbers it drew ----------------------------------------------------------
+
+def relative_axes(axes, baseline, runs, window):
+    curves = relative(baseline, runs, window)
+    axes.axhline(0, color=COLORS[model_name(read_config(baseline))], linewidth=1, label=Path(baseline).name)
+    style = styles({run: read_config(run) for run in (baseline, *runs)})
+    for run, (steps, values) in curves.items():
+        axes.plot(steps, values, label=Path(run).name, **style[run])
+    axes.set_xlabel('step')
+    axes.set_ylabel(f'training loss relative to {Path(baseline).name} (nats)')
+    # The first steps, where all losses fall by nats, would squeeze the rest: the axis shows all but 5% of the points.
+    shown = np.concatenate([values for _, values in curves.values()])
+    low, high = min(0, np.quantile(shown, 0.025)), max(0, np.quantile(shown, 0.975))
+    axes.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.3)
+    return curves
+
+
+def bars_axes(axes, baseline, runs, window):
+    found = final_differences(baseline, runs, window)
+    for i, (run, (mean, error)) in enumerate(found.items()):
+        axes.barh(i, mean, xerr=error, color=COLORS[model_name(read_config(run))], height=0.6)
+    axes.axvline(0, color='#000000', linewidth=1)
+    axes.set_yticks(range(len(found)), [Path(run).name for run in found], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f'loss minus {Path(baseline).name}, last {window} steps (nats)')
+    axes.grid(alpha=0.3, axis='x')
+    return {run: {'mean': mean, 'standard_error': error} for run, (mean, error) in found.items()}
+
+
+def scaling_axes(axes, runs, window):
+    """Loss against parameters; models are told apart by their names."""
+    models = {}
+    for run in runs:
+        models.setdefault(model_name(read_config(run)), []).append((parameters_of(run), last_loss(run, window)[0], run))
+    found = {}
+    for name, points in models.items():
+        n, loss, names = zip(*sorted(points), strict=True)
+        axes.plot(n, loss, 'o', color=COLORS[name])
+        found[name] = {'parameters': n, 'loss': loss, 'runs': [str(run) for run in names]}
+        if len(n) > 1:
+            a, b = found[name]['power_law'] = power_law(n, loss)
+            x = np.geomspace(min(n), max(n), 50)
+            axes.plot(x, a * x ** -b, color=COLORS[name], label=f'{name}: {a:.3g} N^-{b:.3g}')
+    base = found.get('Transformer')
+    for name, other in found.items():
+        if base and name != 'Transformer' and len(base['runs']) > 1 and len(other['runs']) > 1:
+            a, b = other['power_law']
+            needed = (a / base['loss'][-1]) ** (1 / b)  # parameters that reach the largest Transformer's loss
+            other['parameters_saved'] = 1 - needed / base['parameters'][-1]
+            other['tokens_saved'] = tokens_saved(base['runs'][-1], other['runs'][-1], window)
+    axes.set_xscale('log')
+    axes.set_yscale('log')
+    axes.set_xlabel('parameters')
+    axes.set_ylabel(f'training loss, mean of the last {window} steps (nats)')
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.3, which='both')
+    return found
+
+
+def critical_axes(axes, pairs, window):
+    """The step at which a run is overtaken by its baseline against sequence length; pairs: [(baseline, run)]."""
+    found = []
+    for baseline, run in pairs:
+        step, crossed = critical_step(baseline, run, window)
+        found.append({'length': read_config(run)['block_size'], 'step': step, 'crossed': crossed})
+    color = COLORS[model_name(read_config(pairs[0][1]))]
+    known = [f for f in found if f['step'] and f['step'] > 0]
+    for f in known:
+        axes.plot(f['length'], f['step'], 'o', color=color, markerfacecolor=color if f['crossed'] else 'none')
+    if len(known) > 1:
+        slope, intercept = np.polyfit([f['length'] for f in known], [np.log(f['step']) for f in known], 1)
+        x = np.linspace(min(f['length'] for f in known), max(f['length'] for f in known), 50)
+        axes.plot(x, np.exp(intercept + slope * x), '--', color=color,
+                  label=f'{np.exp(intercept):.3g} exp({slope:.3g} T)')
+        axes.legend(frameon=False, fontsize=8)
+    axes.set_xlabel('sequence length T (tokens); hollow: predicted')
+    axes.set_ylabel('step at which it is overtaken')
+    axes.grid(alpha=0.3)
+    return found
+
+
 def draw_relative(args):
-    curves = relative(args.runs[0], args.runs[1:], args.window)
+    figure, axes = pyplot().subplots(figsize=(6.4, 4), layout='constrained')
+    curves = relative_axes(axes, args.runs[0], args.runs[1:], args.window)
     steps = next(iter(curves.values()))[0]
     marks = [int(steps[round(f * (len(steps) - 1))]) for f in (0.1, 0.25, 0.5, 0.75, 1.0)]
     print(f'Training loss minus that of {args.runs[0]}, mean of {args.window} steps\n')
@@ -73,22 +218,33 @@ def draw_relative(args):
     for run, (steps, values) in curves.items():
         at = [values[np.searchsorted(steps, mark, side='right') - 1] for mark in marks]
         print(f'| {run} | ' + ' | '.join(f'{value:+.4f}' for value in at) + ' |')
+    return figure
 
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout='constrained')
-    axes.axhline(0, color=COLORS[model_name(read_config(args.runs[0]))], linewidth=1, label=Path(args.runs[0]).name)
-    style = styles({run: read_config(run) for run in args.runs})
-    for run, (steps, values) in curves.items():
-        axes.plot(steps, values, label=Path(run).name, **style[run])
-    axes.set_xlabel('step')
-    axes.set_ylabel(f'training loss relative to {Path(args.runs[0]).name} (nats)')
-    # The first steps, where all losses fall by nats, would squeeze the rest: the axis shows all but 5% of the points.
-    shown = np.concatenate([values for _, values in curves.values()])
-    low, high = min(0, np.quantile(shown, 0.025)), max(0, np.quantile(shown, 0.975))
-    axes.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    save(figure, args.out)
+
+def draw_bars(args):
+    figure, axes = pyplot().subplots(figsize=(6.4, 1 + 0.4 * len(args.runs)), layout='constrained')
+    for run, d in bars_axes(axes, args.runs[0], args.runs[1:], args.window).items():
+        print(f'{run}: {d["mean"]:+.4f} ± {d["standard_error"]:.4f}')
+    return figure
+
+
+def draw_scaling(args):
+    figure, axes = pyplot().subplots(figsize=(5, 4), layout='constrained')
+    for name, f in scaling_axes(axes, args.runs, args.window).items():
+        saved = {key: f'{f[key]:.1%}' for key in ('parameters_saved', 'tokens_saved') if f.get(key) is not None}
+        print(f'{name}: ' + ', '.join(f'{n:,} parameters {loss:.4f}' for n, loss in zip(
+            f['parameters'], f['loss'], strict=True)), *(f'{key}: {value}' for key, value in saved.items()))
+    return figure
+
+
+def draw_critical(args):
+    if len(args.runs) % 2:
+        raise ValueError('critical takes pairs: BASELINE RUN BASELINE RUN ...')
+    figure, axes = pyplot().subplots(figsize=(5, 4), layout='constrained')
+    for f in critical_axes(axes, list(zip(args.runs[::2], args.runs[1::2], strict=True)), args.window):
+        print(f'{f["length"]} tokens: ' + ('never' if f['step'] is None else f'step {f["step"]:.0f}'
+                                           + ('' if f['crossed'] else ' (predicted)')))
+    return figure
 
 
 def styles(configs):
@@ -117,21 +273,29 @@ def save(figure, out):
     print(f'\nwrote {out}')
 
 
+FIGURES = {  # name: (what it draws, help)
+    'relative': (draw_relative, 'smoothed training loss of each run minus that of the first (Fig. 5)'),
+    'bars': (draw_bars, 'the same over the last steps, as bars (ablations)'),
+    'scaling': (draw_scaling, 'loss against parameters, fitted power laws, savings at equal loss (Figs. 1, 5)'),
+    'critical': (draw_critical, 'step at which it is overtaken, against sequence length: BASELINE RUN ... (Fig. 11)')}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    figures = parser.add_subparsers(required=True, metavar='relative')
-    one = figures.add_parser('relative', help='smoothed training loss of each run minus that of the first (Fig. 5)')
-    one.add_argument('runs', nargs='+', metavar='OUT_DIR', help='the baseline, then the runs to compare with it')
-    one.add_argument('--window', type=int, default=10, help='points in the running mean (the paper: 10 or 100)')
-    one.add_argument('--out', default='relative.png', help='the picture; the ending chooses PNG or PDF')
-    one.set_defaults(draw=draw_relative)
+    figures = parser.add_subparsers(required=True, metavar='|'.join(FIGURES))
+    for name, (draw, text) in FIGURES.items():
+        one = figures.add_parser(name, help=text)
+        one.add_argument('runs', nargs='+', metavar='OUT_DIR', help='the baseline, then the runs to compare with it')
+        one.add_argument('--window', type=int, default=10, help='steps in the running mean (the paper: 10, 50 or 100)')
+        one.add_argument('--out', default=f'{name}.png', help='the picture; the ending chooses PNG or PDF')
+        one.set_defaults(draw=draw, name=name)
     args = parser.parse_args()
     if len(args.runs) < 2:
-        parser.error('relative needs a baseline and at least one other run')
+        parser.error(f'{args.name} needs a baseline and at least one other run')
     if args.window < 1:
         parser.error('--window must be at least 1')
     with one_line_errors(ValueError, OSError):
-        args.draw(args)
+        save(args.draw(args), args.out)
 
 
 if __name__ == '__main__':

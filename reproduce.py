@@ -1,0 +1,357 @@
+"""
+The paper's tables and figures: trains what is missing, analyses, draws, and compares with the paper.
+
+$ python reproduce.py --list                           # what there is, what it needs, how long it takes
+$ python reproduce.py fig6 --scale=tiny                # one of them; all: every one
+$ python reproduce.py all --scale=tiny --jobs=2        # two trainings at a time
+$ python reproduce.py fig6 --scale=paper               # as torchrun on this machine's GPUs (--gpus=8)
+
+A run is kept in out/<scale>/<name>, finished ones are reused and unfinished ones go on. Results: results/<scale>/.
+"""
+import concurrent.futures
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import analyze
+import evaluate
+import plot
+from configurator import configure, one_line_errors, read_config
+from model import GPT, GPTConfig
+from train import Machine, TrainConfig, provenance
+
+HERE = Path(__file__).parent
+SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')  # not part of a variant
+
+
+@dataclass
+class Scale:
+    """How the paper's experiments are scaled; `settings` is what every run of a scale has."""
+    settings: dict
+    sizes: dict  # the paper's size -> shape
+    lengths: tuple  # Fig. 11's sequence lengths
+    length: int  # of all other runs
+    rates: tuple  # Fig. 12a
+    warmups: tuple  # Fig. 12b
+    window: int  # steps whose mean is a run's last loss
+    sequences: int  # of an analysis
+
+
+def shapes(*rows):
+    return {size: dict(zip(('n_layer', 'n_head', 'n_embd'), row, strict=True))
+            for size, row in zip(('2m', '82m', '180m', '468m'), rows, strict=True)}
+
+
+SCALES = {
+    # Tables 3 and 4; TrainConfig's defaults are the rest
+    'paper': Scale(dict(dataset='slimpajama', gradient_accumulation_steps=32), shapes(
+        (4, 2, 16), (8, 8, 512), (12, 12, 768), (24, 16, 1024)), (512, 2048, 8192, 32000, 64000), 2048,
+        (6e-4, 3e-4, 1e-4), (120, 1200), 50, 1000),
+    # 16,384 tokens a step, 1,000 steps = 16M bytes: hours on a CPU, minutes on a GPU
+    'small': Scale(dict(dataset='stdlib', vocab_size=320, max_iters=1000, warmup_iters=20, learning_rate=2e-3,
+                        min_lr=2e-4, eval_interval=500, eval_iters=8, gradient_accumulation_steps=1), shapes(
+        (4, 4, 64), (8, 8, 128), (12, 8, 192), (16, 8, 256)), (128, 256, 512, 1024, 2048), 512,
+        (2e-3, 1e-3, 3.3e-4), (20, 200), 50, 200),
+    # 4,096 tokens a step, 120 steps = 0.5M bytes: 20 to 60 seconds on two cores
+    'tiny': Scale(dict(dataset='stdlib', vocab_size=320, max_iters=120, warmup_iters=10, learning_rate=3e-3,
+                       min_lr=3e-4, eval_interval=120, eval_iters=4, gradient_accumulation_steps=1, compile=False), shapes(
+        (4, 8, 32), (8, 8, 64), (10, 8, 80), (12, 8, 96)), (64, 128, 256, 512, 1024), 256,
+        (3e-3, 1.5e-3, 5e-4), (10, 60), 20, 50)}
+TOKENS = {'paper': 1024 * 2048, 'small': 16384, 'tiny': 4096}  # a step
+
+
+@dataclass(frozen=True)
+class Run:
+    model: str = 'vanilla'  # config/NAME_82m.py's wiring, and more flags: vanilla+q_residual=True
+    size: str = '82m'
+    length: int = 0  # index into the scale's lengths, plus one; 0: the usual length
+    rate: int = 0  # index into the scale's rates
+    warmup: int = 0  # index into the scale's warmups
+
+    def name(self, scale):
+        parts = [self.model.replace('=True', ''), *([self.size] if self.size != '82m' else [])]
+        parts += [f'T{scale.lengths[self.length - 1]}'] if self.length else []
+        parts += [f'lr{scale.rates[self.rate]:g}'] if self.rate else []
+        return '_'.join(parts + ([f'warmup{scale.warmups[self.warmup]}'] if self.warmup else []))
+
+    def settings(self, scale_name):
+        """{name: value} of train.py's settings."""
+        scale = SCALES[scale_name]
+        model, *flags = self.model.split('+')
+        wiring = {f.name for f in fields(GPTConfig)} - set(SHAPE)
+        file = HERE / 'config' / ('gpt2_78m.py' if model == 'gpt2' else f'{model}_82m.py')
+        values = {**scale.settings, **scale.sizes[self.size],
+                  **{key: value for key, value in read_config(str(file)).items() if key in wiring}}
+        length = scale.lengths[self.length - 1] if self.length else scale.length
+        steps = scale.settings['gradient_accumulation_steps']
+        values |= dict(block_size=length, batch_size=TOKENS[scale_name] // length // steps)
+        if self.rate:
+            values |= dict(learning_rate=scale.rates[self.rate], min_lr=scale.rates[self.rate] / 10)
+        if self.warmup:
+            values['warmup_iters'] = scale.warmups[self.warmup]
+        return values | {key: value for key, _, value in (flag.partition('=') for flag in flags)}
+
+
+def runs(*models, **more):
+    return [Run(model, **more) for model in models]
+
+
+V, R, S = 'vanilla', 'resformer', 'svformer'
+SIZES = [Run(model, size) for model in (V, R) for size in ('2m', '82m', '180m', '468m')]
+
+
+@dataclass
+class Figure:
+    """`panels`: [(how, runs)], the first run of a panel is its baseline. `expect`: pairs (a, b), a's loss (or what the
+    analysis says of its deeper half) is below b's in the paper."""
+    title: str
+    panels: list
+    expect: list = ()
+
+
+FIGURES = {
+    'table1': Figure('Zero-shot tasks', [('tasks', runs(V, R))]),
+    'table5': Figure('Validation loss per domain', [('loss', SIZES)]),
+    'fig1': Figure('Scaling, and entropy of token importance', [('scaling', SIZES), (
+        'entropy', runs(V, R, 'neutreno', 'denseformer', S))], [(V, R)]),
+    'fig3': Figure('Cross-layer attention and its approximations', [('mapping', runs(V))]),
+    'fig4': Figure('Sharing keys or values every two layers', [('relative', runs(
+        V, 'vanilla+share_k=True+share_k_every=2', 'vanilla+share_v=True+share_v_every=2')), ('bars', runs(
+            V, 'vanilla+share_k=True+share_k_every=2', 'vanilla+share_v=True+share_v_every=2'))],
+        [(V, 'vanilla+share_v=True+share_v_every=2')]),
+    'fig5': Figure('ResFormer against the others, and its scaling', [
+        ('relative', runs(V, R, 'neutreno', 'neutreno_resformer', 'denseformer')), ('scaling', SIZES)],
+        [(R, V), (R, 'neutreno'), ('denseformer', V), ('neutreno', V)]),
+    'fig6': Figure('Residual on queries, keys or values', [('relative', runs(
+        V, 'vanilla+q_residual=True', 'vanilla+k_residual=True', R)), ('bars', runs(
+            V, 'vanilla+q_residual=True', 'vanilla+k_residual=True', R))],
+        [(R, V), (R, 'vanilla+q_residual=True'), (R, 'vanilla+k_residual=True')]),
+    'fig7': Figure('How the source values are mapped', [(how, runs(
+        V, R, 'resformer+residual_map=identity', 'resformer+residual_map=identity+residual_from=all',
+        'resformer+residual_map=cross')) for how in ('relative', 'bars')],
+        [(R, 'resformer+residual_map=identity'), (R, V)]),
+    'fig8': Figure('Which layers are the source', [(how, runs(
+        V, R, 'resformer+residual_from=previous', 'resformer+residual_from=all')) for how in ('relative', 'bars')],
+        [(R, 'resformer+residual_from=previous'), (R, V)]),
+    'fig9': Figure("Spectra of the values", [('spectrum', runs(V, R))]),
+    'fig10': Figure('Less KV cache: half, and an eighth', [
+        ('bars', runs(V, 'gqa', 'cla', S)), ('bars', runs(V, 'mqa', 'cla_gqa', 'svformer_gqa'))],
+        [(V, 'cla'), (V, 'mqa'), ('svformer_gqa', 'cla_gqa')]),
+    'fig11': Figure('Sequence length', [
+        ('critical', [Run(model, length=i) for i in range(1, 6) for model in (V, S)]),
+        *((('relative', [Run(V, length=i), Run(S, length=i)])) for i in (1, 5))]),
+    'fig12a': Figure('Learning rate', [('relative', [Run(V, rate=i), Run(S, rate=i)]) for i in range(3)]),
+    'fig12b': Figure('Warm-up', [('relative', [Run(V, warmup=i), Run(S, warmup=i)]) for i in range(2)]),
+    'fig12c': Figure('Size', [('relative', [Run(V, size), Run(S, size)]) for size in ('2m', '82m', '180m', '468m')]),
+    'fig12d': Figure("GPT-2's architecture", [('relative', runs('gpt2', 'gpt2+v_residual=True', 'gpt2+share_v=True'))],
+                     [('gpt2+v_residual=True', 'gpt2')]),
+    'fig13': Figure('Sharing all of the first queries, keys or values', [(how, runs(
+        V, 'vanilla+share_q=True', 'vanilla+share_k=True', S)) for how in ('relative', 'bars')],
+        [(S, 'vanilla+share_q=True'), (S, 'vanilla+share_k=True')]),
+    'fig14': Figure("SVFormer's anchors", [(how, runs(
+        V, S, 'svformer+share_v_every=4', 'svformer+share_v_every=2')) for how in ('relative', 'bars')],
+        [('svformer+share_v_every=4', S), ('svformer+share_v_every=2', 'svformer+share_v_every=4')]),
+    'fig15': Figure('Similarity of tokens', [('similarity', runs(V, R, S))])}
+
+
+@dataclass
+class ReproduceConfig:
+    scale: str = 'tiny'  # paper, small or tiny
+    jobs: int = 1  # trainings at a time (not for paper)
+    gpus: int = 8  # processes of torchrun, scale=paper
+    device: str = 'auto'  # as in train.py
+    data_dir: str = ''  # the zero-shot tasks' files, for table1, as in evaluate.py; '': the hub
+    tok_per_s: float = 0.0  # --list: training throughput of the 82M model on 8 GPUs, to say how long things take
+
+    def __post_init__(self):
+        if self.scale not in SCALES:
+            raise ValueError(f'scale={self.scale!r} is not one of {", ".join(SCALES)}')
+        if self.jobs < 1 or self.gpus < 1:
+            raise ValueError('jobs and gpus must be at least 1')
+
+
+def folder(run, settings):
+    return Path('out', settings.scale, run.name(SCALES[settings.scale]))
+
+
+def needed(figure):
+    return list(dict.fromkeys(run for _, panel in figure.panels for run in panel))
+
+
+def finished(run, settings):
+    """Whether a run has its last evaluation, of the settings that it is to have."""
+    log = folder(run, settings) / 'log.jsonl'
+    last = log.read_text().splitlines()[-1:] if log.exists() else []
+    steps = run.settings(settings.scale).get('max_iters', TrainConfig.max_iters)
+    return bool(last) and '"val"' in last[0] and json.loads(last[0])['step'] == steps
+
+
+def train(run, settings):
+    options = [f'--{name}={value}' for name, value in run.settings(settings.scale).items()]
+    command = ['train.py', *options, f'--out_dir={folder(run, settings)}', '--init_from=auto',
+               f'--device={settings.device}']
+    start, environment = [sys.executable], dict(os.environ)
+    if settings.scale == 'paper':
+        start = [sys.executable, '-m', 'torch.distributed.run', f'--nproc_per_node={settings.gpus}']
+    elif settings.jobs > 1:
+        environment.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // settings.jobs)))
+    done = subprocess.run([*start, str(HERE / command[0]), *command[1:]], env=environment, capture_output=True,
+                          text=True)
+    if done.returncode:
+        raise OSError(f'{shlex.join(command)} failed: {(done.stderr.strip().splitlines() or ["no message"])[-1]}')
+    print(f'trained {folder(run, settings)}', flush=True)
+
+
+def prepare(settings):
+    dataset = SCALES[settings.scale].settings['dataset']
+    if not Path('data', dataset, 'meta.json').exists():
+        if dataset != 'stdlib':
+            raise FileNotFoundError(f'there is no data/{dataset}: see prepare_slimpajama.py')
+        subprocess.run([sys.executable, str(HERE / 'prepare_slimpajama.py'), '--source=stdlib', '--tokenizer=bytes',
+                        '--tokens=0', '--out=data/stdlib'], check=True, stdout=subprocess.DEVNULL)
+
+
+# --- panels: each draws on axes (or a figure of its own) and gives the numbers it drew --------------------------------
+
+def draw_panel(how, panel, axes, settings, machine):
+    scale, folders = SCALES[settings.scale], [str(folder(run, settings)) for run in panel]
+    if how == 'relative':
+        curves = plot.relative_axes(axes, folders[0], folders[1:], max(2, scale.window // 2))
+        return {run: {'steps': steps.tolist(), 'difference': d.tolist()} for run, (steps, d) in curves.items()}
+    if how == 'bars':
+        return plot.bars_axes(axes, folders[0], folders[1:], scale.window)
+    if how == 'scaling':
+        return plot.scaling_axes(axes, folders, scale.window)
+    if how == 'critical':
+        pairs = list(zip(folders[::2], folders[1::2], strict=True))
+        return plot.critical_axes(axes, pairs, max(2, scale.window // 2))
+    axes.axis('off')
+    if how == 'loss':
+        numbers = evaluate.compare_losses(folders, evaluate.LossConfig(batch_size=32), machine)
+        evaluate.print_losses(numbers)
+        rows = [[Path(run).name, f'{r["mean"]["loss"]:.4f}'] for run, r in numbers['runs'].items()]
+    else:
+        numbers, _ = evaluate.evaluate_tasks(folders, evaluate.TasksConfig(
+            data_dir=settings.data_dir, limit=0 if settings.scale == 'paper' else 200), machine)
+        evaluate.print_tasks(numbers)
+        rows = [[Path(run).name, *(f'{s["acc"]:.3f}' for s in r['tasks'].values()), f'{r["average"]:.3f}']
+                for run, r in numbers['runs'].items()]
+    axes.table(rows, loc='center')
+    return numbers
+
+
+def reproduce(name, settings, machine):
+    figure, scale = FIGURES[name], SCALES[settings.scale]
+    out = Path('results', settings.scale, name)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {'figure': name, 'title': figure.title, 'scale': settings.scale, **provenance(machine), 'panels': []}
+    drawable = [(how, panel) for how, panel in figure.panels if how not in analyze.ANALYSES]
+    for how, panel in figure.panels:
+        if how in analyze.ANALYSES:
+            asked = analyze.AnalyzeConfig(sequences=scale.sequences, length=scale.length, batch_size=10)
+            found = analyze.analyze(how, [str(folder(run, settings)) for run in panel], asked, machine)
+            plot.save(analyze.draw(found), out.with_name(f'{name}.png' if not drawable else f'{name}_{how}.png'))
+            numbers['panels'].append({'how': how, 'numbers': {k: v for k, v in found['runs'].items()}})
+    if drawable:
+        drawing, axes = plot.pyplot().subplots(1, len(drawable), figsize=(5.2 * len(drawable), 3.8), squeeze=False,
+                                               layout='constrained')
+        for (how, panel), ax in zip(drawable, axes[0], strict=True):
+            numbers['panels'].append({'how': how, 'numbers': draw_panel(how, panel, ax, settings, machine)})
+        drawing.suptitle(f'{name}: {figure.title} ({settings.scale})', fontsize=10)
+        plot.save(drawing, out.with_suffix('.png'))
+    numbers['against_the_paper'] = compare(name, figure, numbers, settings)
+    out.with_suffix('.json').write_text(json.dumps(numbers, indent=1) + '\n')
+    for line in numbers['against_the_paper']:
+        print(line)
+
+
+def compare(name, figure, numbers, settings):
+    """One line for each order the paper reports: whether it is found here."""
+    by_model, lines = {run.model: str(folder(run, settings)) for run in needed(figure) if run.size == '82m'}, []
+    entropies = next((p['numbers'] for p in numbers['panels'] if p['how'] == 'entropy'), None)
+    for low, high in figure.expect:
+        if entropies:
+            values = [np.array(entropies[by_model[m]]['series']['entropy']['mean']) for m in (low, high)]
+            mean, error = [float(v[len(v) // 2:].mean()) for v in values], 0.0
+            difference, what = mean[0] - mean[1], 'entropy of the deeper half'
+        else:
+            window = SCALES[settings.scale].window
+            (difference, error), = plot.final_differences(by_model[high], [by_model[low]], window).values()
+            what = f'loss of the last {window} steps'
+        verdict = 'agrees' if difference < 0 else 'disagrees'
+        lines.append(f'{name}: {what}, {Path(by_model[low]).name} minus {Path(by_model[high]).name}: {difference:+.4f}'
+                     f'{f" ± {error:.4f}" if error else ""} (below 0 in the paper): {verdict}')
+    for panel in numbers['panels']:
+        if panel['how'] == 'scaling' and 'ResFormer' in panel['numbers']:
+            saved = panel['numbers']['ResFormer']
+            lines.append(f'{name}: at equal loss ResFormer saves {share(saved.get("parameters_saved"))} of the '
+                         f'parameters (paper: 13-16%), {share(saved.get("tokens_saved"))} of the tokens (paper: 15-20%)')
+        if panel['how'] == 'critical':
+            found = [(f['length'], f['step'], f['crossed']) for f in panel['numbers']]
+            lines.append(f'{name}: SVFormer is overtaken at ' + ', '.join(
+                f'{T}: ' + ('no sign of it' if step is None else f'step {step:.0f}' + (not crossed) * ' (predicted)')
+                for T, step, crossed in found) + ' (paper: the later, the longer the sequence)')
+    return lines
+
+
+def share(value):
+    return 'n/a' if value is None else f'{value:.0%}'
+
+
+def list_figures(settings):
+    print(f'{"":8} {"runs":>5} {"done":>5}  {"8 GPUs, paper":>14}  what (scale={settings.scale})')
+    for name, figure in FIGURES.items():
+        every = needed(figure)
+        hours = 'n/a'
+        if settings.tok_per_s:  # a run's time goes with its FLOPs
+            tokens = TOKENS['paper'] * TrainConfig.max_iters
+            hours = f'{sum(flops(run) / flops(Run()) for run in every) * tokens / settings.tok_per_s / 3600:,.0f} h'
+        done = sum(finished(run, settings) for run in every)
+        print(f'{name:8} {len(every):>5} {done:>5}  {hours:>14}  {figure.title}')
+    if not settings.tok_per_s:
+        print('\nTimes: give --tok_per_s, the throughput of config/vanilla_82m.py on 8 GPUs (bench.py measures one).')
+    print('A tiny run takes 20 to 60 s on two cores. Not covered: panels that need checkpoints from outside; for those, '
+          'python analyze.py ... --hf=FOLDER.')
+
+
+def flops(run):
+    """Training FLOPs per token of a run at the paper's scale."""
+    _, config = configure(TrainConfig, GPTConfig, argv=[f'--{k}={v}' for k, v in run.settings('paper').items()])
+    with torch.device('meta'):
+        return GPT(config).flops_per_token(config.block_size)
+
+
+def main():
+    with one_line_errors(ValueError, OSError):
+        asked = [argument for argument in sys.argv[1:] if not argument.startswith('-')]
+        listing = '--list' in sys.argv[1:]
+        (settings,) = configure(ReproduceConfig, argv=[a for a in sys.argv[1:] if a.startswith('-') and a != '--list'])
+        if not asked and not listing:
+            print(__doc__.strip())
+            sys.exit(2)
+        names = list(FIGURES) if asked == ['all'] else asked
+        if unknown := [name for name in names if name not in FIGURES]:
+            raise ValueError(f'no figure {unknown[0]!r}; there are {", ".join(FIGURES)}')
+        if listing:
+            list_figures(settings)
+            return
+        prepare(settings)
+        machine = Machine(TrainConfig(device=settings.device, compile=False))
+        missing = dict.fromkeys(run for name in names for run in needed(FIGURES[name]) if not finished(run, settings))
+        print(f'{len(missing)} runs to train')
+        with concurrent.futures.ThreadPoolExecutor(1 if settings.scale == 'paper' else settings.jobs) as pool:
+            for _ in pool.map(lambda run: train(run, settings), missing):
+                pass
+        for name in names:
+            reproduce(name, settings, machine)
+
+
+if __name__ == '__main__':
+    main()
