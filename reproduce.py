@@ -5,6 +5,7 @@ $ python reproduce.py --list                           # what there is, what it 
 $ python reproduce.py fig6 --scale=tiny                # one of them; all: every one
 $ python reproduce.py all --scale=tiny --jobs=2        # two trainings at a time
 $ python reproduce.py fig6 --scale=paper               # as torchrun on this machine's GPUs (--gpus=8)
+$ python reproduce.py claims                           # config/claims.py: six models, three seeds, with error bars
 
 A run is kept in out/<scale>/<name>, finished ones are reused and unfinished ones go on. Results: results/<scale>/.
 """
@@ -61,10 +62,14 @@ SCALES = {
         (2e-3, 1e-3, 3.3e-4), (20, 200), 50, 200),
     # 4,096 tokens a step, 120 steps = 0.5M bytes: 20 to 60 seconds on two cores
     'tiny': Scale(dict(dataset='stdlib', vocab_size=320, max_iters=120, warmup_iters=10, learning_rate=3e-3,
-                       min_lr=3e-4, eval_interval=120, eval_iters=4, gradient_accumulation_steps=1, compile=False), shapes(
+                       min_lr=3e-4, eval_interval=120, eval_iters=4, gradient_accumulation_steps=1,
+                       compile=False), shapes(
         (4, 8, 32), (8, 8, 64), (10, 8, 80), (12, 8, 96)), (64, 128, 256, 512, 1024), 256,
-        (3e-3, 1.5e-3, 5e-4), (10, 60), 20, 50)}
-TOKENS = {'paper': 1024 * 2048, 'small': 16384, 'tiny': 4096}  # a step
+        (3e-3, 1.5e-3, 5e-4), (10, 60), 20, 50),
+    # The README's figure, on a CPU
+    'claims': Scale({name: value for name, value in read_config(str(HERE / 'config/claims.py')).items()
+                     if name not in ('out_dir', 'seed')}, {'82m': {}}, (), 256, (), (), 50, 0)}
+TOKENS = {'paper': 1024 * 2048, 'small': 16384, 'tiny': 4096, 'claims': 4096}  # a step
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,14 @@ class Run:
     length: int = 0  # index into the scale's lengths, plus one; 0: the usual length
     rate: int = 0  # index into the scale's rates
     warmup: int = 0  # index into the scale's warmups
+    seed: int = 0  # 0: the usual one
 
     def name(self, scale):
         parts = [self.model.replace('=True', ''), *([self.size] if self.size != '82m' else [])]
         parts += [f'T{scale.lengths[self.length - 1]}'] if self.length else []
         parts += [f'lr{scale.rates[self.rate]:g}'] if self.rate else []
-        return '_'.join(parts + ([f'warmup{scale.warmups[self.warmup]}'] if self.warmup else []))
+        parts += [f'warmup{scale.warmups[self.warmup]}'] if self.warmup else []
+        return '_'.join(parts + ([str(self.seed)] if self.seed else []))
 
     def settings(self, scale_name):
         """{name: value} of train.py's settings."""
@@ -94,6 +101,8 @@ class Run:
         values |= dict(block_size=length, batch_size=TOKENS[scale_name] // length // steps)
         if self.rate:
             values |= dict(learning_rate=scale.rates[self.rate], min_lr=scale.rates[self.rate] / 10)
+        if self.seed:
+            values['seed'] = self.seed
         if self.warmup:
             values['warmup_iters'] = scale.warmups[self.warmup]
         return values | {key: value for key, _, value in (flag.partition('=') for flag in flags)}
@@ -159,11 +168,13 @@ FIGURES = {
         V, S, 'svformer+share_v_every=4', 'svformer+share_v_every=2')) for how in ('relative', 'bars')],
         [('svformer+share_v_every=4', S), ('svformer+share_v_every=2', 'svformer+share_v_every=4')]),
     'fig15': Figure('Similarity of tokens', [('similarity', runs(V, R, S))])}
+CLAIMS = Figure('Three seeds on real text', [('seeds', [Run(model, seed=seed) for seed in (1, 2, 3) for model in (
+    V, R, S, 'neutreno', 'denseformer', 'learned_resformer')])])
 
 
 @dataclass
 class ReproduceConfig:
-    scale: str = 'tiny'  # paper, small or tiny
+    scale: str = 'tiny'  # paper, small or tiny; claims has a scale of its own
     jobs: int = 1  # trainings at a time (not for paper)
     gpus: int = 8  # processes of torchrun, scale=paper
     device: str = 'auto'  # as in train.py
@@ -171,14 +182,16 @@ class ReproduceConfig:
     tok_per_s: float = 0.0  # --list: training throughput of the 82M model on 8 GPUs, to say how long things take
 
     def __post_init__(self):
-        if self.scale not in SCALES:
-            raise ValueError(f'scale={self.scale!r} is not one of {", ".join(SCALES)}')
+        if self.scale not in ('paper', 'small', 'tiny'):
+            raise ValueError(f'scale={self.scale!r} is not one of paper, small, tiny')
         if self.jobs < 1 or self.gpus < 1:
             raise ValueError('jobs and gpus must be at least 1')
 
 
 def folder(run, settings):
-    return Path('out', settings.scale, run.name(SCALES[settings.scale]))
+    """Where a run is; for a figure drawn from logs alone, the log kept in results/ will do."""
+    out, kept = (Path(top, settings.scale, run.name(SCALES[settings.scale])) for top in ('out', 'results'))
+    return kept if settings.scale == 'claims' and (kept / 'log.jsonl').exists() else out
 
 
 def needed(figure):
@@ -232,6 +245,8 @@ def draw_panel(how, panel, axes, settings, machine):
     if how == 'critical':
         pairs = list(zip(folders[::2], folders[1::2], strict=True))
         return plot.critical_axes(axes, pairs, max(2, scale.window // 2))
+    if how == 'seeds':
+        return draw_seeds(panel, axes, settings)
     axes.axis('off')
     if how == 'loss':
         numbers = evaluate.compare_losses(folders, evaluate.LossConfig(batch_size=32), machine)
@@ -247,8 +262,46 @@ def draw_panel(how, panel, axes, settings, machine):
     return numbers
 
 
+def draw_seeds(panel, axes, settings):
+    """Loss minus vanilla's of the same seed: mean and standard error over seeds; early: the first 10% of the steps."""
+    window, found = SCALES[settings.scale].window, {}
+    for model in dict.fromkeys(run.model for run in panel):
+        pairs = [(folder(Run(V, seed=run.seed), settings), folder(run, settings))
+                 for run in panel if run.model == model]
+        curves = [plot.relative(base, [run], window)[run] for base, run in pairs]
+        raw = np.array([list(plot.read_log(run).values()) for _, run in pairs])
+        raw -= np.array([list(plot.read_log(base).values()) for base, _ in pairs])
+        found[model] = {'seeds': len(pairs)}
+        for when, values in (('early', raw[:, :raw.shape[1] // 10]), ('final', raw[:, -window:])):
+            means = values.mean(axis=1)
+            found[model][when] = {'mean': means.mean(), 'standard_error': evaluate.standard_error(means),
+                                  'of_each_seed': means.tolist()}
+        val = [[json.loads(line)['val']['mean'] for line in (path / 'log.jsonl').read_text().splitlines()
+                if '"val"' in line][-1] for _, path in pairs]
+        found[model]['validation_loss'] = {'mean': np.mean(val), 'of_each_seed': val,
+                                           'standard_error': evaluate.standard_error(np.array(val))}
+        steps, mean = curves[0][0], np.mean([d for _, d in curves], axis=0)
+        error = np.std([d for _, d in curves], axis=0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else 0 * mean
+        style = plot.styles({'': plot.read_config(pairs[0][1])})['']
+        style['linestyle'] = '--' if model.startswith('learned') else '-'
+        axes.plot(steps, mean, label=model, **style)
+        axes.fill_between(steps, mean - error, mean + error, color=style['color'], alpha=0.2, linewidth=0)
+    early = max(abs(f['early']['mean']) for f in found.values())
+    axes.set_ylim(-1.3 * early, 0.3 * early)
+    axes.set_xlabel(f'step ({TOKENS[settings.scale]:,} tokens each)')
+    axes.set_ylabel("training loss minus vanilla's (nats)")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.grid(alpha=0.3)
+    print('\n| model | seeds | first 10% of steps | last 50 steps | validation loss |\n|---|---:|---:|---:|---:|')
+    for model, f in found.items():
+        print(f'| {model} | {f["seeds"]} | ' + ' | '.join(evaluate.pm(
+            f[k]['mean'], f[k]['standard_error'], '' if k == 'validation_loss' else '+')
+            for k in ('early', 'final', 'validation_loss')) + ' |')
+    return found
+
+
 def reproduce(name, settings, machine):
-    figure, scale = FIGURES[name], SCALES[settings.scale]
+    figure, scale = FIGURES.get(name, CLAIMS), SCALES[settings.scale]
     out = Path('results', settings.scale, name)
     out.parent.mkdir(parents=True, exist_ok=True)
     numbers = {'figure': name, 'title': figure.title, 'scale': settings.scale, **provenance(machine), 'panels': []}
@@ -291,8 +344,9 @@ def compare(name, figure, numbers, settings):
     for panel in numbers['panels']:
         if panel['how'] == 'scaling' and 'ResFormer' in panel['numbers']:
             saved = panel['numbers']['ResFormer']
-            lines.append(f'{name}: at equal loss ResFormer saves {share(saved.get("parameters_saved"))} of the '
-                         f'parameters (paper: 13-16%), {share(saved.get("tokens_saved"))} of the tokens (paper: 15-20%)')
+            parameters, tokens = (share(saved.get(f'{what}_saved')) for what in ('parameters', 'tokens'))
+            lines.append(f'{name}: at equal loss ResFormer saves {parameters} of the parameters (paper: 13-16%) and '
+                         f'{tokens} of the tokens (paper: 15-20%)')
         if panel['how'] == 'critical':
             found = [(f['length'], f['step'], f['crossed']) for f in panel['numbers']]
             lines.append(f'{name}: SVFormer is overtaken at ' + ', '.join(
@@ -317,8 +371,8 @@ def list_figures(settings):
         print(f'{name:8} {len(every):>5} {done:>5}  {hours:>14}  {figure.title}')
     if not settings.tok_per_s:
         print('\nTimes: give --tok_per_s, the throughput of config/vanilla_82m.py on 8 GPUs (bench.py measures one).')
-    print('A tiny run takes 20 to 60 s on two cores. Not covered: panels that need checkpoints from outside; for those, '
-          'python analyze.py ... --hf=FOLDER.')
+    print('A tiny run takes 20 to 60 s on two cores. Panels that need checkpoints from outside are left out: '
+          'python analyze.py ... --hf=FOLDER draws them.')
 
 
 def flops(run):
@@ -337,14 +391,18 @@ def main():
             print(__doc__.strip())
             sys.exit(2)
         names = list(FIGURES) if asked == ['all'] else asked
-        if unknown := [name for name in names if name not in FIGURES]:
-            raise ValueError(f'no figure {unknown[0]!r}; there are {", ".join(FIGURES)}')
+        if names == ['claims']:
+            settings.scale = 'claims'
+        elif unknown := [name for name in names if name not in FIGURES]:
+            raise ValueError(f'no figure {unknown[0]!r}; there are {", ".join(FIGURES)}, and claims, alone')
         if listing:
             list_figures(settings)
             return
-        prepare(settings)
         machine = Machine(TrainConfig(device=settings.device, compile=False))
-        missing = dict.fromkeys(run for name in names for run in needed(FIGURES[name]) if not finished(run, settings))
+        missing = dict.fromkeys(run for name in names for run in needed(FIGURES.get(name, CLAIMS))
+                                if not finished(run, settings))
+        if missing:
+            prepare(settings)
         print(f'{len(missing)} runs to train')
         with concurrent.futures.ThreadPoolExecutor(1 if settings.scale == 'paper' else settings.jobs) as pool:
             for _ in pool.map(lambda run: train(run, settings), missing):
