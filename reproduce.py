@@ -286,11 +286,12 @@ def draw_seeds(panel, axes, settings):
         style['linestyle'] = '--' if model.startswith('learned') else '-'
         axes.plot(steps, mean, label=model, **style)
         axes.fill_between(steps, mean - error, mean + error, color=style['color'], alpha=0.2, linewidth=0)
-    early = max(abs(f['early']['mean']) for f in found.values())
-    axes.set_ylim(-1.3 * early, 0.3 * early)
+    drawn = np.concatenate([line.get_ydata() for line in axes.lines])
+    low, high = min(0, np.quantile(drawn, 0.005)), max(0, np.quantile(drawn, 0.995))
+    axes.set_ylim(low - 0.1 * (high - low), high + 0.3 * (high - low))  # room for the legend
     axes.set_xlabel(f'step ({TOKENS[settings.scale]:,} tokens each)')
     axes.set_ylabel("training loss minus vanilla's (nats)")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc='upper right')
     axes.grid(alpha=0.3)
     print('\n| model | seeds | first 10% of steps | last 50 steps | validation loss |\n|---|---:|---:|---:|---:|')
     for model, f in found.items():

@@ -1,0 +1,190 @@
+"""reproduce.py's table of runs, and the figures of plot.py that it draws."""
+import json
+
+import numpy as np
+import pytest
+from test_tools import program
+
+import plot
+import reproduce
+from configurator import configure
+from model import GPTConfig
+from reproduce import CLAIMS, FIGURES, SCALES, Run
+from train import TrainConfig
+
+EVERY = list(dict.fromkeys(run for figure in FIGURES.values() for run in reproduce.needed(figure)))
+
+
+def write_run(folder, losses, val=None, **config):
+    """A finished run as train.py leaves it, with a training loss per step."""
+    folder.mkdir(parents=True)
+    lines = [{'step': step, 'loss': loss} for step, loss in enumerate(losses)]
+    lines.append({'step': len(losses), 'val': {'Domain': val or losses[-1], 'mean': val or losses[-1]}})
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    (folder / 'config.json').write_text(json.dumps(config))
+    return folder
+
+
+def test_every_figure_and_table_of_the_paper_is_there():
+    assert list(FIGURES) == ['table1', 'table5', 'fig1', *(f'fig{n}' for n in range(3, 12)),
+                             *(f'fig12{part}' for part in 'abcd'), 'fig13', 'fig14', 'fig15']
+
+
+@pytest.mark.parametrize('scale', ['paper', 'small', 'tiny'])
+def test_every_run_of_every_scale_is_one_that_train_accepts(scale):
+    names = set()
+    for run in EVERY:
+        settings, config = configure(TrainConfig, GPTConfig, argv=[
+            f'--{name}={value}' for name, value in run.settings(scale).items()])
+        tokens = settings.rows_per_step * config.block_size
+        assert 0.97 < tokens / reproduce.TOKENS[scale] <= 1, run  # constant tokens a step
+        names.add(run.name(SCALES[scale]))
+    assert len(names) == len(EVERY)  # a folder each
+
+
+@pytest.mark.parametrize('index, length, batch, rows', [
+    (1, 512, 128, 4096), (2, 2048, 32, 1024), (3, 8192, 8, 256), (4, 32000, 2, 64), (5, 64000, 1, 32)])
+def test_the_papers_batches_are_table_3s(index, length, batch, rows):
+    values = Run('svformer', length=index).settings('paper')
+    assert (values['block_size'], values['batch_size'], values['gradient_accumulation_steps']) == (length, batch, 32)
+    assert values['batch_size'] * 32 == rows and values['share_v'] is True
+
+
+def test_a_variants_wiring_is_its_config_files_and_its_flags_come_on_top():
+    assert Run('neutreno').settings('tiny')['neutreno'] == 0.4
+    assert Run('gpt2+v_residual=True').settings('tiny') | {'arch': 'gpt2', 'v_residual': 'True'} == Run(
+        'gpt2+v_residual=True').settings('tiny')
+    values = Run('vanilla', '468m', rate=2, warmup=1).settings('paper')
+    assert (values['n_layer'], values['n_head'], values['n_embd']) == (24, 16, 1024)
+    assert (values['learning_rate'], values['min_lr'], values['warmup_iters']) == (1e-4, 1e-5, 1200)
+
+
+def test_only_a_run_with_its_last_evaluation_is_finished(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = reproduce.ReproduceConfig()
+    assert not reproduce.finished(Run(), settings)
+    write_run(tmp_path / 'out/tiny/vanilla', [3.0] * 60)
+    assert not reproduce.finished(Run(), settings)  # 60 of 120 steps
+    write_run(tmp_path / 'out/tiny/resformer', [3.0] * 120)
+    assert reproduce.finished(Run('resformer'), settings)
+
+
+def test_bars_are_mean_differences_of_the_last_steps(tmp_path):
+    rng = np.random.default_rng(0)
+    base, other = rng.normal(3, 0.1, 40), rng.normal(2.9, 0.1, 40)
+    a, b = write_run(tmp_path / 'a', base.tolist()), write_run(tmp_path / 'b', other.tolist())
+    mean, error = plot.final_differences(a, [b], 10)[b]
+    d = (other - base)[-10:]
+    assert mean == pytest.approx(d.mean()) and error == pytest.approx(np.std(d, ddof=1) / 10 ** 0.5)
+    with pytest.raises(ValueError, match='fewer than --window=41'):
+        plot.final_differences(a, [b], 41)
+
+
+def test_the_power_law_is_recovered():
+    n = np.array([1e6, 1e7, 1e8])
+    assert plot.power_law(n, 12 * n ** -0.07) == pytest.approx((12, 0.07))
+
+
+def test_savings_at_equal_loss(tmp_path):
+    """ResFormer's loss is vanilla's at 20% more parameters, and is ahead in time by a quarter of the steps."""
+    shape = dict(n_head=2, vocab_size=64, block_size=8)
+    law, runs, sizes = (9.0, 0.1), [], (16, 32, 64)
+    for n_embd in sizes:
+        config = dict(shape, n_embd=n_embd, n_layer=2)
+        for model, wiring, factor in (('vanilla', {}, 1.0), ('resformer', dict(v_residual=True), 1.2)):
+            folder = tmp_path / f'{model}_{n_embd}'
+            folder.mkdir()
+            (folder / 'config.json').write_text(json.dumps({**config, **wiring}))
+            last = law[0] * (factor * plot.parameters_of(folder)) ** -law[1]
+            (folder / 'log.jsonl').write_text(''.join(
+                json.dumps({'step': s, 'loss': last + max(0, 75 - s - 25 * (factor == 1))}) + '\n' for s in range(100)))
+            runs.append(folder)
+    _, axes = plot.pyplot().subplots()
+    found = plot.scaling_axes(axes, [str(run) for run in runs], 10)
+    assert found['Transformer']['power_law'] == pytest.approx(law)
+    assert found['ResFormer']['parameters_saved'] == pytest.approx(1 - 1 / 1.2)
+    assert plot.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)  # its own last loss, from step 50 on
+
+
+@pytest.mark.parametrize('difference, expected', [
+    (lambda s: s - 30.5, (31, True)), (lambda s: -1 + 0 * s, (None, False)), (lambda s: 1 + 0 * s, (0, True)),
+    (lambda s: (s - 150) / 100, (150, False)), (lambda s: -s, (None, False))])
+def test_the_critical_step_is_where_a_run_stays_above_its_baseline_or_will(tmp_path, difference, expected):
+    steps = np.arange(100)
+    base = write_run(tmp_path / 'base', [5.0] * 100)
+    run = write_run(tmp_path / 'run', (5 + difference(steps)).tolist())
+    step, crossed = plot.critical_step(base, run, 1)
+    assert crossed == expected[1] and (step is None) == (expected[0] is None)
+    assert step is None or step == pytest.approx(expected[0])
+
+
+def test_the_comparison_states_sign_and_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, loss in (('vanilla', 3.0), ('resformer', 2.9), ('vanilla+q_residual', 3.1), ('vanilla+k_residual', 2.8)):
+        write_run(tmp_path / 'out/tiny' / name, [loss] * 120)
+    lines = reproduce.compare('fig6', FIGURES['fig6'], {'panels': []}, reproduce.ReproduceConfig())
+    assert [line.rpartition(' ')[2] for line in lines] == ['agrees', 'agrees', 'disagrees']
+    assert 'resformer minus vanilla: -0.1000' in lines[0] and 'below 0 in the paper' in lines[0]
+
+
+def test_claims_are_drawn_from_kept_logs_with_errors_over_seeds(tmp_path, monkeypatch):
+    """The logs alone, in results/claims, are enough; every number follows from them."""
+    monkeypatch.chdir(tmp_path)
+    rng, losses = np.random.default_rng(1), {}
+    for run in reproduce.needed(CLAIMS):
+        losses[run] = 3 - 0.01 * len(run.model) + 0.01 * run.seed + rng.normal(0, 0.01, 1250)
+        kept = tmp_path / 'results/claims' / run.name(SCALES['claims'])
+        write_run(kept, losses[run].tolist(), val=2 + 0.1 * run.seed)
+    monkeypatch.setattr('sys.argv', ['reproduce.py', 'claims', '--device=cpu'])
+    monkeypatch.setattr(reproduce, 'train', lambda *_: pytest.fail('nothing is to be trained'))
+    reproduce.main()
+    numbers = json.loads((tmp_path / 'results/claims/claims.json').read_text())['panels'][0]['numbers']
+    assert (tmp_path / 'results/claims/claims.png').exists()
+    for model in ('resformer', 'denseformer'):
+        seeds = [losses[Run(model, seed=s)] - losses[Run(seed=s)] for s in (1, 2, 3)]
+        for when, part in (('early', slice(0, 125)), ('final', slice(-50, None))):
+            means = [d[part].mean() for d in seeds]
+            assert numbers[model][when]['mean'] == pytest.approx(np.mean(means))
+            assert numbers[model][when]['standard_error'] == pytest.approx(np.std(means, ddof=1) / 3 ** 0.5)
+        assert numbers[model]['validation_loss']['mean'] == pytest.approx(2.2)
+    assert numbers['vanilla']['final']['mean'] == 0
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (['fig99'], 'fig99'), (['fig6', '--scale=huge'], 'scale'), (['fig6', '--jobs=0'], 'jobs'),
+    (['fig6', '--scale=small', '--nonsense=1'], 'nonsense'), (['fig6', '--scale=paper'], 'data/slimpajama')])
+def test_reproduce_refuses_bad_input_in_one_line(tmp_path, arguments, message):
+    done = program('reproduce.py', *arguments, '--device=cpu', cwd=tmp_path)
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_list_names_every_figure_and_times_only_from_a_given_throughput(tmp_path):
+    done = program('reproduce.py', '--list', cwd=tmp_path)
+    assert done.returncode == 0 and all(name in done.stdout for name in FIGURES) and ' n/a ' in done.stdout
+    timed = program('reproduce.py', '--list', '--tok_per_s=1e6', cwd=tmp_path)
+    # table1 is two runs of 82M: 10,000 steps of 2^21 tokens each at 1M tokens/s, and ResFormer's FLOPs are vanilla's
+    assert ' 12 h ' in next(line for line in timed.stdout.splitlines() if line.startswith('table1'))
+
+
+def test_a_figure_is_trained_drawn_and_compared(tmp_path, monkeypatch):
+    """fig6 from nothing, at a scale of four steps; then again, reusing the runs."""
+    (tmp_path / 'data').mkdir()
+    tiny = SCALES['tiny']
+    monkeypatch.setattr(tiny, 'settings', {**tiny.settings, 'max_iters': 4, 'eval_iters': 1, 'warmup_iters': 1})
+    monkeypatch.setattr(tiny, 'window', 2)
+    monkeypatch.setitem(tiny.sizes, '82m', dict(n_layer=2, n_head=2, n_embd=16))
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / 'texts'
+    source.mkdir()
+    for n in range(3):
+        (source / f'{n}.txt').write_text('Some text to learn from, again and again. ' * 2000 + str(n))
+    made = program('prepare_slimpajama.py', f'--source={source}', '--tokenizer=bytes', '--tokens=0',
+                   '--val_fraction=0.3', '--out=data/stdlib', cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    monkeypatch.setattr('sys.argv', ['reproduce.py', 'fig6', '--device=cpu', '--jobs=2'])
+    reproduce.main()
+    numbers = json.loads((tmp_path / 'results/tiny/fig6.json').read_text())
+    assert (tmp_path / 'results/tiny/fig6.png').exists() and len(numbers['against_the_paper']) == 3
+    monkeypatch.setattr(reproduce, 'train', lambda *_: pytest.fail('a finished run is reused'))
+    reproduce.main()
