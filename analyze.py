@@ -162,6 +162,8 @@ def spectrum(model, idx):
 
 
 def mapping(model, idx):
+    if len(model.transformer.h) < 2:
+        raise ValueError('mapping compares a layer with the one before: the model has a single layer')
     found, before = {'A_n (V_n + V_n-1), Eq. 3': {}, 'A_n V_n + V_n-1, Eq. 6': {}}, {}
 
     def see(layer, q, keys, values):
@@ -197,7 +199,11 @@ def load(run, settings):
             from transformers import AutoTokenizer
         except ImportError:
             raise OSError('--hf reads text with the tokenizer of transformers: pip install transformers') from None
-        tokenizer, checkpoint = AutoTokenizer.from_pretrained(run), None
+        try:
+            tokenizer, checkpoint = AutoTokenizer.from_pretrained(run), None
+        except Exception as error:  # each kind of tokenizer has its own
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f'{run} has no tokenizer that transformers can load: {reason}') from error
     else:
         model, tokenizer, checkpoint = load_run(run)
     T = min(settings.length, model.config.block_size)
@@ -217,6 +223,8 @@ def load(run, settings):
         raise ValueError(f'{where} has not one sequence of {T} tokens; give a shorter --length')
     chosen = [windows[i] for i in np.unique(np.linspace(0, len(windows) - 1, settings.sequences).astype(int))]
     rows = chosen if settings.text else [dataset.read('validation', domain, row * T, T) for domain, row in chosen]
+    if (highest := max(int(row.max()) for row in rows)) >= model.config.vocab_size:
+        raise ValueError(f'{where} has the token id {highest}, {run} knows {model.config.vocab_size} ids')
     return model, [np.asarray(row, dtype=np.int64) for row in rows]
 
 
@@ -239,7 +247,8 @@ def analyze(kind, runs, settings, machine):
             series[name] = {'mean': values.mean(axis=0).tolist(), 'standard_error': error.tolist()}
         reports[str(run)] = {'series': series, 'sequences': len(rows), 'length': len(rows[0]),
                              'config': asdict(model.config)}
-    return {'analysis': kind, **provenance(machine), 'runs': reports}
+    numbers = {'analysis': kind, **provenance(machine), 'runs': reports}
+    return json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # JSON has no NaN
 
 
 def draw(numbers):
@@ -264,10 +273,9 @@ def draw(numbers):
                           for key in ('mean', 'standard_error')) for name in chosen}
             for i, (name, (mean, error)) in enumerate(curves.items()):
                 x = np.arange(1, len(mean) + 1)
-                style = {**styles[run], **({'linestyle': ('-', '--')[i]} if len(curves) > 1 else {})}
-                ax.plot(x, mean, marker='' if 'layer 1' in panel else '.', label=f'{Path(run).name} {name}'.strip(),
-                        **style)
-                ax.fill_between(x, mean - error, mean + error, color=style['color'], alpha=0.2, linewidth=0)
+                ax.plot(x, mean, marker='' if 'layer 1' in panel else '.x'[i], label=f'{Path(run).name} {name}'.strip(),
+                        **styles[run])
+                ax.fill_between(x, mean - error, mean + error, color=styles[run]['color'], alpha=0.2, linewidth=0)
         if kind == 'entropy':
             for T in sorted({report['length'] for report in runs.values()}):
                 ax.axhline(uniform_entropy(T), color='#888888', linestyle=':', label=f'uniform attention, {T} tokens')
@@ -293,7 +301,9 @@ def main():
         runs = [settings.hf or settings.out_dir, *(a for a in sys.argv[2:] if not a.startswith('-'))]
         if not runs[0]:
             raise ValueError('give --out_dir=RUN [RUN ...] or --hf=FOLDER')
-        numbers = analyze(kind, runs, settings, Machine(TrainConfig(device=settings.device, compile=False)))
+        machine = Machine(TrainConfig(device=settings.device, compile=False))
+        torch.set_float32_matmul_precision('highest')  # no TF32: these are measurements
+        numbers = analyze(kind, runs, settings, machine)
         out = Path(settings.out or f'results/{kind}')
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_name(out.name + '.json').write_text(json.dumps(numbers, indent=1) + '\n')

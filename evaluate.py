@@ -207,7 +207,7 @@ def read_items(task, data_dir):
         path = Path(data_dir, task, name)
         if not path.is_file():
             raise FileNotFoundError(f'there is no {path}: --data_dir needs {", ".join(f"{task}/{n}" for n in names)}')
-        lines.append([line for line in path.read_text().split('\n') if line.strip()])
+        lines.append([line for line in path.read_text(errors='replace').split('\n') if line.strip()])
     try:
         items = [json.loads(line) for line in lines[0]]
     except ValueError as error:
@@ -272,7 +272,7 @@ def make_lm(model, tokenizer, settings, machine):
                 for i, n in enumerate(batch):
                     idx[i, :len(texts[n]) - 1] = torch.tensor(texts[n][:-1])
                 ends, counts = [len(texts[n]) - 1 for n in batch], [scored[n] for n in batch]
-                targets = torch.tensor([t for n in batch for t in texts[n][len(texts[n]) - scored[n]:]])
+                targets = torch.tensor([t for n in batch for t in texts[n][len(texts[n]) - scored[n]:]], dtype=torch.int64)
                 with machine.autocast():
                     hidden = hidden_states(model, idx.to(machine.device))
                     hidden = torch.cat([hidden[i, end - count:end] for i, (end, count) in enumerate(zip(

@@ -351,14 +351,18 @@ def losses_of(paper):
             'block_size': 2048, 'paper': paper}
 
 
+TABLE_5 = {('Transformer', '82M'): '2.7389', ('Transformer', '180M'): '2.5015', ('Transformer', '468M'): '2.2806',
+           ('ResFormer', '82M'): '2.7117', ('ResFormer', '180M'): '2.4692', ('ResFormer', '468M'): '2.2537'}
+
+
 def test_the_papers_table_5_stands_below_the_runs_of_its_sizes():
-    papers = {'a': ('ResFormer', '82M'), 'b': None, 'c': ('Transformer', '468M')}
-    text = printed(evaluate.print_losses, {'runs': {run: losses_of(paper) for run, paper in papers.items()}})
-    assert table(text)[2:] == [['A', *['3.0000 ± 0.5000', '1.0000'] * 3], ['mean', *['3.0000', '1.0000'] * 3]]
+    runs = {'other': losses_of(None), **{'_'.join(paper): losses_of(paper) for paper in TABLE_5}}
+    text = printed(evaluate.print_losses, {'runs': runs})
+    assert table(text)[2:] == [['A', *['3.0000 ± 0.5000', '1.0000'] * 7], ['mean', *['3.0000', '1.0000'] * 7]]
     lines = [line for line in text.splitlines() if 'paper' in line]
-    assert len(lines) == 2 and all('Table 5' in line and '20B tokens' in line for line in lines)
-    assert lines[0].startswith('a: ') and '2.7117' in lines[0] and 'ResFormer 82M' in lines[0]
-    assert lines[1].startswith('c: ') and '2.2806' in lines[1] and 'Transformer 468M' in lines[1]
+    for line, (paper, loss) in zip(lines, TABLE_5.items(), strict=True):
+        for words in ('_'.join(paper) + ': ', loss, ' '.join(paper), 'Table 5', '20B tokens'):
+            assert words in line
 
 
 def scores_of(paper, block_size, names=evaluate.TASKS):
@@ -373,16 +377,18 @@ def test_the_papers_table_1_stands_below_the_runs_of_its_sizes_and_lengths():
     text = printed(evaluate.print_tasks, {'data': 'hub', 'runs': {
         'a': scores_of(('ResFormer', '82M'), 2048), 'b': scores_of(('Transformer', '82M'), 64000),
         'c': scores_of(('ResFormer', '82M'), 512), 'd': scores_of(None, 2048),
-        'e': scores_of(('ResFormer', '468M'), 2048)}})
+        'e': scores_of(('ResFormer', '468M'), 2048), 'f': scores_of(('Transformer', '82M'), 2048)}})
     head, _, *rows = table(text)
     assert head == ['', *evaluate.TASKS, 'average']
     assert [row[0] for row in rows] == ['a, acc', 'a, acc_norm', 'the paper, ResFormer 82M', 'b, acc', 'b, acc_norm',
                                         'the paper, Transformer 82M', *(f'{run}, {kind}' for run in 'cde'
-                                                                        for kind in ('acc', 'acc_norm')), 'chance']
+                                                                        for kind in ('acc', 'acc_norm')),
+                                        'f, acc', 'f, acc_norm', 'the paper, Transformer 82M', 'chance']
     assert rows[0][1:] == ['0.300 ± 0.010'] * 6 + ['0.300']
     assert rows[1][1:] == ['0.400 ± 0.020'] * 2 + [''] + ['0.400 ± 0.020'] * 3 + ['']
     assert rows[2][1:] == ['0.273', '0.148', '0.512', '0.182', '0.414', '0.604', '0.355']
     assert rows[5][1:] == [''] * 6 + ['0.328']
+    assert rows[-2][1:] == ['0.263', '0.142', '0.492', '0.199', '0.331', '0.572', '0.333']
     assert rows[-1][1:] == ['0.250', '0.250', '0.500', '0.250', '0.250', '0.500', '0.333']
     assert 'HellaSwag' not in text
 
@@ -526,7 +532,8 @@ def assert_asked(report, samples, items):
     """Each item was asked as written here, and the right answer is the one that counts."""
     for task, expected in items.items():
         found = sorted(samples[task], key=lambda sample: sample['doc_id'])
-        assert [[tuple(pair) for pair in sample['arguments']] for sample in found] == [pairs for _, pairs, _ in expected]
+        arguments = [[tuple(pair) for pair in sample['arguments']] for sample in found]
+        assert arguments == [pairs for _, pairs, _ in expected]
         assert [sample['acc'] for sample in found] == [1.0] * len(expected), task
         score = report['tasks'][task]
         assert score['acc'] == 1.0 and score['items'] == len(expected)
@@ -543,11 +550,11 @@ def test_items_are_asked_and_scored_by_the_harnesss_definitions(harness, publish
 
 
 def test_wrong_answers_are_counted(harness, published):
-    """The judge takes the other solution of the last two items for right."""
-    wrong = {'piqa': [ITEMS['piqa'][0], *((raw, pairs, 1 - gold) for raw, pairs, gold in ITEMS['piqa'][1:])]}
-    report, samples = judged(published, wrong)
+    """The judge takes the other solution of the last two items for right, and no task for more than another."""
+    wrong = [ITEMS['piqa'][0], *((raw, pairs, 1 - gold) for raw, pairs, gold in ITEMS['piqa'][1:])]
+    report, samples = judged(published, {'piqa': wrong, 'winogrande': ITEMS['winogrande']})
     assert [sample['acc'] for sample in samples['piqa']] == [1.0, 0.0, 0.0]
-    assert report['tasks']['piqa']['acc'] == report['average'] == pytest.approx(1 / 3)
+    assert report['tasks']['piqa']['acc'] == pytest.approx(1 / 3) and report['average'] == pytest.approx(2 / 3)
     assert report['tasks']['piqa']['acc_stderr'] == pytest.approx(error_of_the_mean([1, 0, 0]))
 
 
@@ -559,7 +566,7 @@ def test_a_limit_takes_the_first_items(harness, published, limit, items):
     assert report['tasks']['arc_challenge']['chance'] == pytest.approx(np.mean([1 / 3, 1 / 4, 1 / 5][:items]))
 
 
-needs_published = pytest.mark.skipif(not PUBLISHED.is_dir(), reason='the published sets, ../shared/data/eval, are absent')
+needs_published = pytest.mark.skipif(not PUBLISHED.is_dir(), reason='needs the published sets, ../shared/data/eval')
 
 # The number of an item in its file, what is asked, and the answer's index: read off the files
 FOUND = {
@@ -614,30 +621,27 @@ def test_the_published_sets_are_read_whole_and_every_answer_is_a_choice(task):
 # --- mistakes about tasks
 
 @pytest.mark.parametrize('task', evaluate.TASKS)
-@pytest.mark.parametrize('damage', ['cut in a line', 'cut in a character', 'a line less', 'a line more', 'no file',
-                                    'no folder', 'empty'])
-def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, task, damage):
+@pytest.mark.parametrize('damage, words', [
+    ('cut in a line', 'half a download'), ('cut in a character', ''), ('a line less', 'has 2 '), ('empty', 'has 0 '),
+    ('a line more', 'has 4 '), ('no file', '--data_dir'), ('no folder', '--data_dir')])
+def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, task, damage, words):
     path = published / task / evaluate.FILES[task][0][0]
     data = path.read_bytes().replace(b'}\n', ', "note": "é"}\n'.encode())
     path.write_bytes(data)
     assert len(evaluate.read_items(task, published)) == 3
-    if damage == 'no file':
-        path.unlink()
-    elif damage == 'no folder':
+    lines = data.splitlines(keepends=True)
+    if damage == 'no folder':
         path.parent.rename(published / 'elsewhere')
+    elif damage == 'no file':
+        path.unlink()
     else:
         path.write_bytes({'cut in a line': data[:-12], 'cut in a character': data[:-4], 'empty': b'',
-                          'a line less': data[:data[:-1].rindex(b'\n') + 1],
-                          'a line more': data + data[:data.index(b'\n') + 1]}[damage])
+                          'a line less': b''.join(lines[:2]), 'a line more': data + lines[0]}[damage])
     with pytest.raises((ValueError, OSError)) as error:
         evaluate.read_items(task, published)
     message = str(error.value)
-    assert '\n' not in message and str(path if damage in ('cut in a line', 'cut in a character', 'no file', 'no folder')
-                                       else path.parent) in message, message
-    if damage.startswith('no '):
-        assert '--data_dir' in message
-    if damage.startswith('a line'):
-        assert '2 lines' in message.replace('and 3 lines', 'lines') or '4' in message
+    named = path.parent if words.startswith('has') else path
+    assert '\n' not in message and str(named) in message and words in message, message
 
 
 def test_piqa_without_its_labels_or_with_too_few_is_refused(published):
@@ -716,14 +720,16 @@ def padded():
 def requests(padded):
     """Requests in no order: every length of context and continuation about block_size, likeliest continuations, those
     but for one token, no continuation at all, and some twice."""
-    rng, found = random.Random(0), []
-    for context in (1, 2, 7, 19, 20, 21, 50):
-        for continuation in (0, 1, 2, 13, 19, 20, 21, 22, 40):
-            found.append(([rng.randrange(257) for _ in range(context)], [rng.randrange(257) for _ in range(continuation)]))
+    rng = random.Random(0)
+
+    def ids(count):
+        return [rng.randrange(257) for _ in range(count)]
+    found = [(ids(context), ids(count)) for context in (1, 2, 7, 19, 20, 21, 50)
+             for count in (0, 1, 2, 13, 19, 20, 21, 22, 40)]
     for context, count in ((1, 1), (1, 19), (5, 4), (12, 8), (19, 1)):
-        start = [rng.randrange(257) for _ in range(context)]
-        best = likeliest(padded, start, count)
-        found += [(start, best), (start, best[:-1] + [(best[-1] + 1) % 257]), ([(start[0] + 1) % 257] + start[1:], best)]
+        text = ids(context)
+        best = likeliest(padded, text, count)
+        found += [(text, best), (text, [*best[:-1], (best[-1] + 1) % 257]), ([(text[0] + 1) % 257, *text[1:]], best)]
     found += found[::9]
     rng.shuffle(found)
     return found
