@@ -272,12 +272,13 @@ def make_lm(model, tokenizer, settings, machine):
                 for i, n in enumerate(batch):
                     idx[i, :len(texts[n]) - 1] = torch.tensor(texts[n][:-1])
                 ends, counts = [len(texts[n]) - 1 for n in batch], [scored[n] for n in batch]
-                targets = torch.tensor([t for n in batch for t in texts[n][len(texts[n]) - scored[n]:]], dtype=torch.int64)
+                targets = [token for n in batch for token in texts[n][len(texts[n]) - scored[n]:]]
+                targets = torch.tensor(targets, dtype=torch.int64, device=machine.device)
                 with machine.autocast():
                     hidden = hidden_states(model, idx.to(machine.device))
                     hidden = torch.cat([hidden[i, end - count:end] for i, (end, count) in enumerate(zip(
                         ends, counts, strict=True))])
-                    values, hits = log_probabilities(model, hidden, targets.to(machine.device), tokenizer.n_vocab)
+                    values, hits = log_probabilities(model, hidden, targets, tokenizer.n_vocab)
                 values, hits = values.double().cpu().split(counts), hits.cpu().split(counts)
                 for n, value, hit in zip(batch, values, hits, strict=True):
                     answers[n] = value.sum().item(), bool(hit.all())
