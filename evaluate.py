@@ -42,10 +42,9 @@ ROWS = 4096  # whose logits are in memory at once
 
 
 @dataclass
-class LossConfig:
+class EvaluateConfig:
     out_dir: str = 'out/run'  # the first run; others follow as plain arguments
-    dataset: str = ''  # a folder in data/; '': the one the run was trained on
-    batch_size: int = 8  # windows at once
+    batch_size: int = 32  # windows or texts at once
     device: str = 'auto'  # as in train.py
     dtype: str = 'auto'  # as in train.py
     out: str = ''  # write the numbers here, as JSON
@@ -53,6 +52,8 @@ class LossConfig:
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f'batch_size={self.batch_size} must be at least 1')
+        if self.out and not Path(self.out).parent.is_dir():
+            raise FileNotFoundError(f'there is no folder {Path(self.out).parent} to write --out to')
 
     def machine(self):
         return Machine(TrainConfig(device=self.device, dtype=self.dtype, compile=False,
@@ -60,11 +61,20 @@ class LossConfig:
 
 
 @dataclass
-class TasksConfig(LossConfig):
+class LossConfig(EvaluateConfig):
+    dataset: str = ''  # a folder in data/; '': the one the run was trained on
+
+
+@dataclass
+class TasksConfig(EvaluateConfig):
     tasks: str = ','.join(TASKS)  # which, separated by commas
     data_dir: str = ''  # a folder with the tasks' files; '': the hub
     limit: int = 0  # only the first items of each task; 0: all
-    batch_size: int = 64  # texts at once
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.limit < 0:
+            raise ValueError(f'limit={self.limit} must not be negative')
 
 
 def paper_size(config):
@@ -193,8 +203,8 @@ def print_losses(numbers):
             print(f'{run}: the paper has {TABLE_5[r["paper"]]} for {" ".join(r["paper"])} (Table 5), after 20B tokens')
 
 
-def pm(value, error, sign=''):
-    return 'n/a' if value is None else f'{value:{sign}.4f}' + ('' if error is None else f' ± {error:.4f}')
+def pm(value, error, sign='', digits=4):
+    return 'n/a' if value is None else f'{value:{sign}.{digits}f}' + ('' if error is None else f' ± {error:.{digits}f}')
 
 
 # --- zero-shot tasks -------------------------------------------------------------------------------------------------
@@ -215,6 +225,13 @@ def read_items(task, data_dir):
     if any(len(part) != whole for part in lines):
         raise ValueError(f'{Path(data_dir, task)} has {" and ".join(str(len(part)) for part in lines)} lines, the set '
                          f'{whole}: half a download?')
+    try:
+        return to_rows(task, items, lines)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'{Path(data_dir, task)} is laid out otherwise ({type(error).__name__}: {error})') from None
+
+
+def to_rows(task, items, lines):
     if task == 'hellaswag':  # preprocessed as the harness does, but for the case of the context's second half
         return [{'ctx_a': r['ctx'], 'ctx_b': '', 'activity_label': r['activity_label'], 'endings': r['endings'],
                  'label': str(r['label'])} for r in items]
@@ -228,12 +245,12 @@ def read_items(task, data_dir):
         key: [choice[key] for choice in r['question']['choices']] for key in ('text', 'label')}} for r in items]
 
 
-def harness_tasks(names, data_dir, folder):
+def harness_tasks(names, data_dir, folder, manager=None):
     """The harness's tasks; with a data_dir its definitions, on the rows of local files, which go through `folder`."""
     import datasets
     from lm_eval.tasks import TaskManager
     datasets.disable_progress_bars()
-    manager = TaskManager()
+    manager = manager or TaskManager()
     if unknown := [name for name in names if name not in manager.task_index]:
         raise ValueError(f'lm-evaluation-harness has no task {", ".join(unknown)}')
     specs = names
@@ -246,7 +263,10 @@ def harness_tasks(names, data_dir, folder):
                 'include': str(manager.task_index[name].yaml_path), 'dataset_path': 'json', 'dataset_name': None,
                 'dataset_kwargs': {'data_files': dict.fromkeys(('train', 'validation', 'test'), str(rows)),
                                    'cache_dir': str(folder)}}))
-    return list(manager.load(specs)['tasks'].values())
+    tasks = manager.load(specs)['tasks']
+    if set(tasks) != set(names):
+        raise ValueError(f'tasks={",".join(names)} names a group; name its tasks: {", ".join(tasks)[:200]}')
+    return list(tasks.values())
 
 
 def make_lm(model, tokenizer, settings, machine):
@@ -297,29 +317,29 @@ def evaluate_tasks(runs, settings, machine):
     """Table 1's numbers of several runs, as a dict for JSON; with the harness's samples apart: (numbers, samples)."""
     try:
         from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
     except ImportError:
         raise OSError('evaluate.py tasks needs lm-evaluation-harness: pip install lm_eval') from None
     names = settings.tasks.split(',')
     if settings.data_dir and (unknown := [name for name in names if name not in FILES]):
         raise ValueError(f'no local form of {", ".join(unknown)} is known; there are {", ".join(FILES)}')
-    reports, samples = {}, {}
+    reports, samples, manager = {}, {}, TaskManager()
     for run in runs:
         model, tokenizer, _ = load_run(run)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                tasks = harness_tasks(names, settings.data_dir, folder)
+                tasks = harness_tasks(names, settings.data_dir, folder, manager)
             except ConnectionError as error:
                 raise OSError(f'cannot get {settings.tasks} from the hub ({" ".join(str(error).split())[:200]}); give '
                               'local files: --data_dir') from error
             found = simple_evaluate(make_lm(model.to(machine.device), tokenizer, settings, machine), tasks=tasks,
-                                    limit=settings.limit or None)
+                                    limit=settings.limit or None, task_manager=manager)
         scores = {}
         for name in names:
             result, choices = found['results'][name], [len(s['arguments']) for s in found['samples'][name]]
             scores[name] = {'items': len(choices), 'chance': float(np.mean([1 / n for n in choices])),
-                            **{key: result[f'{metric},none'] for key, metric in (
-                                ('acc', 'acc'), ('acc_stderr', 'acc_stderr'), ('acc_norm', 'acc_norm'),
-                                ('acc_norm_stderr', 'acc_norm_stderr')) if f'{metric},none' in result}}
+                            **{key: value for key in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr')
+                               if isinstance(value := result.get(f'{key},none'), float)}}  # one item's error is 'N/A'
         reports[str(run)] = {'tasks': scores, 'average': float(np.mean([score['acc'] for score in scores.values()])),
                              'block_size': model.config.block_size, 'paper': paper_size(model.config)}
         samples[str(run)] = found['samples']
@@ -345,14 +365,15 @@ def print_tasks(numbers):
     print('\n| | ' + ' | '.join(first) + ' | average |\n|---|' + '---:|' * (len(first) + 1))
     for run, r in reports.items():
         scores = r['tasks'].values()
-        line(f'{run}, acc', [f'{s["acc"]:.3f} ± {s["acc_stderr"]:.3f}' for s in scores], f'{r["average"]:.3f}')
-        line(f'{run}, acc_norm', [f'{s["acc_norm"]:.3f} ± {s["acc_norm_stderr"]:.3f}' if 'acc_norm' in s else ''
-                                  for s in scores], '')
+        for key, average in (('acc', f'{r["average"]:.3f}'), ('acc_norm', '')):
+            line(f'{run}, {key}', [pm(s[key], s.get(f'{key}_stderr'), digits=3) if key in s else '' for s in scores],
+                 average)
         values, average = TABLE_1.get((*(r['paper'] or ()), r['block_size']), ((), None))
         if average:
             paper = dict(zip(TASKS, values, strict=True))
             line('the paper, ' + ' '.join(r['paper']),
-                 [f'{paper[name]:.3f}' if paper.get(name) else '' for name in first], average)
+                 [f'{paper[name]:.3f}' if paper.get(name) else '' for name in first],
+                 average if set(first) == set(TASKS) else '')
     line('chance', [f'{s["chance"]:.3f}' for s in first.values()],
          f'{np.mean([s["chance"] for s in first.values()]):.3f}')
     if 'hellaswag' in first and numbers['data'] != 'hub':
@@ -375,9 +396,9 @@ def main():
         else:
             numbers, _ = evaluate_tasks(runs, settings, machine)
         if machine.is_first:
-            (print_losses if mode == 'loss' else print_tasks)(numbers)
             if settings.out:
                 Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
+            (print_losses if mode == 'loss' else print_tasks)(numbers)
     if machine.distributed:
         torch.distributed.destroy_process_group()
 

@@ -310,7 +310,7 @@ def test_without_a_mode_the_usage_is_told_and_exit_status_2():
     assert (status, err) == (2, '') and 'evaluate.py loss --out_dir=' in out and 'evaluate.py tasks --out_dir=' in out
     for mode, expected in (('los', 2), ('--out_dir=out/run', 2), ('--help', 0), ('-h', 0)):
         assert program(mode) == (expected, out, '')
-    for mode, setting in (('loss', '--batch_size=8'), ('tasks', '--batch_size=64'), ('tasks', '--limit=0')):
+    for mode, setting in (('loss', '--batch_size=32'), ('tasks', '--batch_size=64'), ('tasks', '--limit=0')):
         status, out, _ = program(mode, '--help')
         assert status == 0 and setting in out
 
@@ -857,3 +857,12 @@ def test_a_table_of_tasks_has_the_numbers_of_the_json(harness, run, published):
                                f'{report["average"]:.3f}']
         assert rows[2 * i + 1] == [f'{name}, acc_norm', f'{piqa["acc_norm"]:.3f} ± {piqa["acc_norm_stderr"]:.3f}', '',
                                    '']
+
+
+def test_a_limit_of_one_item_has_scores_without_a_standard_error(harness, run, published):
+    status, out, _ = program('tasks', f'--out_dir={run("one item")}', f'--data_dir={published}', '--limit=1',
+                             '--tasks=piqa', '--out=one.json', '--device=cpu')
+    assert status == 0, status
+    score = json.loads(Path('one.json').read_text())['runs']['out/one item']['tasks']['piqa']
+    assert score['items'] == 1 and score['acc'] in (0.0, 1.0) and score.get('acc_stderr') is None
+    assert f'{score["acc"]:.3f}' in out
