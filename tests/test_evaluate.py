@@ -310,7 +310,7 @@ def test_without_a_mode_the_usage_is_told_and_exit_status_2():
     assert (status, err) == (2, '') and 'evaluate.py loss --out_dir=' in out and 'evaluate.py tasks --out_dir=' in out
     for mode, expected in (('los', 2), ('--out_dir=out/run', 2), ('--help', 0), ('-h', 0)):
         assert program(mode) == (expected, out, '')
-    for mode, setting in (('loss', '--batch_size=32'), ('tasks', '--batch_size=64'), ('tasks', '--limit=0')):
+    for mode, setting in (('loss', '--batch_size=32'), ('tasks', '--batch_size=32'), ('tasks', '--limit=0')):
         status, out, _ = program(mode, '--help')
         assert status == 0 and setting in out
 
