@@ -3,13 +3,17 @@ Token files -> batches. Row r of a run, a sequence of block_size + 1 tokens, is 
 order does not depend on the number of GPUs, on the batch size or on how often a run was resumed.
 
 A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.bin and meta.json.
+
+At the end: the files that a run writes, checkpoints and log.
 """
 import contextlib
 import hashlib
 import json
 import os
 import queue
+import shutil
 import threading
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -221,3 +225,60 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, w
             tokens = torch.from_numpy(dataset.read(split, domain, row * block_size, block_size + 1))
             x[i, :len(tokens) - 1], y[i, :len(tokens) - 1] = tokens[:-1], tokens[1:]
         yield x, y
+
+
+# --- what a run writes ------------------------------------------------------------------------------------------------
+
+def save_checkpoint(path, checkpoint, keep=None):
+    """Write, flush, rename: a crash or a full disk leaves the old checkpoint whole. `keep`: a second name for it."""
+    temporary = path.with_suffix('.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if keep:  # before the renaming: a run killed in between comes here again
+            shutil.copyfile(temporary, keep)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        temporary.unlink(missing_ok=True)
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        old = '; the one before is whole: continue with --init_from=resume' if path.exists() else ''
+        raise OSError(f'cannot write {path}: {str(reason).splitlines()[0]}{old}') from error
+
+
+def load_checkpoint(path):
+    """A checkpoint's dict. weights_only: a file from a stranger must not run code."""
+    try:
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
+            raise ValueError
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
+        return checkpoint
+    except FileNotFoundError:
+        raise FileNotFoundError(f'there is no {path}: nothing to resume or load') from None
+    except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust the file is bad
+        raise ValueError(f'{path} is not a checkpoint of train.py, or damaged ({type(error).__name__})') from error
+
+
+class Log:
+    """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
+
+    def __init__(self, path, step=None):
+        lines = []
+        if step is not None and path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # the line that was being written when the run died
+                    break
+                if entry['step'] < step or (entry['step'] == step and 'loss' not in entry):
+                    lines.append(line + '\n')
+        temporary = path.with_suffix('.tmp')
+        temporary.write_text(''.join(lines))
+        os.replace(temporary, path)
+        self.file = open(path, 'a', buffering=1)
+
+    def write(self, entry):
+        entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)  # JSON has no NaN
+        self.file.write(json.dumps(entry) + '\n')

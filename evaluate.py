@@ -347,14 +347,6 @@ def evaluate_tasks(runs, settings, machine):
     return {**provenance(machine), 'limit': settings.limit, 'data': data, 'runs': reports}, samples
 
 
-def after_training(settings, machine):
-    """train.py's --eval_tasks: the table, and out_dir/tasks.json."""
-    numbers, _ = evaluate_tasks([settings.out_dir], TasksConfig(
-        tasks=settings.eval_tasks, data_dir=settings.eval_data_dir), machine)
-    print_tasks(numbers)
-    Path(settings.out_dir, 'tasks.json').write_text(json.dumps(numbers, indent=1) + '\n')
-
-
 def print_tasks(numbers):
     reports = numbers['runs']
     first = next(iter(reports.values()))['tasks']

@@ -14,8 +14,9 @@ import torch
 
 import tokenizer as tokenizers
 from configurator import configure, one_line_errors
+from data import load_checkpoint
 from model import GPT, GPTConfig
-from train import Machine, TrainConfig, load_checkpoint
+from train import Machine, TrainConfig
 
 
 @dataclass

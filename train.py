@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
-from data import Dataset, Loader, TrainingRows, validation_batches
+from data import Dataset, Loader, Log, TrainingRows, load_checkpoint, save_checkpoint, validation_batches
 from model import GPT, GPTConfig, refuse
 
 MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights, logged at every evaluation
@@ -226,39 +225,7 @@ def evaluate(model, dataset, settings, machine):
     return {**dict(zip(domains, losses, strict=True)), 'mean': sum(losses) / len(losses)}
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-def save_checkpoint(path, checkpoint, keep=None):
-    """Write, flush, rename: a crash or a full disk leaves the old checkpoint whole. `keep`: a second name for it."""
-    temporary = path.with_suffix('.tmp')
-    try:
-        with open(temporary, 'wb') as f:
-            torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
-        if keep:  # before the renaming: a run killed in between comes here again
-            shutil.copyfile(temporary, keep)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-        temporary.unlink(missing_ok=True)
-        reason = error.__context__ if isinstance(error.__context__, OSError) else error
-        old = '; the one before is whole: continue with --init_from=resume' if path.exists() else ''
-        raise OSError(f'cannot write {path}: {str(reason).splitlines()[0]}{old}') from error
-
-
-def load_checkpoint(path):
-    """A checkpoint's dict. weights_only: a file from a stranger must not run code."""
-    try:
-        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
-            raise ValueError
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
-        return checkpoint
-    except FileNotFoundError:
-        raise FileNotFoundError(f'there is no {path}: nothing to resume or load') from None
-    except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust the file is bad
-        raise ValueError(f'{path} is not a checkpoint of train.py, or damaged ({type(error).__name__})') from error
-
+# --- resuming, provenance --------------------------------------------------------------------------------------------
 
 def check_resume(checkpoint, settings, config, dataset, path):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
@@ -279,29 +246,6 @@ def check_resume(checkpoint, settings, config, dataset, path):
                              'order would change (rows_per_step is gradient_accumulation_steps * batch_size)')
     return {name: [old.get(name), value] for name, value in asdict(settings).items()
             if old.get(name) != value and name not in ('init_from', 'eval_only')}
-
-
-class Log:
-    """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
-
-    def __init__(self, path, step=None):
-        lines = []
-        if step is not None and path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:  # the line that was being written when the run died
-                    break
-                if entry['step'] < step or (entry['step'] == step and 'loss' not in entry):
-                    lines.append(line + '\n')
-        temporary = path.with_suffix('.tmp')
-        temporary.write_text(''.join(lines))
-        os.replace(temporary, path)
-        self.file = open(path, 'a', buffering=1)
-
-    def write(self, entry):
-        entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)  # JSON has no NaN
-        self.file.write(json.dumps(entry) + '\n')
 
 
 def provenance(machine):
@@ -491,9 +435,12 @@ def main():
         run(settings, config, machine)
         if machine.distributed:
             dist.destroy_process_group()
-        if settings.eval_tasks and not settings.eval_only and machine.is_first:
-            import evaluate as quality
-            quality.after_training(settings, machine)
+    if settings.eval_tasks and not settings.eval_only and machine.is_first:  # a program of its own, on one device
+        options = {'out_dir': settings.out_dir, 'tasks': settings.eval_tasks, 'data_dir': settings.eval_data_dir,
+                   'device': settings.device, 'dtype': settings.dtype, 'out': f'{settings.out_dir}/tasks.json'}
+        command = [sys.executable, Path(__file__).with_name('evaluate.py'), 'tasks']
+        alone = {name: value for name, value in os.environ.items() if name not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
+        sys.exit(subprocess.run(command + [f'--{k}={v}' for k, v in options.items()], env=alone).returncode)
 
 
 if __name__ == '__main__':

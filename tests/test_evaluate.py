@@ -17,7 +17,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, write_dataset
-from runs import finish, good, load, start
+from runs import finish, good, load, start, torchrun
 
 import evaluate
 import hf
@@ -866,3 +866,12 @@ def test_a_limit_of_one_item_has_scores_without_a_standard_error(harness, run, p
     score = json.loads(Path('one.json').read_text())['runs']['out/one item']['tasks']['piqa']
     assert score['items'] == 1 and score['acc'] in (0.0, 1.0) and score.get('acc_stderr') is None
     assert f'{score["acc"]:.3f}' in out
+
+
+def test_training_on_two_processes_ends_with_the_table_of_tasks(harness, trained, tmp_path):
+    publish(tmp_path / 'eval', 'openbookqa', 500 // 2 * ITEMS['openbookqa'][:2])
+    status, out, err = torchrun('out/then tasks', **SIZE, dataset='bytes', max_iters=1, eval_tasks='openbookqa',
+                                eval_data_dir=tmp_path / 'eval')
+    assert status == 0, err
+    score = json.loads(Path('out/then tasks/tasks.json').read_text())['runs']['out/then tasks']['tasks']['openbookqa']
+    assert score['items'] == 500 and f'{score["acc"]:.3f}' in out
