@@ -6,12 +6,17 @@ A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.
 
 At the end: the files that a run writes, checkpoints and log.
 """
+import collections
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import queue
+import re
 import shutil
+import statistics
+import sys
 import threading
 import zipfile
 import zlib
@@ -229,56 +234,108 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, w
 
 # --- what a run writes ------------------------------------------------------------------------------------------------
 
-def save_checkpoint(path, checkpoint, keep=None):
-    """Write, flush, rename: a crash or a full disk leaves the old checkpoint whole. `keep`: a second name for it."""
-    temporary = path.with_suffix('.tmp')
+@contextlib.contextmanager
+def lock(folder):
+    """Hold a run's folder, at most until this process ends, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(f'another process is training in {folder}; choose another --out_dir') from None
+    except OSError as error:  # some network file systems have no locks
+        print(f'warning: cannot lock {folder} ({error}); let no other run write to it', file=sys.stderr)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def checkpoints(folder):
+    """A run's checkpoints to resume from, newest first: ckpt.pt, ckpt.pt.1, ..."""
+    names = [path for path in Path(folder).glob('ckpt.pt*') if re.fullmatch(r'ckpt\.pt(\.\d+)?', path.name)]
+    return sorted(names, key=lambda path: int(path.suffix[1:]) if path.suffix != '.pt' else 0)
+
+
+def save_checkpoint(folder, checkpoint, keep=1, names=()):
+    """Write, flush, rename: a crash or a full disk leaves the checkpoints before whole, of which the last keep - 1 stay
+    as ckpt.pt.1, ckpt.pt.2, ... `names`: other names of the new one, which stay, too."""
+    older = checkpoints(folder)
+    path, temporary = folder / 'ckpt.pt', folder / 'ckpt.tmp'
     try:
         with open(temporary, 'wb') as f:
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
-        if keep:  # before the renaming: a run killed in between comes here again
-            shutil.copyfile(temporary, keep)
+        for name in names:  # before the renaming: a run killed in between comes here again
+            (folder / name).unlink(missing_ok=True)
+            try:
+                os.link(temporary, folder / name)
+            except OSError:  # a file system without links
+                shutil.copyfile(temporary, folder / name)
+        for old in older[max(0, keep - 1):]:
+            old.unlink()
+        for i, old in reversed(list(enumerate(older[:keep - 1], 1))):
+            os.replace(old, folder / f'ckpt.pt.{i}')
         os.replace(temporary, path)
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)  # the names, too
+        os.close(handle)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
-        old = '; the one before is whole: continue with --init_from=resume' if path.exists() else ''
+        old = '; the one before is whole: continue with --init_from=resume' if older else ''
         raise OSError(f'cannot write {path}: {str(reason).splitlines()[0]}{old}') from error
 
 
-def load_checkpoint(path):
-    """A checkpoint's dict. weights_only: a file from a stranger must not run code."""
-    try:
-        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
-            raise ValueError
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
-        return checkpoint
-    except FileNotFoundError:
-        raise FileNotFoundError(f'there is no {path}: nothing to resume or load') from None
-    except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust the file is bad
-        raise ValueError(f'{path} is not a checkpoint of train.py, or damaged ({type(error).__name__})') from error
+def load_checkpoint(path, warn=print):
+    """A checkpoint's dict; a run's folder gives its newest one that is whole."""
+    path, failure = Path(path), None
+    for candidate in checkpoints(path) or [path / 'ckpt.pt'] if path.is_dir() else [path]:
+        try:
+            # torch.load does not look at the check sums. weights_only: a file from a stranger must not run code.
+            if zipfile.ZipFile(candidate).testzip():
+                raise ValueError
+            checkpoint = torch.load(candidate, map_location='cpu', weights_only=True, mmap=True)
+            checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
+        except FileNotFoundError:
+            raise FileNotFoundError(f'there is no {candidate}: nothing to resume or load') from None
+        except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust it is bad
+            failure = failure or ValueError(
+                f'{candidate} is not a checkpoint of train.py, or damaged ({type(error).__name__})')
+        else:
+            if failure:
+                warn(f'warning: {failure}; going on from {candidate}, step {checkpoint["step"]}')
+            return checkpoint
+    raise failure
 
 
 class Log:
     """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
 
     def __init__(self, path, step=None):
-        lines = []
+        lines, self.recent = [], collections.deque(maxlen=100)
         if step is not None and path.exists():
-            for line in path.read_text().splitlines():
+            for line in path.read_text(errors='replace').splitlines():
                 try:
                     entry = json.loads(line)
                 except ValueError:  # the line that was being written when the run died
                     break
                 if entry['step'] < step or (entry['step'] == step and 'loss' not in entry):
                     lines.append(line + '\n')
+                    self.recent.append(entry.get('loss'))
         temporary = path.with_suffix('.tmp')
         temporary.write_text(''.join(lines))
         os.replace(temporary, path)
         self.file = open(path, 'a', buffering=1)
 
     def write(self, entry):
+        """Write a line. A loss six standard deviations above the mean of the last ones gets "spike": true; returns
+        whether."""
+        before = [loss for loss in self.recent if loss is not None]
+        if 'loss' in entry and len(before) >= 20:
+            if entry['loss'] > statistics.mean(before) + 6 * statistics.stdev(before):
+                entry['spike'] = True
         entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)  # JSON has no NaN
+        self.recent.append(entry.get('loss'))
         self.file.write(json.dumps(entry) + '\n')
+        return 'spike' in entry

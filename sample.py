@@ -46,7 +46,6 @@ def load_run(path, tokenizer=''):
     weights = [*path.glob('*.safetensors*'), *path.glob('pytorch_model*.bin*')] if path.is_dir() else []
     if weights and not (path / 'ckpt.pt').exists():
         return GPT.from_pretrained(path), tokenizers.load(tokenizer or path), None
-    path = path if path.suffix == '.pt' else path / 'ckpt.pt'
     checkpoint = load_checkpoint(path)
     trained = checkpoint['data']['tokenizer']
     folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,10 +26,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
-from data import Dataset, Loader, Log, TrainingRows, load_checkpoint, save_checkpoint, validation_batches
+from data import Dataset, Loader, Log, TrainingRows, load_checkpoint, lock, save_checkpoint, validation_batches
 from model import GPT, GPTConfig, refuse
 
 MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights, logged at every evaluation
+INTERRUPTED = 75  # exit status after SIGTERM or SIGINT: saved, to be resumed (EX_TEMPFAIL)
 
 @dataclass
 class TrainConfig:
@@ -58,7 +60,9 @@ class TrainConfig:
     eval_iters: int = 20  # validation batches per domain
     eval_only: bool = False  # evaluate and exit
     log_interval: int = 1  # steps from one log line to the next
+    keep_checkpoints: int = 2  # ckpt.pt, and those before it as ckpt.pt.1, ...; besides, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
+    max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
     eval_tasks: str = ''  # zero-shot tasks to evaluate at the end, as in evaluate.py tasks --tasks=...
     eval_data_dir: str = ''  # where their data are, as in evaluate.py; '': the hub
     wandb_log: bool = False  # log to Weights & Biases too
@@ -71,14 +75,15 @@ class TrainConfig:
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
     def __post_init__(self):
-        for least, names in ((1, 'gradient_accumulation_steps batch_size max_iters eval_iters log_interval'),
-                             (0, 'grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters')):
+        positive = 'gradient_accumulation_steps batch_size max_iters eval_iters log_interval keep_checkpoints'
+        others = 'grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters max_skipped'
+        for least, names in ((1, positive), (0, others)):
             for name in names.split():
                 refuse(getattr(self, name) < least, f'{name}={getattr(self, name)} must be at least {least}')
         if self.dtype not in ('auto', 'float16', 'bfloat16', 'float32'):
             raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
         if self.init_from == 'auto':
-            self.init_from = 'resume' if Path(self.out_dir, 'ckpt.pt').exists() else 'scratch'
+            self.init_from = 'resume' if any(Path(self.out_dir).glob('ckpt.pt*')) else 'scratch'
         if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
             raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
                              'Hugging Face folder')
@@ -187,7 +192,8 @@ def learning_rate(step, settings):
 
 
 def train_step(model, optimizer, scaler, machine, next_batch, grad_clip):
-    """Forward, backward and update over this process's micro-batches. Returns (mean loss, gradient norm), tensors."""
+    """Forward, backward and update over this process's micro-batches. Returns (mean loss, gradient norm), tensors.
+    No update where the norm is not finite, as it is with every loss that is not; it is the same on all processes."""
     total = torch.zeros((), device=machine.device)
     for micro in range(machine.micro_steps):
         if machine.distributed:
@@ -200,7 +206,8 @@ def train_step(model, optimizer, scaler, machine, next_batch, grad_clip):
         total += loss.detach()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    scaler.step(optimizer)  # skipped where a FP16 gradient overflowed
+    if scaler.is_enabled() or norm.isfinite():  # the scaler skips such steps itself, without waiting for the device
+        scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return total / machine.micro_steps, norm
@@ -223,6 +230,23 @@ def evaluate(model, dataset, settings, machine):
     model.train()
     losses = [loss / tokens for loss, tokens in machine.sum(sums).tolist()]
     return {**dict(zip(domains, losses, strict=True)), 'mean': sum(losses) / len(losses)}
+
+
+class Signals:
+    """SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on. The handlers before come back at exit."""
+
+    def __enter__(self):
+        self.save = self.stop = False
+        numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number, frame):
+        self.save, self.stop = True, self.stop or number != signal.SIGUSR1
 
 
 # --- resuming, provenance --------------------------------------------------------------------------------------------
@@ -278,13 +302,13 @@ def prepare_run(settings, config, machine):
     vocabulary = dataset.meta['tokenizer']['n_vocab']
     if vocabulary > config.vocab_size:
         raise ValueError(f'{dataset.folder} has {vocabulary:,} token ids; vocab_size={config.vocab_size:,} is less')
-    rows = TrainingRows(dataset, config.block_size, settings.seed, settings.domain_weights,
-                        warn=print if machine.is_first else lambda message: None)
+    warn = print if machine.is_first else lambda message: None
+    rows = TrainingRows(dataset, config.block_size, settings.seed, settings.domain_weights, warn)
     if sum(rows.sizes) < settings.rows_per_step:
         raise ValueError(f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a step '
                          f'takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps')
-    path = Path(settings.out_dir, 'ckpt.pt')
-    if settings.init_from != 'resume' and not settings.eval_only and any(path.parent.glob('ckpt*.pt')):
+    out = Path(settings.out_dir)
+    if settings.init_from != 'resume' and not settings.eval_only and any(out.glob('ckpt*.pt*')):
         raise ValueError(f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
                          'another --out_dir, or delete it')
     if settings.init_from == 'scratch':
@@ -295,10 +319,11 @@ def prepare_run(settings, config, machine):
             raise ValueError(f'{settings.init_from} takes {theirs.config.block_size} positions, not '
                              f'block_size={config.block_size}')
         return dataset, rows, {'model': theirs.state_dict(), 'model_config': asdict(theirs.config)}
-    return dataset, rows, load_checkpoint(path if settings.init_from == 'resume' else Path(settings.init_from))
+    return dataset, rows, load_checkpoint(out if settings.init_from == 'resume' else settings.init_from, warn)
 
 
-def run(settings, config, machine):
+def run(settings, config, machine, closing):
+    """Returns whether it was interrupted."""
     try:
         dataset, rows, checkpoint = prepare_run(settings, config, machine)
         out, resume = Path(settings.out_dir), settings.init_from == 'resume'
@@ -306,7 +331,9 @@ def run(settings, config, machine):
         model = GPT(config, settings.seed)
         if checkpoint:
             load_weights(model, checkpoint, out / 'ckpt.pt' if resume else settings.init_from)
-        out.mkdir(parents=True, exist_ok=True)
+        if machine.is_first and not settings.eval_only:
+            out.mkdir(parents=True, exist_ok=True)
+            closing.enter_context(lock(out))
         outcome = start = checkpoint['step'] if resume else 0
     except (ValueError, OSError) as error:
         outcome = error
@@ -319,8 +346,10 @@ def run(settings, config, machine):
         optimizer.load_state_dict({**optimizer.state_dict(), 'state': checkpoint['optimizer']['state']})
         if checkpoint['scaler']:  # empty where the run was not in float16
             scaler.load_state_dict(checkpoint['scaler'])
-    wandb_id = checkpoint['wandb_id'] if resume else None
-    del checkpoint  # twice the optimizer's memory otherwise
+    state = checkpoint if resume else {}
+    wandb_id, best = state.get('wandb_id'), state.get('best', math.inf)
+    skips = torch.tensor(state.get('skipped', (0, 0)), device=machine.device)  # all, and the last ones in a row
+    del checkpoint, state  # twice the optimizer's memory otherwise
     trained = compiled = torch.compile(model) if settings.compile else model
     if machine.distributed:
         devices = [machine.device] if machine.kind == 'cuda' else None
@@ -347,12 +376,14 @@ def run(settings, config, machine):
             wandb_id = tracker.id if tracker else wandb_id
 
     def report(entry):
-        log.write(entry)
+        spike = log.write(entry)
         if tracker:
             flat = {f'val/{k}': v for k, v in entry['val'].items()} if 'val' in entry else entry
             with contextlib.suppress(Exception):  # never fatal
                 tracker.log(flat, step=entry['step'])
+        return spike
 
+    signals, save, stop = closing.enter_context(Signals()), False, False
     loader = Loader(rows, settings.batch_size, settings.gradient_accumulation_steps, start, machine.rank,
                     machine.world_size, machine.device)
     tokens_per_step = settings.rows_per_step * config.block_size
@@ -361,8 +392,11 @@ def run(settings, config, machine):
     for step in range(start, settings.max_iters + 1):
         last = step == settings.max_iters
         evaluates = last or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
-        if (evaluates or step in settings.save_steps) and not (resume and step == start):
+        if (evaluates or save or step in settings.save_steps) and not (resume and step == start):
             losses = evaluate(compiled, dataset, settings, machine) if evaluates else None
+            names = [f'ckpt_{step}.pt'] * (step in settings.save_steps)
+            if losses and losses['mean'] < best:
+                best, names = losses['mean'], [*names, 'ckpt_best.pt']
             if machine.is_first:
                 if losses:
                     mixing = {name: p.tolist() for name, p in model.named_parameters()
@@ -372,13 +406,13 @@ def run(settings, config, machine):
                 os.fsync(log.file)  # lines first, checkpoint then: no step of it can be missing
                 data = {'row': step * settings.rows_per_step, 'sha256': dataset.hashes(),
                         'tokenizer': {k: dataset.meta['tokenizer'][k] for k in ('name', 'sha256')}}
-                save_checkpoint(out / 'ckpt.pt', {
+                save_checkpoint(out, {
                     'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'scaler': scaler.state_dict(),
                     'step': step, 'settings': asdict(settings), 'model_config': asdict(config), 'data': data,
-                    'wandb_id': wandb_id, 'provenance': origin,
-                }, keep=out / f'ckpt_{step}.pt' if step in settings.save_steps else None)
-            clock, steps_timed = time.perf_counter(), 0
-        if last:
+                    'best': best, 'skipped': skips.tolist(), 'wandb_id': wandb_id, 'provenance': origin,
+                }, settings.keep_checkpoints, names)
+            save, clock, steps_timed = False, time.perf_counter(), 0
+        if last or stop:
             break
         if config.dropout:  # its random numbers follow from the step, so that resuming repeats them
             torch.manual_seed(((settings.seed * 1_000_003 + step) * machine.world_size + machine.rank) % 2**63)
@@ -387,25 +421,39 @@ def run(settings, config, machine):
             group['lr'] = lr
         loss, norm = train_step(trained, optimizer, scaler, machine, loader.next, settings.grad_clip)
         steps_timed += 1
+        skipped = ~norm.isfinite()
+        skips = torch.stack((skips[0] + skipped, (skips[1] + 1) * skipped))
         if step % settings.log_interval == 0:
-            loss = machine.sum(loss).item() / machine.world_size  # waits for the device
+            asked = torch.tensor((signals.save, signals.stop), device=machine.device)
+            signals.save = False
+            loss, save, stop = machine.sum(torch.cat((loss[None], asked))).tolist()  # waits for the device
+            loss /= machine.world_size
+            total, in_a_row = skips.tolist()
+            if scaler.is_enabled() and scaler.get_scale() < 1:  # a floor: below it, gradients vanish
+                scaler.update(1.0)
             if machine.is_first:
                 seconds = (time.perf_counter() - clock) / steps_timed
                 speed = tokens_per_step / seconds
                 mfu = flops * speed / machine.world_size / peak if peak else None
-                report({'step': step, 'loss': loss, 'lr': lr, 'grad_norm': norm.item(),
-                        'tokens': (step + 1) * tokens_per_step, 'tok_per_s': round(speed, 1), 'mfu': mfu,
-                        'scale': scaler.get_scale() if scaler.is_enabled() else None})
+                spike = report({'step': step, 'loss': loss, 'lr': lr, 'grad_norm': norm.item(),
+                                'tokens': (step + 1) * tokens_per_step, 'tok_per_s': round(speed, 1), 'mfu': mfu,
+                                'scale': scaler.get_scale() if scaler.is_enabled() else None, 'skipped': total})
                 left = datetime.timedelta(seconds=round(seconds * (settings.max_iters - step - 1)))
                 print(f'step {step} | loss {loss:.4f} | lr {lr:.2e} | norm {norm.item():.3f} | ' +
                       (f'scale {scaler.get_scale():g} | ' if scaler.is_enabled() else '') +
+                      ('loss spike | ' if spike else '') + (f'{total} steps skipped | ' if total else '') +
                       f'{speed:,.0f} tok/s | MFU {f"{mfu:.1%}" if mfu else "n/a"} | {left} left', flush=True)
+            if settings.max_skipped and in_a_row >= settings.max_skipped:
+                machine.agree(FloatingPointError(
+                    f'{in_a_row} steps in a row, up to step {step}, had a loss or gradient that is not finite, and '
+                    f'were skipped; resume {out}/ckpt.pt, the last checkpoint, with other settings'))
             clock, steps_timed = time.perf_counter(), 0
     loader.close()
     if machine.is_first:
-        print(f'finished at step {settings.max_iters}')
+        print(f'finished at step {step}' if last else f'interrupted, and saved, at step {step}')
     with contextlib.suppress(Exception):  # there may be none
         tracker.finish()
+    return not last
 
 
 def load_weights(model, checkpoint, path):
@@ -431,10 +479,13 @@ def main():
     with one_line_errors(ValueError, OSError):  # alike on every process
         settings, config = configure(TrainConfig, GPTConfig)
         machine = Machine(settings)
-    with one_line_errors(ValueError, OSError, everywhere=True):
-        run(settings, config, machine)
+    errors = one_line_errors(ValueError, OSError, FloatingPointError, everywhere=True)
+    with errors, contextlib.ExitStack() as closing:
+        interrupted = run(settings, config, machine, closing)
         if machine.distributed:
             dist.destroy_process_group()
+    if interrupted:
+        sys.exit(INTERRUPTED)
     if settings.eval_tasks and not settings.eval_only and machine.is_first:  # a program of its own, on one device
         options = {'out_dir': settings.out_dir, 'tasks': settings.eval_tasks, 'data_dir': settings.eval_data_dir,
                    'device': settings.device, 'dtype': settings.dtype, 'out': f'{settings.out_dir}/tasks.json'}

@@ -68,6 +68,8 @@ def half(whole):
     def half(name, **changes):
         shutil.copytree(whole, name)
         os.replace(Path(name, 'ckpt_6.pt'), Path(name, 'ckpt.pt'))
+        Path(name, 'ckpt.pt.1').unlink()
+        Path(name, 'ckpt_best.pt').unlink()
         if changes:
             torch.save({**runs.load(Path(name, 'ckpt.pt')), **changes}, Path(name, 'ckpt.pt'))
         return name

@@ -68,13 +68,18 @@ def test_a_checkpoint_loads_with_weights_only_and_has_no_wrapper_prefixes(whole)
 def test_a_checkpoint_is_written_at_every_evaluation_and_at_the_end_and_save_steps_are_kept(work, monkeypatch):
     written = []
     save = train.save_checkpoint
-    monkeypatch.setattr(train, 'save_checkpoint', lambda path, checkpoint, keep=None: (
-        written.append((checkpoint['step'], keep.name if keep else None)), save(path, checkpoint, keep)))
+    monkeypatch.setattr(train, 'save_checkpoint', lambda folder, checkpoint, keep, names: (
+        written.append((checkpoint['step'], names[:1])), save(folder, checkpoint, keep, names)))
     good('out/kept', max_iters=5, eval_interval=2, save_steps=(1, 4))
-    assert written == [(0, None), (1, 'ckpt_1.pt'), (2, None), (4, 'ckpt_4.pt'), (5, None)]
-    assert sorted(os.listdir('out/kept')) == ['ckpt.pt', 'ckpt_1.pt', 'ckpt_4.pt', 'config.json', 'log.jsonl']
-    assert [load(f'out/kept/{name}.pt')['step'] for name in ('ckpt', 'ckpt_1', 'ckpt_4')] == [5, 1, 4]
-    assert [e['step'] for e in log('out/kept') if 'val' in e] == [0, 2, 4, 5]
+    assert [step for step, _ in written] == [0, 1, 2, 4, 5]
+    assert [names for _, names in written if names != ['ckpt_best.pt']] == [['ckpt_1.pt'], ['ckpt_4.pt']]
+    steps = {'ckpt.pt': 5, 'ckpt.pt.1': 4, 'ckpt_1.pt': 1, 'ckpt_4.pt': 4}
+    assert sorted(os.listdir('out/kept')) == sorted([*steps, 'ckpt_best.pt', 'config.json', 'log.jsonl'])
+    assert {name: load(f'out/kept/{name}')['step'] for name in steps} == steps
+    values = {e['step']: e['val']['mean'] for e in log('out/kept') if 'val' in e}
+    assert list(values) == [0, 2, 4, 5]
+    best = load('out/kept/ckpt_best.pt')
+    assert best['step'] == min(values, key=values.get) and best['best'] == min(values.values())
 
 
 def test_log_interval_and_an_eval_interval_of_zero(work):
