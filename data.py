@@ -46,7 +46,12 @@ class Dataset:
                              'dataset again')
         try:
             validation = {domain: found['tokens'] for domain, found in self.meta['splits']['validation'].items()}
-            self.meta['splits']['train'], self.meta['tokenizer']['sha256'], self.meta['tokenizer']['n_vocab']
+            kinds = {'name': str, 'sha256': str, 'n_vocab': int, 'tokens': int, 'bytes': int}
+            known = [(self.meta['tokenizer'], ('name', 'sha256', 'n_vocab'))]
+            known += [(entry, ('tokens', 'bytes', 'sha256')) for _, entry in self.files()]
+            if wrong := [name for entry, names in known for name in names if type(entry[name]) is not kinds[name]]:
+                raise TypeError(f'{wrong[0]} is not of its type')
+            self.meta['splits']['train'].keys()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f'{self.folder}/meta.json is damaged ({error}); prepare the dataset again') from None
         if min(validation.values(), default=0) < 2:

@@ -51,7 +51,7 @@ from configurator import configure, one_line_errors
 TABLE_2 = {'CommonCrawl': 0.5, 'C4': 0.2, 'Github': 0.1, 'Book': 0.05, 'ArXiv': 0.05, 'Wikipedia': 0.05,
            'StackExchange': 0.05}  # as printed
 BLOCK = 64 * 2**20     # characters shuffled together: bounds a worker's memory, whatever the size of a file
-MAX_LINE = 64 * 2**20  # bytes in a line of .jsonl; SlimPajama's longest books have some 10 MB
+MAX_LINE = 64 * 2**20  # bytes in a line of .jsonl, characters in a row; SlimPajama's longest books have some 10 MB
 RECORD = struct.Struct('<qqq?')  # in front of a document's ids in a spill file: domain, tokens, bytes, validation?
 load_tokenizer = functools.cache(tokenizer.load)  # once per process
 RETRIES = 6            # a hub file that yields nothing new: waits of 1, 2, 4, ... 32 seconds, then give up
@@ -179,10 +179,10 @@ def documents(rows, *args):
     """(domain, text) of each (where, row in SlimPajama's form) that the generator `rows` yields."""
     for where, row in rows(*args):
         match row:
-            case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}}:
+            case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}} if len(text) <= MAX_LINE:
                 domain = name.removeprefix('RedPajama')
             case _:
-                raise ValueError(f'{where} is not {{"text": ..., "meta": {{"redpajama_set_name": ...}}}}')
+                raise ValueError(f'{where} is not {{"text": ..., "meta": {{"redpajama_set_name": ...}}}}, or too long')
         if domain not in TABLE_2:
             raise ValueError(f'{where}: unknown domain {name!r}, expected RedPajama + {", ".join(TABLE_2)}')
         yield domain, text
@@ -207,7 +207,7 @@ def parquet_rows(path):
     with pyarrow.parquet.ParquetFile(path) as file:
         if missing := {'text', 'meta'} - set(file.schema_arrow.names):
             raise ValueError(f'no column {min(missing)}: it has {", ".join(file.schema_arrow.names)}')
-        batches = file.iter_batches(batch_size=256, columns=['text', 'meta'])
+        batches = file.iter_batches(batch_size=64, columns=['text', 'meta'])
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f'row {number}', row) for number, row in enumerate(rows, 1))
 
@@ -315,8 +315,9 @@ def prepare(settings):
         stack.callback(os.close, folder)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, however that ends
-        except BlockingIOError as error:
-            raise OSError(f'another process is writing to {out}') from error
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # some network file systems have no locks
+                raise OSError(f'another process is writing to {out}') from error
         saved = next((json.loads(path.read_text()) for path in (out / 'meta.json', out / 'progress.json')
                       if path.exists()), None)
         if changed := [key for key in asked if saved and saved['asked'][key] != asked[key]]:

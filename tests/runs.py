@@ -50,9 +50,9 @@ def good(out_dir, **options):
 ENVIRONMENT = {**{k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}, 'OMP_NUM_THREADS': '1'}
 
 
-def start(*words):
+def start(*words, **environment):
     return subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=ENVIRONMENT, start_new_session=True)
+                            text=True, env={**ENVIRONMENT, **environment}, start_new_session=True)
 
 
 def finish(process):
