@@ -17,6 +17,7 @@ Everything is computed per sequence, then averaged over sequences. Writes <out>.
 import contextlib
 import json
 import math
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -251,7 +252,7 @@ def analyze(kind, runs, settings, machine):
     return json.loads(json.dumps(numbers), parse_constant=lambda name: None)  # JSON has no NaN
 
 
-def draw(numbers):
+def draw(numbers, title=''):
     """The figure of analyze()'s numbers: one curve per run, mean and standard error over sequences."""
     kind, runs = numbers['analysis'], numbers['runs']
     names = list(next(iter(runs.values()))['series'])
@@ -272,6 +273,9 @@ def draw(numbers):
                 curves = {name if len(chosen) > 1 else '': tuple(np.array(report['series'][name][key], dtype=float)
                           for key in ('mean', 'standard_error')) for name in chosen}
             for i, (name, (mean, error)) in enumerate(curves.items()):
+                name = re.sub(r'([AV])_(n(-1)?)', r'$\1_{\2}$', name)
+                if 'layer 1' in panel:  # values are float32: an eigenvalue below its precision is rounding, or zero
+                    mean = np.where(mean > np.finfo(np.float32).eps * mean[0], mean, np.nan)
                 x = np.arange(1, len(mean) + 1)
                 ax.plot(x, mean, marker='' if 'layer 1' in panel else '.x'[i], label=f'{Path(run).name} {name}'.strip(),
                         **styles[run])
@@ -287,7 +291,8 @@ def draw(numbers):
         if kind == 'spectrum':
             ax.set_yscale('log')
         ax.grid(alpha=0.3)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    axes[0][0].legend(framealpha=1, fontsize=8)
+    figure.suptitle(title or kind, fontsize=10)
     return figure
 
 

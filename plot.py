@@ -52,40 +52,36 @@ def model_name(config):
     return 'Transformer' if plain else 'other'
 
 
+def differences(baseline, run, window):
+    """(steps, loss - baseline's loss) of the steps that both have, which must be `window` at least."""
+    base, losses = read_log(baseline), read_log(run)
+    steps = sorted(losses.keys() & base.keys())
+    if len(steps) < window:
+        raise ValueError(f'{run} and {baseline} have {len(steps)} steps in common, fewer than --window={window}')
+    return np.array(steps), np.array([losses[step] - base[step] for step in steps])
+
+
 def relative(baseline, runs, window):
-    """{run: (steps, loss - baseline's loss)} over the steps both have, each a mean over `window` points."""
-    base = read_log(baseline)
-    curves = {}
-    for run in runs:
-        losses = read_log(run)
-        steps = np.array(sorted(losses.keys() & base.keys()))
-        if len(steps) < window:
-            raise ValueError(f'{run} and {baseline} have {len(steps)} steps in common, fewer than --window={window}')
-        difference = np.array([losses[s] - base[s] for s in steps])
-        # The mean of window points belongs to their last step: a point never tells of steps still to come.
-        curves[run] = steps[window - 1:], np.convolve(difference, np.ones(window) / window, mode='valid')
-    return curves
-
-
-def last_loss(run, window):
-    """(mean training loss of the last `window` logged steps, its standard error)"""
-    losses = list(read_log(run).values())[-window:]
-    if len(losses) < window:
-        raise ValueError(f'{run} has {len(losses)} logged steps, fewer than --window={window}')
-    return float(np.mean(losses)), float(np.std(losses, ddof=1) / np.sqrt(window)) if window > 1 else 0.0
+    """{run: differences(), each a mean over `window` points}"""
+    found = {run: differences(baseline, run, window) for run in runs}
+    # The mean of window points belongs to their last step: a point never tells of steps still to come.
+    return {run: (steps[window - 1:], np.convolve(difference, np.ones(window) / window, mode='valid'))
+            for run, (steps, difference) in found.items()}
 
 
 def final_differences(baseline, runs, window):
     """{run: (mean, standard error) of its loss minus the baseline's over the last `window` steps both have}."""
-    base, found = read_log(baseline), {}
-    for run in runs:
-        losses = read_log(run)
-        steps = sorted(losses.keys() & base.keys())[-window:]
-        d = np.array([losses[step] - base[step] for step in steps])
-        if len(d) < window:
-            raise ValueError(f'{run} and {baseline} have {len(d)} steps in common, fewer than --window={window}')
-        found[run] = float(d.mean()), float(d.std(ddof=1) / np.sqrt(window)) if window > 1 else 0.0
-    return found
+    found = {run: differences(baseline, run, window)[1][-window:] for run in runs}
+    return {run: (float(d.mean()), float(d.std(ddof=1) / np.sqrt(window)) if window > 1 else 0.0)
+            for run, d in found.items()}
+
+
+def last_loss(run, window):
+    """Mean training loss of the last `window` logged steps."""
+    losses = list(read_log(run).values())[-window:]
+    if len(losses) < window:
+        raise ValueError(f'{run} has {len(losses)} logged steps, fewer than --window={window}')
+    return float(np.mean(losses))
 
 
 def power_law(parameters, losses):
@@ -106,7 +102,7 @@ def parameters_of(run):
 
 def tokens_saved(baseline, run, window):
     """The share of its steps that `run` could do without to reach the baseline's last loss; None if it does not."""
-    target, losses = last_loss(baseline, window)[0], read_log(run)
+    target, losses = last_loss(baseline, window), read_log(run)
     smooth = np.convolve(list(losses.values()), np.ones(window) / window, mode='valid')
     reached = np.flatnonzero(smooth <= target)
     return 1 - (reached[0] + window) / len(losses) if len(reached) else None
@@ -124,6 +120,24 @@ def critical_step(baseline, run, window):
     return (float(-intercept / slope), False) if slope > 0 else (None, False)
 
 
+def savings(models, name, window):
+    """What a model saves at the largest Transformer's loss: shares, and why where one of them cannot be read (None)."""
+    base, other = models['Transformer'], models[name]
+    why = [f"{model}'s loss does not fall with size here" for model in ('Transformer', name)
+           if models[model]['power_law'][1] <= 0]
+    parameters = tokens = None
+    if not why:
+        (a, b), n = other['power_law'], np.log(other['parameters'])
+        needed = np.log(a / base['loss'][-1]) / b  # log of the parameters that reach that loss
+        if n[0] <= needed <= n[-1]:
+            parameters = float(1 - np.exp(needed) / base['parameters'][-1])
+        else:
+            why.append(f'{name} reaches that loss outside the range of the fit')
+        if (tokens := tokens_saved(base['runs'][-1], other['runs'][-1], window)) is None:
+            why.append(f'the largest {name} does not reach that loss')
+    return {'parameters_saved': parameters, 'tokens_saved': tokens, 'why': '; '.join(why)}
+
+
 # --- drawing: each takes axes, and gives the numbers it drew ----------------------------------------------------------
 
 def relative_axes(axes, baseline, runs, window):
@@ -133,24 +147,28 @@ def relative_axes(axes, baseline, runs, window):
     for run, (steps, values) in curves.items():
         axes.plot(steps, values, label=Path(run).name, **style[run])
     axes.set_xlabel('step')
-    axes.set_ylabel(f'training loss relative to {Path(baseline).name} (nats)')
-    # The first steps, where all losses fall by nats, would squeeze the rest: the axis shows all but 5% of the points.
-    shown = np.concatenate([values for _, values in curves.values()])
-    low, high = min(0, np.quantile(shown, 0.025)), max(0, np.quantile(shown, 0.975))
+    axes.set_ylabel(f'training loss relative to\n{Path(baseline).name} (nats)')
+    # The first steps, where all losses fall by nats, would squeeze the rest: the axis is for those after the first 10%.
+    shown = np.concatenate([values[len(values) // 10:] for _, values in curves.values()])
+    low, high = min(0, shown.min()), max(0, shown.max())
     axes.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
-    axes.legend(frameon=False, fontsize=8)
+    columns = 2 if max(len(Path(run).name) for run in runs) < 30 else 1
+    axes.legend(frameon=False, fontsize=8, ncols=columns, loc='lower left', bbox_to_anchor=(0, 1))  # hides no curve
     axes.grid(alpha=0.3)
     return curves
 
 
 def bars_axes(axes, baseline, runs, window):
     found = final_differences(baseline, runs, window)
+    style = styles({run: read_config(run) for run in (baseline, *runs)})  # as its curve: dashes become a hatch
     for i, (run, (mean, error)) in enumerate(found.items()):
-        axes.barh(i, mean, xerr=error, color=COLORS[model_name(read_config(run))], height=0.6)
+        axes.barh(i, mean, xerr=error, color=style[run]['color'], height=0.6, edgecolor='white',
+                  hatch={'-': '', '--': '//', ':': '..', '-.': 'xx'}[style[run]['linestyle']])
     axes.axvline(0, color='#000000', linewidth=1)
-    axes.set_yticks(range(len(found)), [Path(run).name for run in found], fontsize=8)
+    axes.set_yticks(range(len(found)), [Path(run).name.replace('+', '\n+') for run in found], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f'loss minus {Path(baseline).name}, last {window} steps (nats)')
+    axes.locator_params(axis='x', nbins=5)
+    axes.set_xlabel(f"loss minus {Path(baseline).name}'s (nats)\nmean and standard error of the last {window} steps")
     axes.grid(alpha=0.3, axis='x')
     return {run: {'mean': mean, 'standard_error': error} for run, (mean, error) in found.items()}
 
@@ -159,7 +177,7 @@ def scaling_axes(axes, runs, window):
     """Loss against parameters; models are told apart by their names."""
     models = {}
     for run in runs:
-        models.setdefault(model_name(read_config(run)), []).append((parameters_of(run), last_loss(run, window)[0], run))
+        models.setdefault(model_name(read_config(run)), []).append((parameters_of(run), last_loss(run, window), run))
     found = {}
     for name, points in models.items():
         n, loss, names = zip(*sorted(points), strict=True)
@@ -168,19 +186,15 @@ def scaling_axes(axes, runs, window):
         if len(n) > 1:
             a, b = found[name]['power_law'] = power_law(n, loss)
             x = np.geomspace(min(n), max(n), 50)
-            axes.plot(x, a * x ** -b, color=COLORS[name], label=f'{name}: {a:.3g} N^-{b:.3g}')
-    base = found.get('Transformer')
+            axes.plot(x, a * x ** -b, color=COLORS[name], label=f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$')
     for name, other in found.items():
-        if base and name != 'Transformer' and len(base['runs']) > 1 and len(other['runs']) > 1:
-            a, b = other['power_law']
-            needed = (a / base['loss'][-1]) ** (1 / b)  # parameters that reach the largest Transformer's loss
-            other['parameters_saved'] = 1 - needed / base['parameters'][-1]
-            other['tokens_saved'] = tokens_saved(base['runs'][-1], other['runs'][-1], window)
+        if name != 'Transformer' and 'power_law' in found.get('Transformer', {}) and 'power_law' in other:
+            other.update(savings(found, name, window))
     axes.set_xscale('log')
     axes.set_yscale('log')
     axes.set_xlabel('parameters')
-    axes.set_ylabel(f'training loss, mean of the last {window} steps (nats)')
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylabel(f'training loss (nats)\nmean of the last {window} steps')
+    axes.legend(framealpha=1, fontsize=8)
     axes.grid(alpha=0.3, which='both')
     return found
 
@@ -195,12 +209,14 @@ def critical_axes(axes, pairs, window):
     known = [f for f in found if f['step'] and f['step'] > 0]
     for f in known:
         axes.plot(f['length'], f['step'], 'o', color=color, markerfacecolor=color if f['crossed'] else 'none')
-    if len(known) > 1:
+    if len(known) > 2:  # two points are on any exponential
         slope, intercept = np.polyfit([f['length'] for f in known], [np.log(f['step']) for f in known], 1)
         x = np.linspace(min(f['length'] for f in known), max(f['length'] for f in known), 50)
         axes.plot(x, np.exp(intercept + slope * x), '--', color=color,
                   label=f'{np.exp(intercept):.3g} exp({slope:.3g} T)')
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(framealpha=1, fontsize=8)
+    if missing := [str(f['length']) for f in found if f not in known]:
+        axes.set_title(f'no sign of crossing: {", ".join(missing)}', fontsize=8)
     axes.set_xlabel('sequence length T (tokens); hollow: predicted')
     axes.set_ylabel('step at which it is overtaken')
     axes.grid(alpha=0.3)
@@ -233,7 +249,8 @@ def draw_scaling(args):
     for name, f in scaling_axes(axes, args.runs, args.window).items():
         saved = {key: f'{f[key]:.1%}' for key in ('parameters_saved', 'tokens_saved') if f.get(key) is not None}
         print(f'{name}: ' + ', '.join(f'{n:,} parameters {loss:.4f}' for n, loss in zip(
-            f['parameters'], f['loss'], strict=True)), *(f'{key}: {value}' for key, value in saved.items()))
+            f['parameters'], f['loss'], strict=True)), *(f'{key}: {value}' for key, value in saved.items()),
+              *([f'no saving can be read: {f["why"]}'] if f.get('why') else []), sep=', ')
     return figure
 
 
@@ -263,6 +280,7 @@ def pyplot():
     except ImportError:
         raise OSError('plotting needs matplotlib: pip install matplotlib') from None
     matplotlib.use('Agg')
+    matplotlib.rcParams['axes.formatter.min_exponent'] = 2  # a log axis says 2.5, not 2.5 x 10^0
     import matplotlib.pyplot
     return matplotlib.pyplot
 

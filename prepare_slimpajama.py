@@ -15,8 +15,7 @@ text file over a twentieth of its domain is cut at line ends, so that one long f
 
 Written are <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by <|endoftext|>), a copy of
 tokenizer.json, and last meta.json, whose presence means complete. Files come in seeded order, documents shuffled in
-each (in blocks of 64 MB), and each domain is filled up to its share of --tokens. The result depends on nothing else:
-not on --workers, and not on how often the program was killed and started again.
+each (in blocks of 64 MB), and each domain is filled up to its share of --tokens, whatever --workers and interruptions.
 """
 import collections
 import contextlib

@@ -83,7 +83,8 @@ class Run:
 
     def name(self, scale):
         parts = [self.model.replace('=True', ''), *([self.size] if self.size != '82m' else [])]
-        parts += [f'T{scale.lengths[self.length - 1]}'] if self.length else []
+        usual = not self.length or scale.lengths[self.length - 1] == scale.length  # one run, one name
+        parts += [] if usual else [f'T{scale.lengths[self.length - 1]}']
         parts += [f'lr{scale.rates[self.rate]:g}'] if self.rate else []
         parts += [f'warmup{scale.warmups[self.warmup]}'] if self.warmup else []
         return '_'.join(parts + ([str(self.seed)] if self.seed else []))
@@ -113,7 +114,7 @@ def runs(*models, **more):
 
 
 V, R, S = 'vanilla', 'resformer', 'svformer'
-SIZES = [Run(model, size) for model in (V, R) for size in ('2m', '82m', '180m', '468m')]
+SIZES = [Run(model, size) for size in ('2m', '82m', '180m', '468m') for model in (V, R)]
 
 
 @dataclass
@@ -126,21 +127,19 @@ class Figure:
 
 
 FIGURES = {
-    'table1': Figure('Zero-shot tasks', [('tasks', runs(V, R))]),
-    'table5': Figure('Validation loss per domain', [('loss', SIZES)]),
+    'table1': Figure('Zero-shot tasks', [('tasks', runs(V, R))], [(V, R)]),  # accuracy, not loss
+    'table5': Figure('Validation loss, mean of the domains', [('loss', SIZES)]),
     'fig1': Figure('Scaling, and entropy of token importance', [('scaling', SIZES), (
         'entropy', runs(V, R, 'neutreno', 'denseformer', S))], [(V, R)]),
     'fig3': Figure('Cross-layer attention and its approximations', [('mapping', runs(V))]),
-    'fig4': Figure('Sharing keys or values every two layers', [('relative', runs(
-        V, 'vanilla+share_k=True+share_k_every=2', 'vanilla+share_v=True+share_v_every=2')), ('bars', runs(
-            V, 'vanilla+share_k=True+share_k_every=2', 'vanilla+share_v=True+share_v_every=2'))],
-        [(V, 'vanilla+share_v=True+share_v_every=2')]),
+    'fig4': Figure('Sharing keys or values every two layers', [(how, runs(
+        V, 'vanilla+share_k=True+share_k_every=2', 'svformer+share_v_every=2')) for how in ('relative', 'bars')],
+        [(V, 'svformer+share_v_every=2')]),
     'fig5': Figure('ResFormer against the others, and its scaling', [
         ('relative', runs(V, R, 'neutreno', 'neutreno_resformer', 'denseformer')), ('scaling', SIZES)],
         [(R, V), (R, 'neutreno'), ('denseformer', V), ('neutreno', V)]),
-    'fig6': Figure('Residual on queries, keys or values', [('relative', runs(
-        V, 'vanilla+q_residual=True', 'vanilla+k_residual=True', R)), ('bars', runs(
-            V, 'vanilla+q_residual=True', 'vanilla+k_residual=True', R))],
+    'fig6': Figure('Residual on queries, keys or values', [(how, runs(
+        V, 'vanilla+q_residual=True', 'vanilla+k_residual=True', R)) for how in ('relative', 'bars')],
         [(R, V), (R, 'vanilla+q_residual=True'), (R, 'vanilla+k_residual=True')]),
     'fig7': Figure('How the source values are mapped', [(how, runs(
         V, R, 'resformer+residual_map=identity', 'resformer+residual_map=identity+residual_from=all',
@@ -247,18 +246,30 @@ def draw_panel(how, panel, axes, settings, machine):
         return plot.critical_axes(axes, pairs, max(2, scale.window // 2))
     if how == 'seeds':
         return draw_seeds(panel, axes, settings)
-    axes.axis('off')
     if how == 'loss':
-        numbers = evaluate.compare_losses(folders, evaluate.LossConfig(batch_size=32), machine)
-        evaluate.print_losses(numbers)
-        rows = [[Path(run).name, f'{r["mean"]["loss"]:.4f}'] for run, r in numbers['runs'].items()]
+        numbers, head = {'runs': {}}, ['± s.e. over sequences', 'loss (nats)', 'minus vanilla']
+        for pair in zip(folders[::2], folders[1::2], strict=True):  # of one size
+            part = evaluate.compare_losses(pair, evaluate.LossConfig(batch_size=32), machine)
+            evaluate.print_losses(part)
+            numbers = part | {'runs': numbers['runs'] | part['runs']}
+        rows = [[Path(run).name, f'{r["mean"]["loss"]:.4f}', evaluate.pm(*r['minus_first']['mean'].values(), '+')
+                 if 'minus_first' in r else ''] for run, r in numbers['runs'].items()]
     else:
         numbers, _ = evaluate.evaluate_tasks(folders, evaluate.TasksConfig(
             data_dir=settings.data_dir, limit=0 if settings.scale == 'paper' else 200), machine)
         evaluate.print_tasks(numbers)
-        rows = [[Path(run).name, *(f'{s["acc"]:.3f}' for s in r['tasks'].values()), f'{r["average"]:.3f}']
-                for run, r in numbers['runs'].items()]
-    axes.table(rows, loc='center')
+        every, head = list(numbers['runs'].values()), ['acc ± s.e. over items', *(Path(run).name for run in folders)]
+        for r in every:
+            errors = [s['acc_stderr'] for s in r['tasks'].values()]
+            r['average_stderr'] = float(np.linalg.norm(errors)) / len(errors)
+        rows = [[task, *(evaluate.pm(r['tasks'][task]['acc'], r['tasks'][task]['acc_stderr'], digits=3)
+                         for r in every)] for task in every[0]['tasks']]
+        rows.append(['average', *(evaluate.pm(r['average'], r['average_stderr'], digits=3) for r in every)])
+    axes.axis('off')
+    table = axes.table(rows, colLabels=head, loc='center', cellLoc='center')
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
+    table.scale(1, 1.8)
     return numbers
 
 
@@ -306,19 +317,24 @@ def reproduce(name, settings, machine):
     out = Path('results', settings.scale, name)
     out.parent.mkdir(parents=True, exist_ok=True)
     numbers = {'figure': name, 'title': figure.title, 'scale': settings.scale, **provenance(machine), 'panels': []}
+    title = f'{name}: {figure.title} ({settings.scale})'
     drawable = [(how, panel) for how, panel in figure.panels if how not in analyze.ANALYSES]
     for how, panel in figure.panels:
         if how in analyze.ANALYSES:
             asked = analyze.AnalyzeConfig(sequences=scale.sequences, length=scale.length, batch_size=10)
             found = analyze.analyze(how, [str(folder(run, settings)) for run in panel], asked, machine)
-            plot.save(analyze.draw(found), out.with_name(f'{name}.png' if not drawable else f'{name}_{how}.png'))
+            plot.save(analyze.draw(found, title), out.with_name(f'{name}.png' if not drawable else f'{name}_{how}.png'))
             numbers['panels'].append({'how': how, 'numbers': {k: v for k, v in found['runs'].items()}})
     if drawable:
-        drawing, axes = plot.pyplot().subplots(1, len(drawable), figsize=(5.2 * len(drawable), 3.8), squeeze=False,
+        drawing, axes = plot.pyplot().subplots(1, len(drawable), figsize=(5.2 * len(drawable), 4.2), squeeze=False,
                                                layout='constrained')
         for (how, panel), ax in zip(drawable, axes[0], strict=True):
             numbers['panels'].append({'how': how, 'numbers': draw_panel(how, panel, ax, settings, machine)})
-        drawing.suptitle(f'{name}: {figure.title} ({settings.scale})', fontsize=10)
+        curves = [ax for (how, _), ax in zip(drawable, axes[0], strict=True) if how == 'relative']
+        for ax in curves:  # side by side to be compared
+            low, high = zip(*(c.get_ylim() for c in curves), strict=True)
+            ax.set_ylim(min(low), max(high))
+        drawing.suptitle(title, fontsize=10)
         plot.save(drawing, out.with_suffix('.png'))
     numbers['against_the_paper'] = compare(name, figure, numbers, settings)
     out.with_suffix('.json').write_text(json.dumps(numbers, indent=1) + '\n')
@@ -329,35 +345,44 @@ def reproduce(name, settings, machine):
 def compare(name, figure, numbers, settings):
     """One line for each order the paper reports: whether it is found here."""
     by_model, lines = {run.model: str(folder(run, settings)) for run in needed(figure) if run.size == '82m'}, []
-    entropies = next((p['numbers'] for p in numbers['panels'] if p['how'] == 'entropy'), None)
-    for low, high in figure.expect:
-        if entropies:
-            values = [np.array(entropies[by_model[m]]['series']['entropy']['mean']) for m in (low, high)]
-            mean, error = [float(v[len(v) // 2:].mean()) for v in values], 0.0
-            difference, what = mean[0] - mean[1], 'entropy of the deeper half'
+    panels, window = {panel['how']: panel['numbers'] for panel in numbers['panels']}, SCALES[settings.scale].window
+
+    def order(what, low, high, difference, error, over):
+        error = error or 0.0  # one sequence has none
+        verdict = 'undecided' if abs(difference) < 2 * error else 'agrees' if difference < 0 else 'disagrees'
+        lines.append(f'{name}: {what}, {Path(low).name} minus {Path(high).name}: {difference:+.4f} ± {error:.4f} over '
+                     f'{over} of one seed, not over seeds (below 0 in the paper): {verdict}')
+
+    for low, high in ((by_model[a], by_model[b]) for a, b in figure.expect):
+        if 'entropy' in panels:
+            a, b = (np.array(list(panels['entropy'][run]['series']['entropy'].values())) for run in (low, high))
+            deep = slice(a.shape[1] // 2, None)  # the error is as if layers erred together: not too small
+            order('entropy of the deeper half', low, high, (a - b)[0, deep].mean(), np.hypot(a, b)[1, deep].mean(),
+                  'sequences')
+        elif 'tasks' in panels:
+            a, b = (panels['tasks']['runs'][run] for run in (low, high))
+            order('average accuracy', low, high, a['average'] - b['average'],
+                  np.hypot(a['average_stderr'], b['average_stderr']), 'items')
         else:
-            window = SCALES[settings.scale].window
-            (difference, error), = plot.final_differences(by_model[high], [by_model[low]], window).values()
-            what = f'loss of the last {window} steps'
-        verdict = 'agrees' if difference < 0 else 'disagrees'
-        lines.append(f'{name}: {what}, {Path(by_model[low]).name} minus {Path(by_model[high]).name}: {difference:+.4f}'
-                     f'{f" ± {error:.4f}" if error else ""} (below 0 in the paper): {verdict}')
-    for panel in numbers['panels']:
-        if panel['how'] == 'scaling' and 'ResFormer' in panel['numbers']:
-            saved = panel['numbers']['ResFormer']
-            parameters, tokens = (share(saved.get(f'{what}_saved')) for what in ('parameters', 'tokens'))
-            lines.append(f'{name}: at equal loss ResFormer saves {parameters} of the parameters (paper: 13-16%) and '
-                         f'{tokens} of the tokens (paper: 15-20%)')
-        if panel['how'] == 'critical':
-            found = [(f['length'], f['step'], f['crossed']) for f in panel['numbers']]
-            lines.append(f'{name}: SVFormer is overtaken at ' + ', '.join(
-                f'{T}: ' + ('no sign of it' if step is None else f'step {step:.0f}' + (not crossed) * ' (predicted)')
-                for T, step, crossed in found) + ' (paper: the later, the longer the sequence)')
+            difference, error = plot.final_differences(high, [low], window)[low]
+            order(f'loss of the last {window} steps', low, high, difference, error, 'these steps')
+    for run, report in panels.get('loss', {'runs': {}})['runs'].items():
+        if 'minus_first' in report:
+            order('validation loss', run, run.replace(R, V), *report['minus_first']['mean'].values(), 'sequences')
+    if saved := panels.get('scaling', {}).get('ResFormer'):
+        shares = [saved['parameters_saved'], saved['tokens_saved']]
+        verdict = 'undecided' if None in shares else 'agrees' if min(shares) > 0 else 'disagrees'
+        parameters, tokens = ('n/a' if value is None else f'{value:.0%}' for value in shares)
+        lines.append(f'{name}: at equal loss ResFormer saves {parameters} of the parameters (paper: 13-16%) and '
+                     f'{tokens} of the tokens (paper: 15-20%): {verdict}' + bool(saved['why']) * f', {saved["why"]}')
+    if found := panels.get('critical'):
+        steps = [f['step'] for f in found]
+        verdict = 'undecided' if None in steps else 'agrees' if steps == sorted(steps) else 'disagrees'
+        lines.append(f'{name}: SVFormer is overtaken at ' + ', '.join(
+            f'{f["length"]}: ' + ('no sign of it' if f['step'] is None else f'step {f["step"]:.0f}' + (
+                not f['crossed']) * ' (predicted)') for f in found)
+            + f' (paper: the later, the longer the sequence): {verdict}')
     return lines
-
-
-def share(value):
-    return 'n/a' if value is None else f'{value:.0%}'
 
 
 def list_figures(settings):
@@ -400,13 +425,13 @@ def main():
             list_figures(settings)
             return
         machine = Machine(TrainConfig(device=settings.device, compile=False))
-        missing = dict.fromkeys(run for name in names for run in needed(FIGURES.get(name, CLAIMS))
-                                if not finished(run, settings))
+        missing = {folder(run, settings): run for name in names for run in needed(FIGURES.get(name, CLAIMS))
+                   if not finished(run, settings)}
         if missing:
             prepare(settings)
         print(f'{len(missing)} runs to train')
         with concurrent.futures.ThreadPoolExecutor(1 if settings.scale == 'paper' else settings.jobs) as pool:
-            for _ in pool.map(lambda run: train(run, settings), missing):
+            for _ in pool.map(lambda run: train(run, settings), missing.values()):
                 pass
         for name in names:
             reproduce(name, settings, machine)

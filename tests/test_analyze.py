@@ -538,7 +538,8 @@ def test_the_numbers_are_json_of_which_any_reader_makes_the_same(kind, at, tmp_p
 @every_kind
 def test_a_figure_shows_every_run_and_can_be_drawn_from_the_file(kind, at, tmp_path):
     numbers = report(kind, 'vanilla', 'svformer', sequences=3)
-    figure = analyze.draw(json.loads(json.dumps(numbers)))
+    figure = analyze.draw(json.loads(json.dumps(numbers)), 'fig0: a title (tiny)')
+    assert figure.get_suptitle() == 'fig0: a title (tiny)'
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     for name in ('vanilla', 'svformer'):
         assert any(text.startswith(name) for text in texts), texts
@@ -550,6 +551,8 @@ def test_a_figure_shows_every_run_and_can_be_drawn_from_the_file(kind, at, tmp_p
                 'spectrum': lambda: [row[0] for row in series['values attended with']['mean']],
                 'mapping': lambda: list(series.values())[1]['mean']}[kind]()
     np.testing.assert_array_equal(drawn[-1], np.array(expected, dtype=float))
+    if kind == 'mapping':
+        assert 'vanilla $A_{n}$ ($V_{n}$ + $V_{n-1}$), Eq. 3' in texts
     if kind == 'entropy':
         assert any(set(line.get_ydata()) == {analyze.uniform_entropy(16)} for line in figure.axes[0].get_lines())
     plot.pyplot().close(figure)

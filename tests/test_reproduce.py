@@ -32,14 +32,15 @@ def test_every_figure_and_table_of_the_paper_is_there():
 
 @pytest.mark.parametrize('scale', ['paper', 'small', 'tiny'])
 def test_every_run_of_every_scale_is_one_that_train_accepts(scale):
-    names = set()
+    names = {}
     for run in EVERY:
         settings, config = configure(TrainConfig, GPTConfig, argv=[
             f'--{name}={value}' for name, value in run.settings(scale).items()])
         tokens = settings.rows_per_step * config.block_size
         assert 0.97 < tokens / reproduce.TOKENS[scale] <= 1, run  # constant tokens a step
-        names.add(run.name(SCALES[scale]))
-    assert len(names) == len(EVERY)  # a folder each
+        names.setdefault(run.name(SCALES[scale]), set()).add(f'{settings} {config}')
+    told_apart = [setting for found in names.values() for setting in found]
+    assert len(names) == len(told_apart) == len(set(told_apart))  # one folder for one set of settings, and the reverse
 
 
 @pytest.mark.parametrize('index, length, batch, rows', [
@@ -102,8 +103,31 @@ def test_savings_at_equal_loss(tmp_path):
     _, axes = plot.pyplot().subplots()
     found = plot.scaling_axes(axes, [str(run) for run in runs], 10)
     assert found['Transformer']['power_law'] == pytest.approx(law)
-    assert found['ResFormer']['parameters_saved'] == pytest.approx(1 - 1 / 1.2)
+    assert found['ResFormer']['parameters_saved'] == pytest.approx(1 - 1 / 1.2) and not found['ResFormer']['why']
+    assert axes.get_legend().get_texts()[0].get_text() == 'Transformer: 9 $N^{-0.1}$'
     assert plot.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)  # its own last loss, from step 50 on
+
+
+@pytest.mark.parametrize('vanilla, resformer, why, line', [
+    ([3.0, 3.1], [2.9, 2.7], "Transformer's loss does not fall with size here",
+     "n/a of the parameters (paper: 13-16%) and n/a of the tokens (paper: 15-20%): undecided, Transformer's loss does"),
+    ([3.0, 2.9], [2.5, 2.6], "ResFormer's loss does not fall with size here", 'n/a of the tokens'),
+    ([3.0, 2.9], [2.8, 2.7], 'ResFormer reaches that loss outside the range of the fit', '80% of the tokens'),
+    ([3.0, 2.7], [3.1, 2.8], 'ResFormer reaches that loss outside the range of the fit; the largest ResFormer '
+     'does not reach that loss', 'n/a of the tokens'),
+    ([3.0, 2.8], [2.9, 2.7], '', 'saves 30% of the parameters (paper: 13-16%) and 80% of the tokens')])
+def test_no_saving_is_read_where_it_cannot_be(tmp_path, vanilla, resformer, why, line):
+    found, n = {}, (1e6, 2e6)
+    for name, losses in (('Transformer', vanilla), ('ResFormer', resformer)):
+        folders = [write_run(tmp_path / f'{name}{i}', [loss] * 50) for i, loss in enumerate(losses)]
+        found[name] = {'parameters': n, 'loss': losses, 'runs': folders, 'power_law': plot.power_law(n, losses)}
+    saved = plot.savings(found, 'ResFormer', 10)
+    assert saved['why'] == why
+    text, = reproduce.compare('fig1', reproduce.Figure('', []), {'panels': [
+        {'how': 'scaling', 'numbers': {'ResFormer': saved}}]}, reproduce.ReproduceConfig())
+    assert line in text and ('undecided' in text) == bool(why)
+    assert (saved['parameters_saved'] is None) == bool(why)
+    assert (saved['tokens_saved'] is None) == ('n/a of the tokens' in text)
 
 
 @pytest.mark.parametrize('difference, expected', [
@@ -118,13 +142,67 @@ def test_the_critical_step_is_where_a_run_stays_above_its_baseline_or_will(tmp_p
     assert step is None or step == pytest.approx(expected[0])
 
 
+def test_lengths_without_a_crossing_are_named_and_two_points_are_not_fitted(tmp_path):
+    steps, pairs = np.arange(100), []
+    for length, middle in ((64, None), (128, 20), (256, 40), (512, 60)):
+        rise = steps * 0 - 1 if middle is None else steps - middle - 0.5
+        pairs.append((write_run(tmp_path / f'v{length}', [5.0] * 100, block_size=length),
+                      write_run(tmp_path / f's{length}', (5 + rise).tolist(), block_size=length, share_v=True)))
+    for some, curves in ((pairs[:3], 0), (pairs, 1)):
+        _, axes = plot.pyplot().subplots()
+        found = plot.critical_axes(axes, some, 1)
+        assert [f['step'] for f in found] == [None, 21, 41, 61][:len(some)]
+        assert axes.get_title() == 'no sign of crossing: 64'
+        assert sum(line.get_linestyle() == '--' for line in axes.lines) == curves
+
+
+def test_a_bar_looks_as_its_curve_and_no_late_point_is_cut(tmp_path):
+    runs = [write_run(tmp_path / name, np.linspace(4, last, 50).tolist(), **config) for name, last, config in (
+        ('vanilla', 3, {}), ('q', 2.9, dict(q_residual=True)), ('k', 3.4, dict(k_residual=True)))]
+    _, (left, right) = plot.pyplot().subplots(1, 2)
+    curves = plot.relative_axes(left, runs[0], runs[1:], 5)
+    plot.bars_axes(right, runs[0], runs[1:], 5)
+    looks = [(bar.get_facecolor()[:3], bool(bar.get_hatch())) for bar in right.patches]
+    assert looks == [(plot.pyplot().matplotlib.colors.to_rgb(line.get_color()), line.get_linestyle() != '-')
+                     for line in left.lines[1:]] and len(set(looks)) == 2
+    low, high = left.get_ylim()
+    assert all(low < d[len(d) // 10:].min() and d.max() < high for _, d in curves.values())
+
+
 def test_the_comparison_states_sign_and_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, loss in (('vanilla', 3.0), ('resformer', 2.9), ('vanilla+q_residual', 3.1), ('vanilla+k_residual', 2.8)):
         write_run(tmp_path / 'out/tiny' / name, [loss] * 120)
     lines = reproduce.compare('fig6', FIGURES['fig6'], {'panels': []}, reproduce.ReproduceConfig())
     assert [line.rpartition(' ')[2] for line in lines] == ['agrees', 'agrees', 'disagrees']
-    assert 'resformer minus vanilla: -0.1000' in lines[0] and 'below 0 in the paper' in lines[0]
+    assert 'resformer minus vanilla: -0.1000 ± 0.0000 over these steps of one seed, not over seeds' in lines[0]
+    assert 'below 0 in the paper' in lines[0]
+
+
+@pytest.mark.parametrize('scatter, verdict', [(0.01, 'agrees'), (1.0, 'undecided')])
+def test_a_difference_within_two_standard_errors_is_undecided(tmp_path, monkeypatch, scatter, verdict):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / 'out/tiny/gpt2', [3.0] * 120)
+    write_run(tmp_path / 'out/tiny/gpt2+v_residual', [2.95 + scatter * (-1) ** step for step in range(120)])
+    line, = reproduce.compare('fig12d', FIGURES['fig12d'], {'panels': []}, reproduce.ReproduceConfig())
+    assert line.endswith(f'(below 0 in the paper): {verdict}')
+
+
+def test_tables_and_entropies_are_compared_with_the_paper():
+    settings, V, R = reproduce.ReproduceConfig(), 'out/tiny/vanilla', 'out/tiny/resformer'
+    tasks = {V: {'average': 0.3, 'average_stderr': 0.03}, R: {'average': 0.4, 'average_stderr': 0.04}}
+    losses = {V: {}, R: {'minus_first': {'mean': {'loss': -0.1, 'standard_error': 0.01}}},
+              f'{V}_2m': {}, f'{R}_2m': {'minus_first': {'mean': {'loss': 0.1, 'standard_error': None}}}}
+    entropy = {run: {'series': {'entropy': {'mean': [9, 9, value, value], 'standard_error': [9, 9, 0.3, 0.3]}}}
+               for run, value in ((V, 3.0), (R, 5.0))}
+    lines = [line for name, how, found in (('table1', 'tasks', {'runs': tasks}), ('table5', 'loss', {'runs': losses}),
+                                           ('fig1', 'entropy', entropy))
+             for line in reproduce.compare(name, FIGURES[name], {'panels': [{'how': how, 'numbers': found}]}, settings)]
+    expected = [('accuracy, vanilla minus resformer: -0.1000 ± 0.0500 over items', 'agrees'),
+                ('loss, resformer minus vanilla: -0.1000 ± 0.0100 over sequences', 'agrees'),
+                ('loss, resformer_2m minus vanilla_2m: +0.1000 ± 0.0000', 'disagrees'),
+                ('vanilla minus resformer: -2.0000 ± 0.4243 over sequences', 'agrees')]
+    assert all(words in line and line.endswith(f': {end}') for line, (words, end) in zip(lines, expected, strict=True))
 
 
 def test_claims_are_drawn_from_kept_logs_with_errors_over_seeds(tmp_path, monkeypatch):
