@@ -9,10 +9,18 @@ $ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --bl
 A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take turns (A B C A B C),
 so that whatever else the machine does hits all of them; ratios are medians over rounds of one row against another.
 A variant is what config/NAME_82m.py changes besides the shape, which the command line's config gives to all rows, and
-more flags, as in vanilla+q_residual=True; NAME:eager is not compiled.
+more flags, as in vanilla+q_residual=True. Levers come after colons, as in vanilla:flash:chunk=8192:
+eager                   not compiled
+mode=reduce-overhead    torch.compile's mode: this one is CUDA graphs; max-autotune-no-cudagraphs
+flash, cudnn, efficient the attention kernel
+chunk=8192              rows of logits that are in memory at once
+budget=0.5              the share of activations kept for the backward pass; the rest is computed again
+ddp-first               under torchrun: compile what DistributedDataParallel has wrapped, not the other way round
 """
+import contextlib
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,11 +29,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import model as model_file
 from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from model import GPT, GPTConfig
-from train import Machine, TrainConfig, make_optimizer, provenance, train_step
+from train import Machine, TrainConfig, distribute, make_optimizer, provenance, train_step
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')  # what all rows share
 VARIANTS = {path.stem.removesuffix('_82m'): path for path in sorted(Path(__file__).parent.glob('config/*_82m.py'))}
@@ -33,12 +43,13 @@ VARIANTS = {path.stem.removesuffix('_82m'): path for path in sorted(Path(__file_
 
 @dataclass
 class BenchConfig(TrainConfig):
-    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py's, or all; NAME+flag=value; NAME:eager
+    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py's, or all; NAME+flag=value; NAME:lever
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     micro_steps: int = 1  # micro-batches a step, in place of gradient_accumulation_steps
     rounds: int = 10  # timed steps of each row
     warmup: int = 3  # untimed steps before; the first compiles
     real_data: bool = False  # batches of the dataset, and the time spent waiting for them
+    profile: str = ''  # a folder for a trace of one more step of each row; prints its ten costliest kernels
     out: str = ''  # write the table's numbers here, as JSON
 
 
@@ -60,20 +71,58 @@ class HuggingFaceLlama(nn.Module):
         return None, self.llama(input_ids=idx, labels=targets, use_cache=False).loss
 
 
+KERNELS = {'flash': SDPBackend.FLASH_ATTENTION, 'cudnn': SDPBackend.CUDNN_ATTENTION,
+           'efficient': SDPBackend.EFFICIENT_ATTENTION}
+
+
+class Levers:
+    """What a row's name asks for after its first colon."""
+
+    def __init__(self, words):
+        self.name, self.eager, self.ddp_first = ':'.join(words), 'eager' in words, 'ddp-first' in words
+        self.kernels = [KERNELS[word] for word in words if word in KERNELS]
+        values = dict(word.split('=', 1) for word in words if '=' in word)
+        known = {'eager', 'ddp-first', *KERNELS}
+        if wrong := [w for w in words if w not in known and w.partition('=')[0] not in ('mode', 'chunk', 'budget')]:
+            raise ValueError(f'no lever {wrong[0]!r}; there are {", ".join(sorted(known))}, mode=, chunk= and budget=')
+        self.mode = values.get('mode')
+        self.chunk, self.budget = int(values.get('chunk', model_file.LOSS_CHUNK)), float(values.get('budget', 1.0))
+
+    def compile(self, model, settings):
+        if self.eager or not settings.compile:
+            return model
+        # What is compiled with equal options is shared by all rows: so, an option of no effect that tells them apart.
+        options = torch._inductor.list_mode_options(self.mode) if self.mode else {}
+        options = {**options, 'trace.debug_dir': self.name}
+        return torch.compile(model, options=options)
+
+    @contextlib.contextmanager
+    def pulled(self):
+        """While a row takes a step: others in the same process have theirs."""
+        before, config = model_file.LOSS_CHUNK, torch._functorch.config
+        model_file.LOSS_CHUNK = self.chunk
+        try:
+            with config.patch(activation_memory_budget=self.budget), (
+                    sdpa_kernel(self.kernels) if self.kernels else contextlib.nullcontext()):
+                yield
+        finally:
+            model_file.LOSS_CHUNK = before
+
+
 def build(name, settings, config):
-    """(model, GPT of its shape to count FLOPs with, whether it is to be compiled) of a row's name."""
-    kind, _, eager = name.partition(':')
+    """(model, GPT of its shape to count FLOPs with, levers) of a row's name."""
+    kind, *words = name.split(':')
     kind, *flags = kind.split('+')
     if kind == 'hf':
         with torch.device('meta'):
             counted = GPT(config)
-        return HuggingFaceLlama(config), counted, settings.compile and not eager
+        return HuggingFaceLlama(config), counted, Levers(words)
     if kind not in VARIANTS:
         raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
     flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
     _, variant = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *(f'--{flag}' for flag in flags)])
     model = GPT(variant, settings.seed)
-    return model, model, settings.compile and not eager
+    return model, model, Levers(words)
 
 
 class Row:
@@ -81,16 +130,19 @@ class Row:
 
     def __init__(self, name, settings, config, machine):
         before = allocated(machine)
-        model, counted, compiled = build(name, settings, config)
+        model, counted, self.levers = build(name, settings, config)
         self.name, self.machine, self.settings = name, machine, settings
         self.flops = counted.flops_per_token(config.block_size)
         model.to(machine.device)
         self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
-        self.model = torch.compile(model) if compiled else model
+        if self.levers.ddp_first:
+            self.model = self.levers.compile(distribute(model, machine), settings)
+        else:
+            self.model = distribute(self.levers.compile(model, settings), machine)
         self.static = allocated(machine) - before
-        self.seconds, self.waiting, self.peak, self.problem = [], [], None, None
+        self.seconds, self.waiting, self.peak, self.first, self.problem = [], [], None, None, None
 
-    def step(self, next_batch, timed):
+    def step(self, next_batch, timed=False):
         waited = 0.0
 
         def batch():
@@ -103,16 +155,33 @@ class Row:
         others = allocated(self.machine) - self.static
         if self.machine.kind == 'cuda':
             torch.cuda.reset_peak_memory_stats()
-        start = now(self.machine)
-        train_step(self.model, self.optimizer, self.scaler, self.machine, batch, self.settings.grad_clip)
-        elapsed = now(self.machine) - start
+        with self.levers.pulled():
+            clock = Clock(self.machine)
+            train_step(self.model, self.optimizer, self.scaler, self.machine, batch, self.settings.grad_clip)
+            elapsed = clock.seconds()
         if self.machine.kind == 'cuda':
             # The optimizer's state comes with the first step: from then on it belongs to this row, too.
             self.peak = torch.cuda.max_memory_allocated() - others
             self.static = allocated(self.machine) - others
+        self.first = self.first or elapsed
         if timed:
             self.seconds.append(elapsed)
             self.waiting.append(waited / elapsed)
+
+    def profile(self, next_batch, folder):
+        """Trace a step into folder/<name>.json, and print its ten costliest kernels."""
+        from torch.profiler import ProfilerActivity, profile
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.machine.kind == 'cuda')
+        with profile(activities=kinds) as trace:
+            self.step(next_batch)
+        trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
+        by = 'self_device_time_total' if self.machine.kind == 'cuda' else 'self_cpu_time_total'
+        events = sorted(trace.key_averages(), key=lambda event: -getattr(event, by))
+        total = sum(getattr(event, by) for event in events)
+        print(f'\n| {self.name}: kernel | ms | share | calls |\n|---|---:|---:|---:|')
+        for event in events[:10]:
+            spent = getattr(event, by)
+            print(f'| `{event.key[:90]}` | {spent / 1e3:,.1f} | {spent / total:.1%} | {event.count} |')
 
     def report(self, tokens, peak_flops, reference):
         """The numbers of a row; `reference`: {name: row} to compare with."""
@@ -122,14 +191,26 @@ class Row:
         return {'name': self.name, 'ms_per_step': 1e3 * median, 'spread': spread,
                 'tok_per_s': tokens / median, 'mfu': self.flops * tokens / median / peak_flops if peak_flops else None,
                 'peak_gib': self.peak / 2**30 if self.peak else None, 'speed_relative_to': ratios,
-                'waiting_for_data': statistics.median(self.waiting), 'seconds': self.seconds}
+                'first_step_s': self.first, 'waiting_for_data': statistics.median(self.waiting),
+                'seconds': self.seconds}
 
 
-def now(machine):
-    """Wall-clock seconds after everything given to the device has finished."""
-    if machine.kind == 'cuda':
-        torch.cuda.synchronize()
-    return time.perf_counter()
+class Clock:
+    """Seconds from here to seconds(), of the device: by events on its stream, where it has one."""
+
+    def __init__(self, machine):
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if machine.kind == 'cuda' else None
+        if self.events:
+            torch.cuda.synchronize()
+            self.events[0].record()
+        self.start = time.perf_counter()
+
+    def seconds(self):
+        if not self.events:
+            return time.perf_counter() - self.start
+        self.events[1].record()
+        self.events[1].synchronize()
+        return self.events[0].elapsed_time(self.events[1]) / 1e3
 
 
 def allocated(machine):
@@ -148,9 +229,11 @@ def bench_training(settings, config):
     machine.micro_steps = settings.micro_steps
     config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
     rows = [Row(name, settings, config, machine) for name in names(settings)]
+    micro_batches = settings.micro_steps * machine.world_size  # of a step, over all processes
     if settings.real_data:
         dataset = TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights)
-        loader = Loader(dataset, settings.batch_size, settings.micro_steps, device=machine.device)
+        loader = Loader(dataset, settings.batch_size, micro_batches, rank=machine.rank, world_size=machine.world_size,
+                        device=machine.device)
         next_batch = loader.next
     else:
         size = (settings.batch_size, config.block_size)
@@ -168,22 +251,35 @@ def bench_training(settings, config):
                     row.step(next_batch, timed)
                 except torch.OutOfMemoryError:
                     row.problem = 'out of memory'
+                except RuntimeError as error:  # a kernel that this device or shape does not have
+                    if not row.levers.kernels:
+                        raise
+                    row.problem = str(error).splitlines()[0]
+                if row.problem:
                     row.model = row.optimizer = None
-                    torch.cuda.empty_cache()
+                    if machine.kind == 'cuda':
+                        torch.cuda.empty_cache()
 
-    tokens = settings.micro_steps * settings.batch_size * config.block_size
+    tokens = micro_batches * settings.batch_size * config.block_size
     whole = {row.name: row for row in rows if not row.problem}
     reference = {name: whole[name] for name in ('vanilla', 'hf', 'hf:eager') if name in whole}
-    reports = [row.report(tokens, machine.peak_flops(), reference) for row in whole.values()]
+    peak = machine.peak_flops() and machine.peak_flops() * machine.world_size
+    reports = [row.report(tokens, peak, reference) for row in whole.values()]
     shape = {name: getattr(config, name) for name in SHAPE}
     about = {**provenance(machine), 'compile': settings.compile, 'batch_size': settings.batch_size, **shape}
+    if settings.profile:
+        Path(settings.profile).mkdir(parents=True, exist_ok=True)
+        for row in whole.values():
+            row.profile(next_batch, settings.profile)
+        print()
     print('  '.join(f'{k}={v}' for k, v in about.items()) + '\n')
-    print('| row | ms/step | spread | tok/s | MFU | peak GiB | ' + ' | '.join(f'x {name}' for name in reference) + ' |')
-    print('|---|---:|---:|---:|---:|---:|' + '---:|' * len(reference))
+    columns = ['row', 'ms/step', 'spread', 'first step s', 'tok/s', 'MFU', 'peak GiB', *(f'x {n}' for n in reference)]
+    print(f'| {" | ".join(columns)} |\n|---|{"---:|" * (len(columns) - 1)}')
     for r in reports:
-        print(f'| {r["name"]} | {r["ms_per_step"]:,.1f} | {r["spread"]:.1%} | {r["tok_per_s"]:,.0f} | '
-              f'{cell(r["mfu"], ".1%")} | {cell(r["peak_gib"], ".2f")} | '
-              + ' | '.join(f'{ratio:.3f}' for ratio in r['speed_relative_to'].values()) + ' |')
+        cells = [r['name'], f'{r["ms_per_step"]:,.1f}', f'{r["spread"]:.1%}', f'{r["first_step_s"]:.1f}',
+                 f'{r["tok_per_s"]:,.0f}', cell(r['mfu'], '.1%'), cell(r['peak_gib'], '.2f'),
+                 *(f'{ratio:.3f}' for ratio in r['speed_relative_to'].values())]
+        print(f'| {" | ".join(cells)} |')
     for row in rows:
         if row.problem:
             print(f'| {row.name} | {row.problem} |')
@@ -208,11 +304,12 @@ class Decoder:
 
     def __init__(self, name, settings, config, machine):
         before = allocated(machine)
-        model, _, compiled = build(name, settings, config)
+        model, _, levers = build(name, settings, config)
         self.name, self.settings, self.machine = name, settings, machine
         self.model = model.to(machine.device, getattr(torch, machine.dtype)).eval()
-        mode = 'reduce-overhead' if machine.kind == 'cuda' else None  # CUDA graphs
-        self.one_token = torch.compile(self.model, mode=mode) if compiled else self.model
+        if not levers.mode and machine.kind == 'cuda':
+            levers.mode = 'reduce-overhead'  # CUDA graphs
+        self.one_token = levers.compile(self.model, settings)
         self.static = allocated(machine) - before
 
     def start(self, batch, context):
@@ -230,16 +327,16 @@ class Decoder:
             torch.cuda.reset_peak_memory_stats()
         self.cache.position.zero_()
         prompt = self.context - self.settings.new_tokens
-        start = now(self.machine)
+        clock = Clock(self.machine)
         for chunk in self.idx[:, :prompt].split(self.settings.chunk, dim=1):
             self.model(chunk, cache=self.cache, last_only=True)
-        middle_ = now(self.machine)
+        prefilled, clock = clock.seconds(), Clock(self.machine)
         for t in range(prompt, self.context):
             self.one_token(self.idx[:, t:t + 1], cache=self.cache, last_only=True)[0].argmax(dim=-1)
-        end = now(self.machine)
+        decoded = clock.seconds()
         if timed:
-            self.prefill.append((middle_ - start) / (self.batch * prompt))
-            self.decode.append((end - middle_) / self.settings.new_tokens)
+            self.prefill.append(prefilled / (self.batch * prompt))
+            self.decode.append(decoded / self.settings.new_tokens)
         if self.machine.kind == 'cuda':
             self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30
 
@@ -352,11 +449,12 @@ def middle(times):
 
 def main():
     torch._dynamo.config.recompile_limit = 64  # the variants are one piece of code to the compiler
-    with one_line_errors(ValueError, OSError):
+    quiet = open(os.devnull, 'w') if os.environ.get('RANK', '0') != '0' else None  # one table is enough
+    with one_line_errors(ValueError, OSError), contextlib.redirect_stdout(quiet or sys.stdout):
         decode = sys.argv[1:2] == ['decode']
         settings, config = configure(DecodeConfig if decode else BenchConfig, GPTConfig, argv=sys.argv[1 + decode:])
         numbers = (bench_decode if decode else bench_training)(settings, config)
-        if settings.out:
+        if settings.out and not quiet:
             Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
 
 

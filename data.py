@@ -8,6 +8,7 @@ At the end: the files that a run writes, checkpoints and log.
 """
 import collections
 import contextlib
+import datetime
 import fcntl
 import hashlib
 import json
@@ -16,10 +17,12 @@ import queue
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import threading
 import zipfile
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +317,27 @@ def load_checkpoint(path, warn=print):
     raise failure
 
 
+def check_resume(checkpoint, settings, config, dataset, path):
+    """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
+    old = checkpoint['settings']
+    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
+    model_config = {**asdict(type(config)()), **checkpoint['model_config']}  # fields that came later
+    for name, value in asdict(config).items():
+        if model_config[name] != value:
+            raise ValueError(f'{path} is a run with {name}={model_config[name]!r}, not {value!r}; resume with its own '
+                             'settings, or start another out_dir')
+    if checkpoint['data']['tokenizer']['sha256'] != dataset.meta['tokenizer']['sha256']:
+        raise ValueError(f'{path} was trained with another tokenizer than that of {dataset.folder}')
+    if checkpoint['data']['sha256'] != dataset.hashes():
+        raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
+    for name in ('seed', 'domain_weights', 'rows_per_step'):
+        if old[name] != getattr(settings, name):
+            raise ValueError(f'{path} is a run with {name}={old[name]!r}, not {getattr(settings, name)!r}: its data '
+                             'order would change (rows_per_step is gradient_accumulation_steps * batch_size)')
+    return {name: [old.get(name), value] for name, value in asdict(settings).items()
+            if old.get(name) != value and name not in ('init_from', 'eval_only')}
+
+
 class Log:
     """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
 
@@ -344,3 +368,14 @@ class Log:
         self.recent.append(entry.get('loss'))
         self.file.write(json.dumps(entry) + '\n')
         return 'spike' in entry
+
+
+def provenance(machine):
+    """What produced a run: commit, versions, device."""
+    commit = ''
+    with contextlib.suppress(OSError):  # no git here
+        commit = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=Path(__file__).parent,
+                                capture_output=True, text=True).stdout.strip()
+    return {'commit': commit or 'unknown', 'date': datetime.date.today().isoformat(), 'device': machine.name(),
+            'dtype': machine.dtype, 'world_size': machine.world_size, 'torch': str(torch.__version__),
+            'numpy': np.__version__, 'python': sys.version.split()[0]}

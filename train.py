@@ -20,13 +20,23 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
-from data import Dataset, Loader, Log, TrainingRows, load_checkpoint, lock, save_checkpoint, validation_batches
+from data import (
+    Dataset,
+    Loader,
+    Log,
+    TrainingRows,
+    check_resume,
+    load_checkpoint,
+    lock,
+    provenance,
+    save_checkpoint,
+    validation_batches,
+)
 from model import GPT, GPTConfig, refuse
 
 MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights, logged at every evaluation
@@ -72,6 +82,7 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, cpu, mps; auto: a GPU where there is one
     dtype: str = 'auto'  # float16 (with a gradient scaler), bfloat16, float32; auto: float16 on CUDA, else float32
     compile: bool = True  # torch.compile
+    activation_budget: float = 1.0  # the share of activations kept for the backward pass; the rest is computed again
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
     def __post_init__(self):
@@ -87,6 +98,8 @@ class TrainConfig:
         if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
             raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
                              'Hugging Face folder')
+        refuse(not 0 <= self.activation_budget <= 1, f'activation_budget={self.activation_budget} must be 0 to 1')
+        refuse(self.activation_budget < 1 and not self.compile, 'activation_budget needs compile=True')
         refuse(self.eval_tasks and not importlib.util.find_spec('lm_eval'), 'eval_tasks: first, pip install lm_eval')
 
     rows_per_step = property(lambda self: self.gradient_accumulation_steps * self.batch_size)
@@ -180,6 +193,14 @@ def make_optimizer(model, settings):
     return torch.optim.AdamW(groups, settings.learning_rate, (settings.beta1, settings.beta2), eps=1e-8, fused=True)
 
 
+def distribute(model, machine):
+    if not machine.distributed:
+        return model
+    return DistributedDataParallel(model, device_ids=[machine.device] if machine.kind == 'cuda' else None,
+                                   gradient_as_bucket_view=True,
+                                   broadcast_buffers=False)  # they are constants: RoPE's tables, at every micro-step
+
+
 def learning_rate(step, settings):
     """Linear from 1e-7 at step 0 to learning_rate at warmup_iters, cosine to min_lr at lr_decay_iters."""
     if not settings.decay_lr:
@@ -249,39 +270,7 @@ class Signals:
         self.save, self.stop = True, self.stop or number != signal.SIGUSR1
 
 
-# --- resuming, provenance --------------------------------------------------------------------------------------------
-
-def check_resume(checkpoint, settings, config, dataset, path):
-    """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
-    old = checkpoint['settings']
-    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
-    model_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
-    for name, value in asdict(config).items():
-        if model_config[name] != value:
-            raise ValueError(f'{path} is a run with {name}={model_config[name]!r}, not {value!r}; resume with its own '
-                             'settings, or start another out_dir')
-    if checkpoint['data']['tokenizer']['sha256'] != dataset.meta['tokenizer']['sha256']:
-        raise ValueError(f'{path} was trained with another tokenizer than that of {dataset.folder}')
-    if checkpoint['data']['sha256'] != dataset.hashes():
-        raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
-    for name in ('seed', 'domain_weights', 'rows_per_step'):
-        if old[name] != getattr(settings, name):
-            raise ValueError(f'{path} is a run with {name}={old[name]!r}, not {getattr(settings, name)!r}: its data '
-                             'order would change (rows_per_step is gradient_accumulation_steps * batch_size)')
-    return {name: [old.get(name), value] for name, value in asdict(settings).items()
-            if old.get(name) != value and name not in ('init_from', 'eval_only')}
-
-
-def provenance(machine):
-    """What produced a run: commit, versions, device."""
-    commit = ''
-    with contextlib.suppress(OSError):  # no git here
-        commit = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=Path(__file__).parent,
-                                capture_output=True, text=True).stdout.strip()
-    return {'commit': commit or 'unknown', 'date': datetime.date.today().isoformat(), 'device': machine.name(),
-            'dtype': machine.dtype, 'world_size': machine.world_size, 'torch': str(torch.__version__),
-            'numpy': np.__version__, 'python': sys.version.split()[0]}
-
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 def start_wandb(settings, everything, run_id):
     try:  # a tracker must never stop training
@@ -291,8 +280,6 @@ def start_wandb(settings, everything, run_id):
     except Exception as error:
         print(f'warning: no wandb: {error}', file=sys.stderr)
 
-
-# --- the run ---------------------------------------------------------------------------------------------------------
 
 def prepare_run(settings, config, machine):
     """Everything that can be refused is refused here, before a file is written. Returns (dataset, rows, checkpoint)."""
@@ -350,10 +337,9 @@ def run(settings, config, machine, closing):
     wandb_id, best = state.get('wandb_id'), state.get('best', math.inf)
     skips = torch.tensor(state.get('skipped', (0, 0)), device=machine.device)  # all, and the last ones in a row
     del checkpoint, state  # twice the optimizer's memory otherwise
-    trained = compiled = torch.compile(model) if settings.compile else model
-    if machine.distributed:
-        devices = [machine.device] if machine.kind == 'cuda' else None
-        trained = DistributedDataParallel(compiled, device_ids=devices, gradient_as_bucket_view=True)
+    torch._functorch.config.activation_memory_budget = settings.activation_budget
+    compiled = torch.compile(model) if settings.compile else model
+    trained = distribute(compiled, machine)
 
     if settings.eval_only:
         losses = evaluate(compiled, dataset, settings, machine)
