@@ -14,7 +14,7 @@ eager                   not compiled
 mode=reduce-overhead    torch.compile's mode: this one is CUDA graphs; max-autotune-no-cudagraphs
 flash, cudnn, efficient the attention kernel
 chunk=8192              rows of logits that are in memory at once
-budget=0.5              the share of activations kept for the backward pass; the rest is computed again
+checkpointed            train.py's --activation_checkpointing
 ddp-first               under torchrun: compile what DistributedDataParallel has wrapped, not the other way round
 """
 import contextlib
@@ -35,7 +35,7 @@ import model as model_file
 from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from model import GPT, GPTConfig
-from train import Machine, TrainConfig, distribute, make_optimizer, provenance, train_step
+from train import Machine, TrainConfig, checkpoint_blocks, distribute, make_optimizer, provenance, train_step
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')  # what all rows share
 VARIANTS = {path.stem.removesuffix('_82m'): path for path in sorted(Path(__file__).parent.glob('config/*_82m.py'))}
@@ -79,14 +79,14 @@ class Levers:
     """What a row's name asks for after its first colon."""
 
     def __init__(self, words):
-        self.name, self.eager, self.ddp_first = ':'.join(words), 'eager' in words, 'ddp-first' in words
+        self.name = ':'.join(words)
+        self.eager, self.ddp_first, self.checkpointed = (n in words for n in ('eager', 'ddp-first', 'checkpointed'))
         self.kernels = [KERNELS[word] for word in words if word in KERNELS]
         values = dict(word.split('=', 1) for word in words if '=' in word)
-        known = {'eager', 'ddp-first', *KERNELS}
-        if wrong := [w for w in words if w not in known and w.partition('=')[0] not in ('mode', 'chunk', 'budget')]:
-            raise ValueError(f'no lever {wrong[0]!r}; there are {", ".join(sorted(known))}, mode=, chunk= and budget=')
-        self.mode = values.get('mode')
-        self.chunk, self.budget = int(values.get('chunk', model_file.LOSS_CHUNK)), float(values.get('budget', 1.0))
+        known = {'eager', 'ddp-first', 'checkpointed', *KERNELS}
+        if wrong := [word for word in words if word not in known and not word.startswith(('mode=', 'chunk='))]:
+            raise ValueError(f'no lever {wrong[0]!r}; there are {", ".join(sorted(known))}, mode= and chunk=')
+        self.mode, self.chunk = values.get('mode'), int(values.get('chunk', model_file.LOSS_CHUNK))
 
     def compile(self, model, settings):
         if self.eager or not settings.compile:
@@ -99,11 +99,9 @@ class Levers:
     @contextlib.contextmanager
     def pulled(self):
         """While a row takes a step: others in the same process have theirs."""
-        before, config = model_file.LOSS_CHUNK, torch._functorch.config
-        model_file.LOSS_CHUNK = self.chunk
+        before, model_file.LOSS_CHUNK = model_file.LOSS_CHUNK, self.chunk
         try:
-            with config.patch(activation_memory_budget=self.budget), (
-                    sdpa_kernel(self.kernels) if self.kernels else contextlib.nullcontext()):
+            with sdpa_kernel(self.kernels) if self.kernels else contextlib.nullcontext():
                 yield
         finally:
             model_file.LOSS_CHUNK = before
@@ -116,7 +114,10 @@ def build(name, settings, config):
     if kind == 'hf':
         with torch.device('meta'):
             counted = GPT(config)
-        return HuggingFaceLlama(config), counted, Levers(words)
+        levers = Levers(words)
+        if levers.checkpointed:
+            raise ValueError('checkpointed is a lever of our own rows, not of hf')
+        return HuggingFaceLlama(config), counted, levers
     if kind not in VARIANTS:
         raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
     flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
@@ -135,6 +136,8 @@ class Row:
         self.flops = counted.flops_per_token(config.block_size)
         model.to(machine.device)
         self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
+        if self.levers.checkpointed:
+            checkpoint_blocks(model)
         if self.levers.ddp_first:
             self.model = self.levers.compile(distribute(model, machine), settings)
         else:

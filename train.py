@@ -82,7 +82,7 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, cpu, mps; auto: a GPU where there is one
     dtype: str = 'auto'  # float16 (with a gradient scaler), bfloat16, float32; auto: float16 on CUDA, else float32
     compile: bool = True  # torch.compile
-    activation_budget: float = 1.0  # the share of activations kept for the backward pass; the rest is computed again
+    activation_checkpointing: bool = False  # for long sequences: keep only what blocks pass on, compute the rest again
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
     def __post_init__(self):
@@ -98,8 +98,6 @@ class TrainConfig:
         if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
             raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
                              'Hugging Face folder')
-        refuse(not 0 <= self.activation_budget <= 1, f'activation_budget={self.activation_budget} must be 0 to 1')
-        refuse(self.activation_budget < 1 and not self.compile, 'activation_budget needs compile=True')
         refuse(self.eval_tasks and not importlib.util.find_spec('lm_eval'), 'eval_tasks: first, pip install lm_eval')
 
     rows_per_step = property(lambda self: self.gradient_accumulation_steps * self.batch_size)
@@ -191,6 +189,23 @@ def make_optimizer(model, settings):
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
     assert sum(len(group['params']) for group in groups) == len(params)
     return torch.optim.AdamW(groups, settings.learning_rate, (settings.beta1, settings.beta2), eps=1e-8, fused=True)
+
+
+def checkpoint_blocks(model):
+    """Let each block keep its input only, and what later layers read of it; its backward pass runs it again."""
+    def checkpointed(forward):
+        def run(x, rope, raw, attended, cache, mask):
+            def pure(x, raw, attended):  # a second run must find what the first one found
+                raw, attended = dict(raw), dict(attended)
+                return forward(x, rope, raw, attended, cache, mask), raw, attended
+            x, *after = torch.utils.checkpoint.checkpoint(pure, x, dict(raw), dict(attended), use_reentrant=False)
+            for tensors, new in zip((raw, attended), after, strict=True):
+                tensors.clear()
+                tensors.update(new)
+            return x
+        return run
+    for block in model.transformer.h:
+        block.forward = checkpointed(block.forward)
 
 
 def distribute(model, machine):
@@ -337,7 +352,8 @@ def run(settings, config, machine, closing):
     wandb_id, best = state.get('wandb_id'), state.get('best', math.inf)
     skips = torch.tensor(state.get('skipped', (0, 0)), device=machine.device)  # all, and the last ones in a row
     del checkpoint, state  # twice the optimizer's memory otherwise
-    torch._functorch.config.activation_memory_budget = settings.activation_budget
+    if settings.activation_checkpointing:
+        checkpoint_blocks(model)
     compiled = torch.compile(model) if settings.compile else model
     trained = distribute(compiled, machine)
 

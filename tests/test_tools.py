@@ -183,6 +183,66 @@ def test_bench_refuses_an_unknown_variant_in_one_line(runs, variant, word):
     assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize('lever, word', [('flsh', "'flsh'"), ('chunk', "'chunk'"), ('budget=1', "'budget=1'")])
+def test_bench_refuses_an_unknown_lever_in_one_line(runs, lever, word):
+    done = program('bench.py', *TINY, f'--variants=vanilla:{lever}', cwd=runs)
+    assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('float16', 2e-3)])
+@pytest.mark.parametrize('variant', ['vanilla', 'resformer', 'svformer', 'neutreno_resformer', 'cla_gqa'])
+def test_every_lever_takes_the_same_step(variant, dtype, tolerance):
+    """Loss and gradients: what an update of plain SGD leaves in the weights, to a part of their largest change."""
+    settings = bench.BenchConfig(dtype=dtype, device='cpu', compile=False)
+    config, machine = GPTConfig(n_layer=4, n_head=8, n_embd=32, block_size=32, vocab_size=96), bench.Machine(settings)
+    machine.micro_steps = 2
+    batch = torch.randint(96, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+    after = {}
+    for lever in ('', ':chunk=7', ':checkpointed', ':flash', ':checkpointed:chunk=40', ':eager'):
+        row = bench.Row(variant + lever, settings, config, machine)
+        row.optimizer = torch.optim.SGD(row.model.parameters(), 1.0)
+        before = torch.cat([p.detach().flatten() for p in row.model.parameters()])
+        row.step(lambda: batch, timed=True)
+        after[lever] = torch.cat([p.detach().flatten() for p in row.model.parameters()]) - before
+    largest = after[''].abs().max()
+    assert largest > 1e-3
+    for lever, change in after.items():
+        assert (change - after['']).abs().max() < tolerance * largest, lever
+
+
+def test_rows_with_other_levers_share_no_compiled_code(runs):
+    done = program('bench.py', '--n_layer=1', '--n_head=2', '--n_embd=32', '--vocab_size=64', '--block_size=16',
+                   '--batch_size=2', '--device=cpu', '--rounds=1', '--warmup=2', '--profile=traces',
+                   '--variants=vanilla,vanilla:checkpointed,vanilla:chunk=8', '--out=levers.json', cwd=runs)
+    assert done.returncode == 0, done.stderr
+    compiled = [set(re.findall(r'CompiledFxGraph (\w+)', (runs / f'traces/{name}.json').read_text()))
+                for name in ('vanilla', 'vanilla-checkpointed', 'vanilla-chunk=8')]
+    assert all(compiled) and not compiled[0] & compiled[1] and not compiled[0] & compiled[2]
+    assert len(re.findall(r'^\| `', done.stdout, re.M)) == 30  # ten kernels each
+    rows = json.loads((runs / 'levers.json').read_text())['rows']
+    assert all(row['first_step_s'] > row['ms_per_step'] / 1e3 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='a GPU has it')
+def test_a_kernel_that_the_device_lacks_does_not_lose_the_other_rows(runs):
+    done = program('bench.py', *TINY, '--variants=vanilla:cudnn,vanilla', '--rounds=1', '--warmup=1', cwd=runs)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r'^\| vanilla:cudnn \| \D+ \|$', done.stdout, re.M) and '| vanilla | ' in done.stdout
+
+
+def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(runs):
+    words = ['-m', 'torch.distributed.run', '--nproc_per_node=2', str(ROOT / 'bench.py'), *TINY, '--rounds=2',
+             '--gradient_accumulation_steps=2', '--warmup=1', '--variants=vanilla,vanilla:ddp-first',
+             '--real_data=True', '--dataset=tiny', '--out=two.json']
+    done = subprocess.run([sys.executable, *words], cwd=runs, capture_output=True, text=True,
+                          env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0, done.stderr
+    found = json.loads((runs / 'two.json').read_text())
+    assert found['world_size'] == 2 and done.stdout.count('ms/step') == 1
+    for row in found['rows']:
+        assert row['tok_per_s'] * row['ms_per_step'] / 1e3 == pytest.approx(2 * 2 * 16)
+
+
 def test_the_peer_in_bench_has_our_shape():
     pytest.importorskip('transformers')
     config = GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_embd=32, n_kv_head=2)

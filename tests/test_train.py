@@ -279,6 +279,64 @@ def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefix
     assert load('out/compiled/ckpt.pt')['model'].keys() == load('out/eager/ckpt.pt')['model'].keys()
 
 
+# memory
+
+VARIANTS = {'vanilla': {}, 'resformer': dict(v_residual=True), 'svformer': dict(share_v=True),
+            'previous': dict(v_residual=True, residual_from='previous'),
+            'all': dict(q_residual=True, residual_from='all'),
+            'identity': dict(v_residual=True, residual_map='identity'),
+            'cross': dict(v_residual=True, residual_map='cross', residual_from='all'),
+            'learned': dict(v_residual=True, residual_learned=True), 'neutreno': dict(v_residual=True, neutreno=0.2),
+            'cla': dict(share_k=True, share_v=True, share_k_every=2, share_v_every=2, n_kv_head=1),
+            'denseformer': dict(denseformer=True), 'gpt2': dict(arch='gpt2', v_residual=True, dropout=0.1)}
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_activation_checkpointing_changes_no_loss_and_no_gradient(variant):
+    config = GPTConfig(n_layer=4, n_head=2, n_embd=32, block_size=32, vocab_size=64, **VARIANTS[variant])
+    x, y = torch.randint(64, (2, 2, 32), generator=torch.Generator().manual_seed(2))
+    found = []
+    for how in ('plain', 'checkpointed', 'compiled'):
+        model = GPT(config)
+        if how != 'plain':
+            train.checkpoint_blocks(model)
+        torch.manual_seed(3)
+        torch.compiler.reset()
+        call = torch.compile(model, backend='aot_eager', fullgraph=True) if how == 'compiled' else model
+        _, loss = call(x, y)
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    for how, (loss, gradients) in zip(('checkpointed', 'compiled'), found[1:], strict=True):
+        if how == 'compiled' and config.dropout:  # other random numbers
+            continue
+        assert loss == pytest.approx(found[0][0], abs=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, found[0][1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_activation_checkpointing_saves_fewer_bytes_for_the_backward_pass():
+    config = GPTConfig(n_layer=4, n_head=2, n_embd=32, block_size=64, vocab_size=64, v_residual=True)
+    x = torch.zeros((2, 64), dtype=torch.int64)
+    sizes = []
+    for checkpointed in (False, True):
+        model, kept = GPT(config), {}
+        if checkpointed:
+            train.checkpoint_blocks(model)
+        weights = {p.data_ptr() for p in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, kept=kept: kept.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t,
+                lambda t: t):
+            model(x, x)
+        sizes.append(sum(size for pointer, size in kept.items() if pointer not in weights))
+    assert sizes[1] < sizes[0] / 4
+
+
+def test_a_run_with_activation_checkpointing_is_the_same_run(work, whole):
+    good('out/checkpointed', activation_checkpointing=True)
+    for key, value in losses(whole).items():
+        assert losses('out/checkpointed')[key] == pytest.approx(value, abs=1e-5), key
+
+
 # precision
 
 def test_float16_trains(work, whole):
