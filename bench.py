@@ -26,6 +26,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -231,7 +232,12 @@ def bench_training(settings, config):
     machine = Machine(settings)
     machine.micro_steps = settings.micro_steps
     config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
-    rows = [Row(name, settings, config, machine) for name in names(settings)]
+    rows = []
+    for name in names(settings):
+        try:
+            rows.append(Row(name, settings, config, machine))
+        except torch.OutOfMemoryError:
+            rows.append(SimpleNamespace(name=name, problem='out of memory'))
     micro_batches = settings.micro_steps * machine.world_size  # of a step, over all processes
     if settings.real_data:
         dataset = TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights)

@@ -230,6 +230,20 @@ def test_a_kernel_that_the_device_lacks_does_not_lose_the_other_rows(runs):
     assert re.search(r'^\| vanilla:cudnn \| \D+ \|$', done.stdout, re.M) and '| vanilla | ' in done.stdout
 
 
+@pytest.mark.parametrize('where', ['__init__', 'step'])
+def test_a_row_that_runs_out_of_memory_does_not_lose_the_others(monkeypatch, capsys, where):
+    whole = getattr(bench.Row, where)
+
+    def full(row, *args):
+        if where == '__init__' and args[0] == 'svformer' or where == 'step' and row.name == 'svformer':
+            raise torch.OutOfMemoryError('no room')
+        return whole(row, *args)
+    monkeypatch.setattr(bench.Row, where, full)
+    found = bench.bench_training(*configure(bench.BenchConfig, GPTConfig, argv=[*TINY, '--rounds=1', '--warmup=1']))
+    assert [row['name'] for row in found['rows']] == ['vanilla', 'resformer']
+    assert '| svformer | out of memory |' in capsys.readouterr().out
+
+
 def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(runs):
     words = ['-m', 'torch.distributed.run', '--nproc_per_node=2', str(ROOT / 'bench.py'), *TINY, '--rounds=2',
              '--gradient_accumulation_steps=2', '--warmup=1', '--variants=vanilla,vanilla:ddp-first',
