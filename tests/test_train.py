@@ -296,7 +296,8 @@ def test_activation_checkpointing_changes_no_loss_and_no_gradient(variant):
     config = GPTConfig(n_layer=4, n_head=2, n_embd=32, block_size=32, vocab_size=64, **VARIANTS[variant])
     x, y = torch.randint(64, (2, 2, 32), generator=torch.Generator().manual_seed(2))
     found = []
-    for how in ('plain', 'checkpointed', 'compiled'):
+    compiled = ['compiled'] if variant in ('resformer', 'cross', 'cla') else []  # the compiler takes its time
+    for how in ('plain', 'checkpointed', *compiled):
         model = GPT(config)
         if how != 'plain':
             train.checkpoint_blocks(model)
@@ -306,9 +307,7 @@ def test_activation_checkpointing_changes_no_loss_and_no_gradient(variant):
         _, loss = call(x, y)
         loss.backward()
         found.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
-    for how, (loss, gradients) in zip(('checkpointed', 'compiled'), found[1:], strict=True):
-        if how == 'compiled' and config.dropout:  # other random numbers
-            continue
+    for loss, gradients in found[1:]:
         assert loss == pytest.approx(found[0][0], abs=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, found[0][1][name], rtol=1e-4, atol=1e-6)
