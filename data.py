@@ -11,10 +11,11 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
+import itertools
 import json
+import math
 import os
 import queue
-import re
 import shutil
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 FORMAT = 1
+MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights: may be missing in a checkpoint, and are logged
 
 
 class Dataset:
@@ -101,7 +103,10 @@ class Dataset:
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
         path = self.folder / split / f'{domain}.bin'  # read, not mapped: a map grows in resident size by all it read
-        return np.fromfile(path, dtype='<u2', count=count, offset=2 * start).astype(np.int64)
+        tokens = np.fromfile(path, dtype='<u2', count=count, offset=2 * start)
+        if len(tokens) < min(count, self.meta['splits'][split][domain]['tokens'] - start):
+            raise ValueError(f'{path} was cut off while it was in use')
+        return tokens.astype(np.int64)
 
     def sequences(self, split, domain, block_size):
         """How many sequences of block_size predictions a domain holds, without overlap."""
@@ -259,15 +264,17 @@ def lock(folder):
 
 
 def checkpoints(folder):
-    """A run's checkpoints to resume from, newest first: ckpt.pt, ckpt.pt.1, ..."""
-    names = [path for path in Path(folder).glob('ckpt.pt*') if re.fullmatch(r'ckpt\.pt(\.\d+)?', path.name)]
-    return sorted(names, key=lambda path: int(path.suffix[1:]) if path.suffix != '.pt' else 0)
+    """A run's checkpoints to resume from, newest first: ckpt.pt, ckpt.pt.1, ..., and at the very last ckpt_best.pt."""
+    ages = {'ckpt.pt': 0, 'ckpt_best.pt': math.inf}
+    numbered = (path for path in Path(folder).glob('ckpt.pt.*') if path.suffix[1:].isdecimal())
+    ages.update((path.name, int(path.suffix[1:])) for path in numbered)
+    return [Path(folder, name) for name in sorted(ages, key=ages.get) if Path(folder, name).exists()]
 
 
 def save_checkpoint(folder, checkpoint, keep=1, names=()):
     """Write, flush, rename: a crash or a full disk leaves the checkpoints before whole, of which the last keep - 1 stay
     as ckpt.pt.1, ckpt.pt.2, ... `names`: other names of the new one, which stay, too."""
-    older = checkpoints(folder)
+    older = [path for path in checkpoints(folder) if path.name != 'ckpt_best.pt']
     path, temporary = folder / 'ckpt.pt', folder / 'ckpt.tmp'
     try:
         with open(temporary, 'wb') as f:
@@ -280,14 +287,14 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
                 os.link(temporary, folder / name)
             except OSError:  # a file system without links
                 shutil.copyfile(temporary, folder / name)
-        for old in older[max(0, keep - 1):]:
-            old.unlink()
-        for i, old in reversed(list(enumerate(older[:keep - 1], 1))):
+        for i, old in reversed(list(enumerate(older, 1))):
             os.replace(old, folder / f'ckpt.pt.{i}')
         os.replace(temporary, path)
         handle = os.open(folder, os.O_RDONLY)
         os.fsync(handle)  # the names, too
         os.close(handle)
+        for i in range(keep, len(older) + 1):  # only now: there was never one less
+            (folder / f'ckpt.pt.{i}').unlink()
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -296,7 +303,7 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
 
 
 def load_checkpoint(path, warn=print):
-    """A checkpoint's dict; a run's folder gives its newest one that is whole."""
+    """A checkpoint's dict, and under 'path' where it is from; a run's folder gives its newest one that is whole."""
     path, failure = Path(path), None
     for candidate in checkpoints(path) or [path / 'ckpt.pt'] if path.is_dir() else [path]:
         try:
@@ -304,7 +311,9 @@ def load_checkpoint(path, warn=print):
             if zipfile.ZipFile(candidate).testzip():
                 raise ValueError
             checkpoint = torch.load(candidate, map_location='cpu', weights_only=True, mmap=True)
-            checkpoint['model_config'], checkpoint['optimizer'], checkpoint['model'].keys()
+            parts = [checkpoint[name] for name in ('model', 'optimizer', 'scaler', 'settings', 'model_config', 'data')]
+            if not all(isinstance(part, dict) for part in parts) or type(checkpoint['step']) is not int:
+                raise TypeError
         except FileNotFoundError:
             raise FileNotFoundError(f'there is no {candidate}: nothing to resume or load') from None
         except Exception as error:  # zip, pickle and torch each have their own; torch's advice to trust it is bad
@@ -313,13 +322,30 @@ def load_checkpoint(path, warn=print):
         else:
             if failure:
                 warn(f'warning: {failure}; going on from {candidate}, step {checkpoint["step"]}')
-            return checkpoint
+            return {**checkpoint, 'path': candidate}
     raise failure
 
 
-def check_resume(checkpoint, settings, config, dataset, path):
+def set_aside_newer(path):
+    """Give the checkpoints newer than this one, which are damaged, names that save_checkpoint() does not know: they
+    would take the places of whole ones."""
+    for newer in itertools.takewhile(lambda other: other != path, checkpoints(path.parent)):
+        os.replace(newer, newer.with_name(f'damaged_{newer.name}'))
+
+
+@contextlib.contextmanager
+def stranger(path):
+    """Whatever a checkpoint that is whole but not ours breaks, when it is taken apart here, is a ValueError."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        raise ValueError(f'{path} does not fit: {reason}') from error
+
+
+def check_resume(checkpoint, settings, config, dataset):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
-    old = checkpoint['settings']
+    path, old = checkpoint['path'], checkpoint['settings']
     old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
     model_config = {**asdict(type(config)()), **checkpoint['model_config']}  # fields that came later
     for name, value in asdict(config).items():
@@ -334,8 +360,39 @@ def check_resume(checkpoint, settings, config, dataset, path):
         if old[name] != getattr(settings, name):
             raise ValueError(f'{path} is a run with {name}={old[name]!r}, not {getattr(settings, name)!r}: its data '
                              'order would change (rows_per_step is gradient_accumulation_steps * batch_size)')
+    if not 0 <= checkpoint['step'] <= settings.max_iters:
+        raise ValueError(f'{path} is at step {checkpoint["step"]}, max_iters={settings.max_iters} lies before it')
     return {name: [old.get(name), value] for name, value in asdict(settings).items()
             if old.get(name) != value and name not in ('init_from', 'eval_only')}
+
+
+def load_weights(model, checkpoint):
+    """A checkpoint's weights; learned mixing weights that it lacks stay as they start. Refused where they would mean
+    something else in this model, which the shapes alone do not tell."""
+    path = checkpoint['path']
+    theirs, ours = ({**asdict(c), 'n_kv_head': c.kv_heads, 'n_inner': c.ffn_width}
+                    for c in (type(model.config)(**checkpoint['model_config']), model.config))
+    shape = 'arch vocab_size n_layer n_head n_embd n_kv_head n_inner rope_theta rope_scaling norm_eps tie_embeddings'
+    follows = {'n_inner': 'n_embd', 'n_kv_head': 'n_head'}  # where they are 0
+    if flags := [f'--{name}={theirs[name]}' for name in shape.split()
+                 if any(theirs[n] != ours[n] for n in (name, follows.get(name, name)))]:
+        raise ValueError(f'{path} does not fit this model; it needs {" ".join(flags)}')
+    missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
+    wrong = unexpected + [name for name in missing if not any(part in name for part in MIXING)]
+    if wrong:
+        raise ValueError(f'{path} does not fit this model: {", ".join(wrong[:3])}{" ..." if len(wrong) > 3 else ""}')
+
+
+def load_state(optimizer, scaler, checkpoint):
+    """AdamW's moments and the loss scale; weight_decay and betas are those of the settings, which may have changed."""
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    for i, state in checkpoint['optimizer']['state'].items():  # AdamW itself would write past the end of smaller ones
+        shapes = {'step': (), 'exp_avg': params[i].shape, 'exp_avg_sq': params[i].shape}
+        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+            raise ValueError(f'{checkpoint["path"]} has moments that are not of its weights')
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': checkpoint['optimizer']['state']})
+    if checkpoint['scaler']:  # empty where the run was not in float16
+        scaler.load_state_dict(checkpoint['scaler'])
 
 
 class Log:
@@ -347,20 +404,25 @@ class Log:
             for line in path.read_text(errors='replace').splitlines():
                 try:
                     entry = json.loads(line)
-                except ValueError:  # the line that was being written when the run died
-                    break
-                if entry['step'] < step or (entry['step'] == step and 'loss' not in entry):
+                    kept = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
+                except (ValueError, TypeError, LookupError):  # such as the one being written when the run died
+                    print(f'warning: {path} had a damaged line, left out now: {line[:60]}', file=sys.stderr)
+                    continue
+                if kept:
                     lines.append(line + '\n')
                     self.recent.append(entry.get('loss'))
         temporary = path.with_suffix('.tmp')
-        temporary.write_text(''.join(lines))
+        with open(temporary, 'w') as f:
+            f.write(''.join(lines))
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(temporary, path)
         self.file = open(path, 'a', buffering=1)
 
     def write(self, entry):
         """Write a line. A loss six standard deviations above the mean of the last ones gets "spike": true; returns
         whether."""
-        before = [loss for loss in self.recent if loss is not None]
+        before = [loss for loss in self.recent if isinstance(loss, float)]
         if 'loss' in entry and len(before) >= 20:
             if entry['loss'] > statistics.mean(before) + 6 * statistics.stdev(before):
                 entry['spike'] = True

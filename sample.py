@@ -14,7 +14,7 @@ import torch
 
 import tokenizer as tokenizers
 from configurator import configure, one_line_errors
-from data import load_checkpoint
+from data import load_checkpoint, stranger
 from model import GPT, GPTConfig
 from train import Machine, TrainConfig
 
@@ -47,13 +47,14 @@ def load_run(path, tokenizer=''):
     if weights and not (path / 'ckpt.pt').exists():
         return GPT.from_pretrained(path), tokenizers.load(tokenizer or path), None
     checkpoint = load_checkpoint(path)
-    trained = checkpoint['data']['tokenizer']
-    folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))
-    tokenizer = tokenizers.load(tokenizer or folder)
-    if tokenizer.sha256 != trained['sha256']:
-        raise ValueError(f'{path} was trained with another tokenizer than {tokenizer.name}')
-    model = GPT(GPTConfig(**checkpoint['model_config']))
-    model.load_state_dict(checkpoint['model'])
+    with stranger(path):
+        trained = checkpoint['data']['tokenizer']
+        folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))
+        tokenizer = tokenizers.load(tokenizer or folder)
+        if tokenizer.sha256 != trained['sha256']:
+            raise ValueError(f'{path} was trained with another tokenizer than {tokenizer.name}')
+        model = GPT(GPTConfig(**checkpoint['model_config']))
+        model.load_state_dict(checkpoint['model'])
     return model.eval(), tokenizer, checkpoint
 
 

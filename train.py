@@ -26,21 +26,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
 from data import (
+    MIXING,
     Dataset,
     Loader,
     Log,
     TrainingRows,
     check_resume,
+    checkpoints,
     load_checkpoint,
+    load_state,
+    load_weights,
     lock,
     provenance,
     save_checkpoint,
+    set_aside_newer,
+    stranger,
     validation_batches,
 )
 from model import GPT, GPTConfig, refuse
 
-MIXING = 'residual_lambda', '.dwa.'  # learned mixing weights, logged at every evaluation
 INTERRUPTED = 75  # exit status after SIGTERM or SIGINT: saved, to be resumed (EX_TEMPFAIL)
+
 
 @dataclass
 class TrainConfig:
@@ -69,7 +75,7 @@ class TrainConfig:
     eval_interval: int = 1000  # steps from one evaluation and checkpoint to the next
     eval_iters: int = 20  # validation batches per domain
     eval_only: bool = False  # evaluate and exit
-    log_interval: int = 1  # steps from one log line to the next
+    log_interval: int = 1  # steps from one log line, and one look at the signals, to the next
     keep_checkpoints: int = 2  # ckpt.pt, and those before it as ckpt.pt.1, ...; besides, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
@@ -94,7 +100,7 @@ class TrainConfig:
         if self.dtype not in ('auto', 'float16', 'bfloat16', 'float32'):
             raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
         if self.init_from == 'auto':
-            self.init_from = 'resume' if any(Path(self.out_dir).glob('ckpt.pt*')) else 'scratch'
+            self.init_from = 'resume' if checkpoints(self.out_dir) else 'scratch'
         if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
             raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
                              'Hugging Face folder')
@@ -139,7 +145,8 @@ class Machine:
         self.micro_steps = settings.gradient_accumulation_steps // self.world_size
         if self.distributed:
             backend = settings.backend if settings.backend != 'auto' else 'nccl' if self.kind == 'cuda' else 'gloo'
-            dist.init_process_group(backend, device_id=self.device if backend == 'nccl' else None)
+            dist.init_process_group(backend, device_id=self.device if backend == 'nccl' else None,
+                                    timeout=datetime.timedelta(hours=1))  # one process alone verifies the dataset
 
     def autocast(self):
         if self.dtype == 'float32':
@@ -238,7 +245,8 @@ def train_step(model, optimizer, scaler, machine, next_batch, grad_clip):
         x, y = next_batch()
         with machine.autocast():
             _, loss = model(x, y)
-        scaler.scale(loss / machine.micro_steps).backward()
+        poison = 1 + 0 * loss.detach()  # 1, or NaN: a loss may be infinite and its gradient not
+        scaler.scale(poison * loss / machine.micro_steps).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
@@ -272,17 +280,19 @@ class Signals:
     """SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on. The handlers before come back at exit."""
 
     def __enter__(self):
-        self.save = self.stop = False
+        self.come = []
         numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        self.before = {number: signal.signal(number, lambda n, frame: self.come.append(n)) for number in numbers}
         return self
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def handle(self, number, frame):
-        self.save, self.stop = True, self.stop or number != signal.SIGUSR1
+    def take(self):
+        """(save?, stop?), each signal once, whenever it comes."""
+        come, self.come = self.come, []
+        return bool(come), any(number != signal.SIGUSR1 for number in come)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -320,7 +330,8 @@ def prepare_run(settings, config, machine):
         if theirs.config.block_size < config.block_size:
             raise ValueError(f'{settings.init_from} takes {theirs.config.block_size} positions, not '
                              f'block_size={config.block_size}')
-        return dataset, rows, {'model': theirs.state_dict(), 'model_config': asdict(theirs.config)}
+        return dataset, rows, {'model': theirs.state_dict(), 'model_config': asdict(theirs.config),
+                               'path': settings.init_from}
     return dataset, rows, load_checkpoint(out if settings.init_from == 'resume' else settings.init_from, warn)
 
 
@@ -328,11 +339,16 @@ def run(settings, config, machine, closing):
     """Returns whether it was interrupted."""
     try:
         dataset, rows, checkpoint = prepare_run(settings, config, machine)
-        out, resume = Path(settings.out_dir), settings.init_from == 'resume'
-        changed = check_resume(checkpoint, settings, config, dataset, out) if resume else {}
-        model = GPT(config, settings.seed)
+        out, resume, changed = Path(settings.out_dir), settings.init_from == 'resume', {}
+        model = GPT(config, settings.seed).to(machine.device)
+        optimizer, scaler = make_optimizer(model, settings), machine.scaler()
         if checkpoint:
-            load_weights(model, checkpoint, out / 'ckpt.pt' if resume else settings.init_from)
+            with stranger(checkpoint['path']):
+                if resume:
+                    changed = check_resume(checkpoint, settings, config, dataset)
+                load_weights(model, checkpoint)
+                if resume:
+                    load_state(optimizer, scaler, checkpoint)
         if machine.is_first and not settings.eval_only:
             out.mkdir(parents=True, exist_ok=True)
             closing.enter_context(lock(out))
@@ -341,13 +357,8 @@ def run(settings, config, machine, closing):
         outcome = error
     machine.agree(outcome)
 
-    model.to(machine.device)
-    optimizer, scaler = make_optimizer(model, settings), machine.scaler()
-    if resume:
-        # Only the state: weight_decay and betas are those of the settings, which may have changed.
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': checkpoint['optimizer']['state']})
-        if checkpoint['scaler']:  # empty where the run was not in float16
-            scaler.load_state_dict(checkpoint['scaler'])
+    if resume and machine.is_first and not settings.eval_only:
+        set_aside_newer(checkpoint['path'])
     state = checkpoint if resume else {}
     wandb_id, best = state.get('wandb_id'), state.get('best', math.inf)
     skips = torch.tensor(state.get('skipped', (0, 0)), device=machine.device)  # all, and the last ones in a row
@@ -406,13 +417,16 @@ def run(settings, config, machine, closing):
                     report({'step': step, 'val': losses, **({'mixing': mixing} if mixing else {})})
                     print(f'step {step} | validation loss {losses["mean"]:.4f}')
                 os.fsync(log.file)  # lines first, checkpoint then: no step of it can be missing
-                data = {'row': step * settings.rows_per_step, 'sha256': dataset.hashes(),
-                        'tokenizer': {k: dataset.meta['tokenizer'][k] for k in ('name', 'sha256')}}
-                save_checkpoint(out, {
-                    'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'scaler': scaler.state_dict(),
-                    'step': step, 'settings': asdict(settings), 'model_config': asdict(config), 'data': data,
-                    'best': best, 'skipped': skips.tolist(), 'wandb_id': wandb_id, 'provenance': origin,
-                }, settings.keep_checkpoints, names)
+                if losses and not math.isfinite(losses['mean']):
+                    print('warning: that is not finite: no checkpoint, the ones before stay', file=sys.stderr)
+                else:
+                    data = {'row': step * settings.rows_per_step, 'sha256': dataset.hashes(),
+                            'tokenizer': {k: dataset.meta['tokenizer'][k] for k in ('name', 'sha256')}}
+                    save_checkpoint(out, {
+                        'model': model.state_dict(), 'optimizer': optimizer.state_dict(),
+                        'scaler': scaler.state_dict(), 'step': step, 'settings': asdict(settings),
+                        'model_config': asdict(config), 'data': data, 'best': best, 'skipped': skips.tolist(),
+                        'wandb_id': wandb_id, 'provenance': origin}, settings.keep_checkpoints, names)
             save, clock, steps_timed = False, time.perf_counter(), 0
         if last or stop:
             break
@@ -426,8 +440,7 @@ def run(settings, config, machine, closing):
         skipped = ~norm.isfinite()
         skips = torch.stack((skips[0] + skipped, (skips[1] + 1) * skipped))
         if step % settings.log_interval == 0:
-            asked = torch.tensor((signals.save, signals.stop), device=machine.device)
-            signals.save = False
+            asked = torch.tensor(signals.take(), device=machine.device)
             loss, save, stop = machine.sum(torch.cat((loss[None], asked))).tolist()  # waits for the device
             loss /= machine.world_size
             total, in_a_row = skips.tolist()
@@ -448,33 +461,16 @@ def run(settings, config, machine, closing):
             if settings.max_skipped and in_a_row >= settings.max_skipped:
                 machine.agree(FloatingPointError(
                     f'{in_a_row} steps in a row, up to step {step}, had a loss or gradient that is not finite, and '
-                    f'were skipped; resume {out}/ckpt.pt, the last checkpoint, with other settings'))
+                    f'were skipped; resume {out}/ckpt.pt, the last checkpoint, with other settings, or start from '
+                    f'{out}/ckpt_best.pt'))
             clock, steps_timed = time.perf_counter(), 0
     loader.close()
+    machine.agree(step)  # leave together: torchrun kills those that have not finished soon after the first one left
     if machine.is_first:
         print(f'finished at step {step}' if last else f'interrupted, and saved, at step {step}')
     with contextlib.suppress(Exception):  # there may be none
         tracker.finish()
     return not last
-
-
-def load_weights(model, checkpoint, path):
-    """A checkpoint's weights; learned mixing weights that it lacks stay as they start. Refused where they would mean
-    something else in this model, which the shapes alone do not tell."""
-    theirs, ours = ({**asdict(c), 'n_kv_head': c.kv_heads, 'n_inner': c.ffn_width}
-                    for c in (GPTConfig(**checkpoint['model_config']), model.config))
-    shape = 'arch vocab_size n_layer n_head n_embd n_kv_head n_inner rope_theta rope_scaling norm_eps tie_embeddings'
-    follows = {'n_inner': 'n_embd', 'n_kv_head': 'n_head'}  # where they are 0
-    if flags := [f'--{name}={theirs[name]}' for name in shape.split()
-                 if any(theirs[n] != ours[n] for n in (name, follows.get(name, name)))]:
-        raise ValueError(f'{path} does not fit this model; it needs {" ".join(flags)}')
-    try:
-        missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
-    except RuntimeError as error:
-        raise ValueError(f'{path} does not fit this model: {" ".join(str(error).split())[:300]}') from error
-    wrong = unexpected + [name for name in missing if not any(part in name for part in MIXING)]
-    if wrong:
-        raise ValueError(f'{path} does not fit this model: {", ".join(wrong[:3])}{" ..." if len(wrong) > 3 else ""}')
 
 
 def main():

@@ -983,7 +983,7 @@ def test_a_neutral_learned_residual_begins_where_vanilla_ended(work):
     assert lines[0] == lines[1] != lines[2]
     vanilla = GPT.from_pretrained('from/vanilla')
     residual = GPT(GPTConfig(**{**vanilla.config.__dict__, **neutral})).eval()
-    train.load_weights(residual, {'model': vanilla.state_dict(), 'model_config': vanilla.config.__dict__}, 'vanilla')
+    data.load_weights(residual, {'model': vanilla.state_dict(), 'model_config': vanilla.config.__dict__, 'path': ''})
     assert torch.equal(residual(tokens(vocabulary=64))[0], vanilla(tokens(vocabulary=64))[0])
     assert_equal_logits(lambda idx: residual(idx % 64), lambda idx: model(idx % 64))
 

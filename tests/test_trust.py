@@ -58,8 +58,8 @@ def dying_fsync(file):
     fsync(file)
 
 def dying_replace(source, target):
-    if str(target).endswith('ckpt.pt') and at(2, 'replace'):  # the one before has another name by now
-        die()
+    if str(target).endswith('ckpt.pt') and at(1 if case == 'before the first rename' else 2, 'replace'):
+        die()  # the second time, the one before has another name by now
     replace(source, target)
 
 def dying_write(self, entry):
@@ -86,7 +86,7 @@ def eventful_step(model, optimizer, *rest):
 train.train_step = eventful_step
 if case == 'before flush':
     os.fsync = dying_fsync
-elif case == 'before rename':
+elif case.endswith('rename'):
     os.replace = dying_replace
 elif case == 'in the middle of an append':
     data.Log.write = dying_write
@@ -108,13 +108,18 @@ def several(driver, case, out_dir, **options):
 
 # --- kills -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('moment, whole_ones', [('before flush', {'ckpt.pt': 0}), ('before rename', {'ckpt.pt.1': 0}),
-                                                ('in the middle of an append', {'ckpt.pt': 6, 'ckpt.pt.1': 0})])
-def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(driver, whole, moment, whole_ones):
-    name, options = f'out/{moment}', dict(init_from='auto', save_steps=())
+@pytest.mark.parametrize('keep', [1, 2])
+@pytest.mark.parametrize('moment, whole_ones', [
+    ('before flush', {'ckpt.pt': 0, 'ckpt_best.pt': 0}), ('before the first rename', {'ckpt_best.pt': 0}),
+    ('before rename', {'ckpt.pt.1': 0, 'ckpt_best.pt': 6}),
+    ('in the middle of an append', {'ckpt.pt': 6, 'ckpt.pt.1': 0, 'ckpt_best.pt': 6})])
+def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(driver, whole, moment, whole_ones, keep):
+    name, options = f'out/{moment} {keep}', dict(init_from='auto', save_steps=(), keep_checkpoints=keep)
     status, _, err = finish(start(driver, moment, *command_line(name, options)))
     assert status == -signal.SIGKILL, err
-    assert {path.name: load(path)['step'] for path in data.checkpoints(Path(name))} == whole_ones
+    if keep == 1 and 'ckpt.pt' in whole_ones:
+        whole_ones = {kept: step for kept, step in whole_ones.items() if kept != 'ckpt.pt.1'}
+    assert {path.name: load(path)['step'] for path in data.checkpoints(name)} == whole_ones
     good(name, **options)
     assert_same_run(name, whole)
 
@@ -199,8 +204,23 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whol
 def test_sigusr1_saves_once_and_goes_on(monkeypatch, whole):
     status, _ = signalled(monkeypatch, signal.SIGUSR1, 8, 'out/usr1', keep_checkpoints=9)
     assert status == 0
-    assert [load(path)['step'] for path in data.checkpoints(Path('out/usr1'))] == [12, 9, 6, 0]
+    assert [load(path)['step'] for path in data.checkpoints('out/usr1')] == [12, 9, 6, 0, 12]
     assert_same_run('out/usr1', whole)
+
+
+@pytest.mark.parametrize('number, saved', [(signal.SIGTERM, [6, 0]), (signal.SIGUSR1, [9, 6, 0])])
+def test_a_signal_between_the_look_at_the_signals_and_their_clearing_is_not_lost(monkeypatch, work, number, saved):
+    tensor, calls, name = torch.tensor, iter(range(10**9)), f'out/between {number.name}'
+
+    def signalled_tensor(value, *args, **kwargs):
+        made = tensor(value, *args, **kwargs)
+        if isinstance(value, tuple) and list(map(type, value)) == [bool, bool] and next(calls) == 4:
+            os.kill(os.getpid(), number)
+        return made
+    monkeypatch.setattr(torch, 'tensor', signalled_tensor)
+    status, _ = here(name, eval_interval=9, max_iters=9, save_steps=(), keep_checkpoints=9)
+    assert status == (75 if number == signal.SIGTERM else 0)
+    assert [load(path)['step'] for path in data.checkpoints(name) if path.name != 'ckpt_best.pt'] == saved
 
 
 def test_a_signal_is_heeded_at_the_next_log_line(monkeypatch, work):
@@ -242,10 +262,11 @@ def test_a_run_goes_on_with_three_and_then_four_processes(work):
 
 def test_the_last_checkpoints_are_kept_and_the_best(work):
     good('out/keep', max_iters=5, eval_interval=1, save_steps=(), keep_checkpoints=3)
-    assert [load(path)['step'] for path in data.checkpoints(Path('out/keep'))] == [5, 4, 3]
+    assert [(path.name, load(path)['step']) for path in data.checkpoints('out/keep')] == [
+        ('ckpt.pt', 5), ('ckpt.pt.1', 4), ('ckpt.pt.2', 3), ('ckpt_best.pt', 5)]
     good('out/keep', max_iters=6, eval_interval=1, save_steps=(), keep_checkpoints=1, init_from='resume')
-    assert [load(path)['step'] for path in data.checkpoints(Path('out/keep'))] == [6]
-    assert Path('out/keep/ckpt_best.pt').exists()
+    assert [(path.name, load(path)['step']) for path in data.checkpoints('out/keep')] == [
+        ('ckpt.pt', 6), ('ckpt_best.pt', 6)]
 
 
 @pytest.mark.parametrize('damage', ['one bit', 'truncated', 'missing'])
@@ -260,9 +281,53 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, whole, d
         newest.write_bytes(content if damage == 'one bit' else content[:len(content) // 2])
     text = good(name, init_from='auto')
     assert ('warning: ' in text and 'damaged' in text) == (damage != 'missing')
+    assert Path(name, 'damaged_ckpt.pt').exists() == (damage != 'missing')  # not in the place of a whole one
+    assert [load(path)['step'] for path in data.checkpoints(name)] == [12, 6, 12]
     assert load(f'{name}/ckpt.pt')['step'] == 12 and losses(name).items() >= losses(whole).items()
     assert [e for e in history(name) if e['step'] > 6 and 'loss' in e] == [
         e for e in history(whole) if e['step'] > 6 and 'loss' in e]
+
+
+def test_the_best_checkpoint_is_the_last_resort(work, whole):
+    good('out/resort', max_iters=9, eval_interval=3, save_steps=())
+    for path in data.checkpoints('out/resort')[:-1]:
+        path.unlink()
+        path.write_bytes(b'damaged')
+    assert 'going on from out/resort/ckpt_best.pt, step 9' in good('out/resort', init_from='auto')
+    assert losses('out/resort').items() >= losses(whole).items()
+
+
+FOREIGN = {
+    'no step': dict(step=None), 'step': dict(step='7'), 'negative step': dict(step=-3), 'no scaler': dict(scaler=None),
+    'settings': dict(settings={}), 'data': dict(data={}), 'data within': dict(data={'tokenizer': 3}),
+    'config': dict(model_config=3), 'unknown field': dict(model_config={'evil': 1}),
+    'wrong field': dict(model_config={'n_head': 'many'}), 'weight': dict(model={'lm_head.weight': 3}),
+    'moments': dict(optimizer={'state': {0: {'step': torch.ones(()), 'exp_avg': torch.ones(1), 'exp_avg_sq':
+                                             torch.ones(1)}}}),
+    'moment': dict(optimizer={'state': {0: {'exp_avg': 3}}}), 'parameter': dict(optimizer={'state': {99: {}}}),
+    'optimizer': dict(optimizer={})}
+
+
+@pytest.mark.parametrize('change', FOREIGN)
+def test_a_checkpoint_of_another_make_is_one_line(work, whole, change):
+    name = f'out/foreign {change}'
+    Path(name).mkdir()
+    checkpoint = {**load(f'{whole}/ckpt_6.pt'), **FOREIGN[change]}
+    torch.save({key: value for key, value in checkpoint.items() if value is not None}, f'{name}/ckpt.pt')
+    status, _ = here(name, init_from='resume')
+    assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status, status
+    assert f'{name}/ckpt.pt' in status and os.listdir(name) == ['ckpt.pt']
+
+
+def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(work, whole, capsys):
+    shutil.copytree(whole, 'out/lines')
+    path = Path('out/lines/log.jsonl')
+    lines = path.read_text().splitlines()
+    strange = ['{"step": 1, "lo', '3', '[]', 'null', '{"stdp": 3}', '{"step": "3"}', '\x00']
+    path.write_text('\n'.join([*lines[:3], *strange, *lines[3:], '{"step": 12, "los']))
+    good('out/lines', init_from='resume', max_iters=14)
+    assert log('out/lines')[:len(lines)] == log(whole)
+    assert capsys.readouterr().err.count('damaged line') == 8
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -302,6 +367,33 @@ def test_too_many_such_steps_in_a_row_stop_the_run_and_name_the_last_checkpoint(
     checkpoint = load('out/stopped/ckpt.pt')
     assert checkpoint['step'] == 6 and checkpoint['skipped'] == [4, 2]
     assert all(value.isfinite().all() for value in checkpoint['model'].values())
+
+
+def test_a_diverged_run_keeps_the_checkpoint_that_was_good(work):
+    status, _ = here('out/diverged', dtype='float16', learning_rate=1e6, warmup_iters=5, eval_interval=5, max_iters=200,
+                     save_steps=())
+    assert status.startswith('error: 20 steps in a row') and 'out/diverged/ckpt.pt' in status, status
+    validation = {e['step']: e['val']['mean'] for e in log('out/diverged') if 'val' in e}
+    step = load('out/diverged/ckpt.pt')['step']
+    assert validation[step] is not None and step < max(validation) and validation[max(validation)] is None
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16'])
+def test_an_infinite_loss_with_a_finite_gradient_is_skipped_too(work, monkeypatch, dtype):
+    step, calls = train.train_step, iter(range(10**9))
+
+    def infinite_step(model, *rest):
+        hook = model.register_forward_hook(lambda module, args, out: (None, out[1] + math.inf))
+        try:
+            return step(model, *rest)
+        finally:
+            hook.remove()
+    monkeypatch.setattr(train, 'train_step', lambda *args: (infinite_step if next(calls) == 3 else step)(*args))
+    name = f'out/inf-{dtype}'
+    good(name, dtype=dtype, max_iters=6, eval_interval=0, save_steps=(3, 4))
+    before, after = load(f'{name}/ckpt_3.pt'), load(f'{name}/ckpt_4.pt')
+    assert all(torch.equal(before['model'][key], after['model'][key]) for key in before['model'])
+    assert [e['skipped'] for e in log(name) if 'loss' in e] == [0, 0, 0, 1, 1, 1]
 
 
 def test_the_scale_of_float16_has_a_floor(work, monkeypatch):
