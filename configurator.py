@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import re
 import runpy
@@ -94,6 +95,8 @@ def convert(value, hint, where, text=None):
         if isinstance(value, bool):  # an int to Python, but not to a person
             if kind is bool:
                 return value
+        elif isinstance(value, float) and not math.isfinite(value):  # 1e999
+            break
         elif kind is int and isinstance(value, float) and value.is_integer():  # 2e6
             return int(value)
         elif kind is float and isinstance(value, int) and abs(value) < 1e308:

@@ -38,6 +38,7 @@ class Dataset:
 
     def __init__(self, name):
         self.folder = Path('data', name)
+        again = f'delete {self.folder} and prepare it again'
         try:
             self.meta = json.loads((self.folder / 'meta.json').read_text())
             version = self.meta['format']
@@ -45,10 +46,9 @@ class Dataset:
             raise FileNotFoundError(f'no prepared dataset in {self.folder}; prepare it with: python '
                                     f'prepare_slimpajama.py --source=... --out={self.folder}') from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{self.folder}/meta.json is damaged ({error}); prepare the dataset again') from None
+            raise ValueError(f'{self.folder}/meta.json is damaged ({error}); {again}') from None
         if version != FORMAT:
-            raise ValueError(f'{self.folder}/meta.json has format {version}, this program reads {FORMAT}; prepare the '
-                             'dataset again')
+            raise ValueError(f'{self.folder}/meta.json has format {version}, this program reads {FORMAT}; {again}')
         try:
             validation = {domain: found['tokens'] for domain, found in self.meta['splits']['validation'].items()}
             kinds = {'name': str, 'sha256': str, 'n_vocab': int, 'tokens': int, 'bytes': int}
@@ -58,14 +58,14 @@ class Dataset:
                 raise TypeError(f'{wrong[0]} is not of its type')
             self.meta['splits']['train'].keys()
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f'{self.folder}/meta.json is damaged ({error}); prepare the dataset again') from None
+            raise ValueError(f'{self.folder}/meta.json is damaged ({error}); {again}') from None
         if min(validation.values(), default=0) < 2:
             raise ValueError(f'{self.folder} has validation domains without a token to predict: {validation}')
         for path, expected in self.files():
             size = path.stat().st_size if path.exists() else -1
             if size != 2 * expected['tokens']:
                 found = 'is missing' if size < 0 else f'has {size:,} bytes, not {2 * expected["tokens"]:,}'
-                raise ValueError(f'{path} {found}; prepare the dataset again')
+                raise ValueError(f'{path} {found}; {again}')
 
     def files(self):
         return [(self.folder / split / f'{domain}.bin', expected)
@@ -90,7 +90,7 @@ class Dataset:
                     found = hashlib.file_digest(f, 'sha256').hexdigest()
                 if found != expected['sha256']:
                     raise ValueError(f'{path} was altered: its sha256 is {found[:12]}..., meta.json says '
-                                     f'{expected["sha256"][:12]}...; prepare the dataset again')
+                                     f'{expected["sha256"][:12]}...; delete {self.folder} and prepare it again')
             fresh[str(path.relative_to(self.folder))] = mark
         if fresh != known:
             try:

@@ -12,7 +12,6 @@ of plain text files, whose first-level sub-folders are the domains; or 'stdlib',
 validation split, a document is validation when hash(seed, text) < val_fraction, and each domain's first one always is.
 Plain text is read as UTF-8 (other bytes become U+FFFD); hidden, empty and binary files (a NUL byte) are skipped. A
 text file over a twentieth of its domain is cut at line ends, so that one long file can be split, too.
-
 Written are <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by <|endoftext|>), a copy of
 tokenizer.json, and last meta.json, whose presence means complete. Files come in seeded order, documents shuffled in
 each (in blocks of 64 MB), and each domain is filled up to its share of --tokens, whatever --workers and interruptions.
@@ -76,7 +75,6 @@ class Settings:
 
 
 # ---- Sources. All of them become a list of units; a unit's documents are read by one worker.
-
 class Unit(NamedTuple):
     name: str          # path within the source: decides its place in the order and the shuffling of its documents
     split: str         # 'train', 'validation', or 'hash': each document's hash decides
@@ -161,7 +159,6 @@ def text_units(domain, root, paths, seed):
 
 
 # ---- Readers: iterators over (domain, text). Their ValueErrors and OSErrors name the line.
-
 def read_text(domain, paths, longest):
     for path in paths:
         with open(path, encoding='utf-8', errors='replace', newline='') as f:
@@ -206,9 +203,11 @@ def parquet_rows(path):
     with pyarrow.parquet.ParquetFile(path) as file:
         if missing := {'text', 'meta'} - set(file.schema_arrow.names):
             raise ValueError(f'no column {min(missing)}: it has {", ".join(file.schema_arrow.names)}')
-        batches = file.iter_batches(batch_size=64, columns=['text', 'meta'])
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from ((f'row {number}', row) for number, row in enumerate(rows, 1))
+        numbers = itertools.count(1)
+        for batch in file.iter_batches(batch_size=4, columns=['text', 'meta']):  # few: each may be long
+            if batch.nbytes > 4 * MAX_LINE:
+                raise ValueError(f'row {next(numbers)}, or one of the next three, is longer than {MAX_LINE >> 20} MB')
+            yield from ((f'row {next(numbers)}', row) for row in batch.to_pylist())
 
 
 def hub_rows(source, revision, path):
@@ -250,11 +249,9 @@ def first_line(error):
 
 
 # ---- The worker: one unit -> one spill file, which the parent merges: so both processes' memory is bounded.
-
 def tokenize_unit(unit, room, spill, tokenizer_path, seed, val_fraction):
     """Write the documents of `unit` to the file `spill`, each as RECORD and ids, in shuffled order. Returns None, or
     what is wrong with the unit: no error if the parent turns out to have enough before it gets there.
-
     `room` is {domain: training tokens still wanted}, an upper bound, because units before this one may still be on
     their way. The parent decides where a domain ends; the worker stops when there is surely no need for more."""
     encoder, domains, seen = load_tokenizer(tokenizer_path), list(room), set()
@@ -303,7 +300,6 @@ def start_worker():
 
 
 # ---- The parent: start workers, merge what they return strictly in order, and be ready to be killed at any moment.
-
 def prepare(settings):
     """Make the dataset settings.out, or continue it, or find it complete. ValueError, OSError: one line says why."""
     out = Path(settings.out)
@@ -317,9 +313,13 @@ def prepare(settings):
         except OSError as error:
             if isinstance(error, BlockingIOError):  # some network file systems have no locks
                 raise OSError(f'another process is writing to {out}') from error
-        saved = next((json.loads(path.read_text()) for path in (out / 'meta.json', out / 'progress.json')
-                      if path.exists()), None)
-        if changed := [key for key in asked if saved and saved['asked'][key] != asked[key]]:
+        try:
+            saved = next((json.loads(path.read_text()) for path in (out / 'meta.json', out / 'progress.json')
+                          if path.exists()), None)
+            changed = [key for key in asked if saved is not None and saved['asked'][key] != asked[key]]
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f'{out} has a damaged meta.json or progress.json ({error}): delete {out}') from error
+        if changed:
             raise ValueError(f'{out} was begun with --{changed[0]}={saved["asked"][changed[0]]}: keep the settings, '
                              f'choose another --out, or delete {out}')
         shutil.rmtree(out / '.spill', ignore_errors=True)

@@ -81,7 +81,7 @@ def test_a_value_on_the_command_line_becomes_the_type_of_its_setting(argument, n
     ('--steps=', ['--steps', 'int']), ('--steps=None', ['--steps', 'int', 'None']),
     ('--steps=(1,)', ['--steps', 'int']),
     ('--rate=fast', ['--rate', 'float', "'fast'"]), ('--rate=True', ['--rate', 'float']),
-    ('--rate=1' + 400 * '0', ['--rate', 'float']),
+    ('--rate=1' + 400 * '0', ['--rate', 'float']), ('--rate=-1e999', ['--rate', 'float']),
     ('--on=1', ['--on', 'bool', '1']), ('--on=yes', ['--on', 'bool', "'yes'"]),
     ('--pair=5', ['--pair', 'tuple', '(5,)']), ('--pair={}', ['--pair', 'tuple']),
     ('--weights=(1, 2)', ['--weights', 'dict']), ('--weights={[]: 1}', ['--weights', 'dict']),

@@ -512,6 +512,37 @@ def test_a_hostile_file_of_a_giant_document_is_refused_in_little_memory(tmp_path
     assert message == 'line 1 is longer than 1 MB' and int(megabytes) < 64, done.stdout + done.stderr
 
 
+def test_many_long_rows_of_parquet_made_of_one_text_take_little_memory(tmp_path):
+    pyarrow = pytest.importorskip('pyarrow')
+    parquet = pytest.importorskip('pyarrow.parquet')
+    meta = {'redpajama_set_name': 'RedPajamaC4'}
+    for name, text, rows in (('good', 'ab', 1), ('bomb', 'a' * 2**23, 40)):
+        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text]))
+        table = pyarrow.table({'text': texts, 'meta': pyarrow.array([meta] * rows)})
+        parquet.write_table(table, tmp_path / f'{name}.parquet', compression='zstd', store_schema=False)
+    assert (tmp_path / 'bomb.parquet').stat().st_size < 2**14
+    done = subprocess.run([sys.executable, '-c', HOSTILE, 'good.parquet', 'bomb.parquet'], cwd=tmp_path,
+                          capture_output=True, text=True)
+    message, _, megabytes = done.stdout.strip().rpartition(' ')
+    assert message == 'row 1, or one of the next three, is longer than 1 MB' and int(megabytes) < 128, done.stderr
+
+
+@pytest.mark.parametrize('name', ['meta.json', 'progress.json'])
+@pytest.mark.parametrize('content', ['', '{"asked"', '3', '[]', '{}', '{"asked": 3}', '{"asked": {}}'])
+def test_a_damaged_state_of_preparation_is_one_line(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match='has a damaged meta.json or progress.json .*: delete '):
+        prepare_slimpajama.prepare(prepare_slimpajama.Settings('stdlib', out=str(tmp_path), tokenizer='bytes'))
+
+
+def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
+    write_dataset(Path('data/cut'), {'train': {'A': 5000}, 'validation': {'A': 300}})
+    dataset = data.Dataset('cut')
+    os.truncate('data/cut/train/A.bin', 4000)
+    with pytest.raises(ValueError, match='data/cut/train/A.bin was cut off'):
+        data.TrainingRows(dataset, 32, seed=1).batch(200)
+
+
 def test_a_row_of_parquet_that_is_too_long_is_refused(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip('pyarrow')
     parquet = pytest.importorskip('pyarrow.parquet')
