@@ -16,17 +16,20 @@ flash, cudnn, efficient the attention kernel
 chunk=8192              rows of logits that are in memory at once
 checkpointed            train.py's --activation_checkpointing
 ddp-first               under torchrun: compile what DistributedDataParallel has wrapped, not the other way round
+bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100 MB; its static_graph
 """
 import contextlib
 import functools
+import gc
 import json
 import os
+import re
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -80,14 +83,19 @@ class Levers:
     """What a row's name asks for after its first colon."""
 
     def __init__(self, words):
-        self.name = ':'.join(words)
+        self.name, flags = ':'.join(words), {'eager', 'checkpointed', 'ddp-first', 'static', *KERNELS}
+        modes, values = torch._inductor.list_mode_options(), {}
+        for word in words:
+            name, _, value = word.partition('=')
+            if name in ('chunk', 'bucket') and value.isdecimal() and int(value) or name == 'mode' and value in modes:
+                values[name] = value
+            elif word not in flags:
+                raise ValueError(f'no lever {word!r}; there are {", ".join(sorted(flags))}, chunk=N, bucket=N and '
+                                 f'mode={" or ".join(modes)}')
         self.eager, self.ddp_first, self.checkpointed = (n in words for n in ('eager', 'ddp-first', 'checkpointed'))
         self.kernels = [KERNELS[word] for word in words if word in KERNELS]
-        values = dict(word.split('=', 1) for word in words if '=' in word)
-        known = {'eager', 'ddp-first', 'checkpointed', *KERNELS}
-        if wrong := [word for word in words if word not in known and not word.startswith(('mode=', 'chunk='))]:
-            raise ValueError(f'no lever {wrong[0]!r}; there are {", ".join(sorted(known))}, mode= and chunk=')
         self.mode, self.chunk = values.get('mode'), int(values.get('chunk', model_file.LOSS_CHUNK))
+        self.ddp = {'bucket_cap_mb': int(values.get('bucket', 25)), 'static_graph': 'static' in words}
 
     def compile(self, model, settings):
         if self.eager or not settings.compile:
@@ -130,21 +138,24 @@ def build(name, settings, config):
 class Row:
     """One line of the training table: a model, its optimizer, its times."""
 
-    def __init__(self, name, settings, config, machine):
+    def __init__(self, name, problem=None):
+        self.name, self.problem = name, problem
+
+    def build(self, settings, config, machine):
         before = allocated(machine)
-        model, counted, self.levers = build(name, settings, config)
-        self.name, self.machine, self.settings = name, machine, settings
+        model, counted, self.levers = build(self.name, settings, config)
+        self.machine, self.settings = machine, settings
         self.flops = counted.flops_per_token(config.block_size)
         model.to(machine.device)
         self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
         if self.levers.checkpointed:
             checkpoint_blocks(model)
         if self.levers.ddp_first:
-            self.model = self.levers.compile(distribute(model, machine), settings)
+            self.model = self.levers.compile(distribute(model, machine, **self.levers.ddp), settings)
         else:
-            self.model = distribute(self.levers.compile(model, settings), machine)
+            self.model = distribute(self.levers.compile(model, settings), machine, **self.levers.ddp)
         self.static = allocated(machine) - before
-        self.seconds, self.waiting, self.peak, self.first, self.problem = [], [], None, None, None
+        self.seconds, self.waiting, self.peak, self.first = [], [], None, None
 
     def step(self, next_batch, timed=False):
         waited = 0.0
@@ -160,9 +171,9 @@ class Row:
         if self.machine.kind == 'cuda':
             torch.cuda.reset_peak_memory_stats()
         with self.levers.pulled():
-            clock = Clock(self.machine)
+            seconds = stopwatch(self.machine)
             train_step(self.model, self.optimizer, self.scaler, self.machine, batch, self.settings.grad_clip)
-            elapsed = clock.seconds()
+            elapsed = seconds()
         if self.machine.kind == 'cuda':
             # The optimizer's state comes with the first step: from then on it belongs to this row, too.
             self.peak = torch.cuda.max_memory_allocated() - others
@@ -178,9 +189,12 @@ class Row:
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.machine.kind == 'cuda')
         with profile(activities=kinds) as trace:
             self.step(next_batch)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
         by = 'self_device_time_total' if self.machine.kind == 'cuda' else 'self_cpu_time_total'
-        events = sorted(trace.key_averages(), key=lambda event: -getattr(event, by))
+        ours = torch.autograd.DeviceType.CUDA if self.machine.kind == 'cuda' else torch.autograd.DeviceType.CPU
+        events = sorted((event for event in trace.key_averages() if event.device_type == ours  # no time counted twice
+                         and not event.is_user_annotation), key=lambda event: -getattr(event, by))
         total = sum(getattr(event, by) for event in events)
         print(f'\n| {self.name}: kernel | ms | share | calls |\n|---|---:|---:|---:|')
         for event in events[:10]:
@@ -199,22 +213,20 @@ class Row:
                 'seconds': self.seconds}
 
 
-class Clock:
-    """Seconds from here to seconds(), of the device: by events on its stream, where it has one."""
+def stopwatch(machine):
+    """A function that gives the device's seconds from here to its call: by events on its stream, if it has one."""
+    if machine.kind != 'cuda':
+        start = time.perf_counter()
+        return lambda: time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
 
-    def __init__(self, machine):
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if machine.kind == 'cuda' else None
-        if self.events:
-            torch.cuda.synchronize()
-            self.events[0].record()
-        self.start = time.perf_counter()
-
-    def seconds(self):
-        if not self.events:
-            return time.perf_counter() - self.start
-        self.events[1].record()
-        self.events[1].synchronize()
-        return self.events[0].elapsed_time(self.events[1]) / 1e3
+    def seconds():
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    return seconds
 
 
 def allocated(machine):
@@ -228,75 +240,85 @@ def names(settings):
     return variants + (['hf', 'hf:eager'] if settings.peers else [])
 
 
+def shape_of(config):
+    shape = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
+    for name, value in asdict(config).items():
+        if value != getattr(shape, name):
+            print(f'note: all rows share the shape, but not {name}: --variants=vanilla+{name}={value}', file=sys.stderr)
+    return shape
+
+
+def attempt(row, act, *args):
+    """Let a row do something. Where it fails, nothing stays of it but its problem: too little memory, or a kernel that
+    this device does not take, must not lose the other rows."""
+    try:
+        return act(*args)
+    except RuntimeError as error:
+        name, problem = row.name, (str(error).strip() or type(error).__name__).splitlines()[0][:100]
+        traceback.print_exc()
+    vars(row).clear()
+    row.__init__(name, problem)
+    gc.collect()  # its parts refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write(settings, numbers):
+    """The table's numbers as JSON. ValueError where no row has any."""
+    if settings.out and os.environ.get('RANK', '0') == '0':
+        Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
+    if all('problem' in row for row in numbers['rows']):
+        raise ValueError(f'no row could be timed: {numbers["rows"][0]["problem"]}')
+    return numbers
+
+
 def bench_training(settings, config):
-    machine = Machine(settings)
+    machine, config = Machine(settings), shape_of(config)
     machine.micro_steps = settings.micro_steps
-    config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
-    rows = []
-    for name in names(settings):
-        try:
-            rows.append(Row(name, settings, config, machine))
-        except torch.OutOfMemoryError:
-            rows.append(SimpleNamespace(name=name, problem='out of memory'))
+    rows = [Row(name) for name in names(settings)]
+    for row in rows:
+        attempt(row, row.build, settings, config, machine)
     micro_batches = settings.micro_steps * machine.world_size  # of a step, over all processes
-    if settings.real_data:
-        dataset = TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights)
-        loader = Loader(dataset, settings.batch_size, micro_batches, rank=machine.rank, world_size=machine.world_size,
-                        device=machine.device)
-        next_batch = loader.next
-    else:
-        size = (settings.batch_size, config.block_size)
-        fixed = [torch.randint(config.vocab_size, size, device=machine.device) for _ in range(2)]
-
-        def next_batch():
-            return fixed
-
+    fixed = torch.randint(config.vocab_size, (2, settings.batch_size, config.block_size), device=machine.device)
+    loader = Loader(TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights),
+                    settings.batch_size, micro_batches, rank=machine.rank, world_size=machine.world_size,
+                    device=machine.device) if settings.real_data else None
+    next_batch = loader.next if loader else lambda: fixed
     for timed, count in ((False, settings.warmup), (True, settings.rounds)):
         for _ in range(count):
             for row in rows:
-                if row.problem:
-                    continue
-                try:
-                    row.step(next_batch, timed)
-                except torch.OutOfMemoryError:
-                    row.problem = 'out of memory'
-                except RuntimeError as error:  # a kernel that this device or shape does not have
-                    if not row.levers.kernels:
-                        raise
-                    row.problem = str(error).splitlines()[0]
-                if row.problem:
-                    row.model = row.optimizer = None
-                    if machine.kind == 'cuda':
-                        torch.cuda.empty_cache()
+                if not row.problem:
+                    attempt(row, row.step, next_batch, timed)
 
     tokens = micro_batches * settings.batch_size * config.block_size
     whole = {row.name: row for row in rows if not row.problem}
     reference = {name: whole[name] for name in ('vanilla', 'hf', 'hf:eager') if name in whole}
     peak = machine.peak_flops() and machine.peak_flops() * machine.world_size
-    reports = [row.report(tokens, peak, reference) for row in whole.values()]
-    shape = {name: getattr(config, name) for name in SHAPE}
-    about = {**provenance(machine), 'compile': settings.compile, 'batch_size': settings.batch_size, **shape}
-    if settings.profile:
-        Path(settings.profile).mkdir(parents=True, exist_ok=True)
-        for row in whole.values():
-            row.profile(next_batch, settings.profile)
-        print()
+    reports = [{'name': row.name, 'problem': row.problem} if row.problem else row.report(tokens, peak, reference)
+               for row in rows]
+    about = {**provenance(machine), 'compile': settings.compile, 'batch_size': settings.batch_size,
+             **{name: getattr(config, name) for name in SHAPE}}
     print('  '.join(f'{k}={v}' for k, v in about.items()) + '\n')
     columns = ['row', 'ms/step', 'spread', 'first step s', 'tok/s', 'MFU', 'peak GiB', *(f'x {n}' for n in reference)]
     print(f'| {" | ".join(columns)} |\n|---|{"---:|" * (len(columns) - 1)}')
     for r in reports:
+        if 'problem' in r:
+            print(f'| {r["name"]} | {r["problem"]} |')
+            continue
         cells = [r['name'], f'{r["ms_per_step"]:,.1f}', f'{r["spread"]:.1%}', f'{r["first_step_s"]:.1f}',
                  f'{r["tok_per_s"]:,.0f}', cell(r['mfu'], '.1%'), cell(r['peak_gib'], '.2f'),
                  *(f'{ratio:.3f}' for ratio in r['speed_relative_to'].values())]
         print(f'| {" | ".join(cells)} |')
-    for row in rows:
-        if row.problem:
-            print(f'| {row.name} | {row.problem} |')
     print('\nspread: interquartile range / median; x NAME: speed relative to NAME, median over rounds')
-    if settings.real_data:
-        print(f'waiting for data: {max(r["waiting_for_data"] for r in reports):.2%} of a step, the worst row')
+    if loader and whole:
+        waiting = max(r['waiting_for_data'] for r in reports if 'problem' not in r)
+        print(f'waiting for data: {waiting:.2%} of a step, the worst row')
+    numbers = write(settings, {**about, 'settings': asdict(settings), 'rows': reports})
+    for row in whole.values() if settings.profile else ():  # at the end: it may take longer than there is time
+        row.profile(next_batch, settings.profile)
+    if loader:
         loader.close()
-    return {**about, 'settings': asdict(settings), 'rows': reports}
+    return numbers
 
 
 @dataclass
@@ -307,6 +329,11 @@ class DecodeConfig(BenchConfig):
     chunk: int = 2048  # tokens of a prefill's forward pass
     memory_gib: float = 0.0  # also the largest batch that fits into this much of a GPU's memory, and its speed
 
+    def __post_init__(self):
+        super().__post_init__()
+        if min(self.chunk, self.new_tokens, *self.batch_sizes) < 1:
+            raise ValueError('chunk, new_tokens and batch_sizes must be at least 1')
+
 
 class Decoder:
     """One line of the decoding table: a model with its weights in half precision on a GPU, and one cache."""
@@ -314,7 +341,9 @@ class Decoder:
     def __init__(self, name, settings, config, machine):
         before = allocated(machine)
         model, _, levers = build(name, settings, config)
-        self.name, self.settings, self.machine = name, settings, machine
+        if used := re.search('checkpointed|ddp-first|static|bucket=|chunk=', name):
+            raise ValueError(f'{name}: {used[0]} is a lever of training')
+        self.name, self.settings, self.machine, self.levers = name, settings, machine, levers
         self.model = model.to(machine.device, getattr(torch, machine.dtype)).eval()
         if not levers.mode and machine.kind == 'cuda':
             levers.mode = 'reduce-overhead'  # CUDA graphs
@@ -336,13 +365,14 @@ class Decoder:
             torch.cuda.reset_peak_memory_stats()
         self.cache.position.zero_()
         prompt = self.context - self.settings.new_tokens
-        clock = Clock(self.machine)
-        for chunk in self.idx[:, :prompt].split(self.settings.chunk, dim=1):
-            self.model(chunk, cache=self.cache, last_only=True)
-        prefilled, clock = clock.seconds(), Clock(self.machine)
-        for t in range(prompt, self.context):
-            self.one_token(self.idx[:, t:t + 1], cache=self.cache, last_only=True)[0].argmax(dim=-1)
-        decoded = clock.seconds()
+        seconds = stopwatch(self.machine)
+        with self.levers.pulled():
+            for chunk in self.idx[:, :prompt].split(self.settings.chunk, dim=1):
+                self.model(chunk, cache=self.cache, last_only=True)
+            prefilled, seconds = seconds(), stopwatch(self.machine)
+            for t in range(prompt, self.context):
+                self.one_token(self.idx[:, t:t + 1], cache=self.cache, last_only=True)[0].argmax(dim=-1)
+            decoded = seconds()
         if timed:
             self.prefill.append(prefilled / (self.batch * prompt))
             self.decode.append(decoded / self.settings.new_tokens)
@@ -361,12 +391,13 @@ class Decoder:
                     a / b for a, b in zip(vanilla.decode, self.decode, strict=True)) if vanilla else None}
 
     def fits(self, context, batch):
-        """Whether a batch can be decoded to the end of its context. The cache is not filled, only there."""
+        """Whether a batch can be decoded to the end of its context: its last chunk of a prefill fits, the largest."""
         try:
             self.start(batch, context)
-            self.cache.position.fill_(context - 1)
+            chunk = self.idx[:, :context - self.settings.new_tokens][:, -self.settings.chunk:]
+            self.cache.position.fill_(context - chunk.size(1))
             with torch.no_grad():
-                self.model(self.idx[:, -1:], cache=self.cache, last_only=True)
+                self.model(chunk, cache=self.cache, last_only=True)
             return True
         except torch.OutOfMemoryError:
             return False
@@ -387,8 +418,7 @@ def largest(fits):
 
 
 def bench_decode(settings, config):
-    machine = Machine(settings)
-    config = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
+    machine, config = Machine(settings), shape_of(config)
     for context in settings.contexts:
         if not settings.new_tokens < context <= config.block_size:
             raise ValueError(f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at most '
@@ -420,6 +450,7 @@ def bench_decode(settings, config):
         for row in decoders:
             if row.problem:
                 print(f'| {row.name} | {row.batch} | {row.context:,} | {row.problem} |')
+                reports.append({name: getattr(row, name) for name in ('name', 'batch', 'context', 'problem')})
                 continue
             r = row.report(vanilla)
             reports.append(r)
@@ -442,7 +473,7 @@ def bench_decode(settings, config):
                     measure([row], {row.name: batch}, context)
             torch.cuda.set_per_process_memory_fraction(1.0)
     print('\nspread: interquartile range / median; x vanilla: decoding speed, median over rounds')
-    return {**about, 'settings': asdict(settings), 'rows': reports}
+    return write(settings, {**about, 'settings': asdict(settings), 'rows': reports})
 
 
 def cell(value, form):
@@ -462,9 +493,7 @@ def main():
     with one_line_errors(ValueError, OSError), contextlib.redirect_stdout(quiet or sys.stdout):
         decode = sys.argv[1:2] == ['decode']
         settings, config = configure(DecodeConfig if decode else BenchConfig, GPTConfig, argv=sys.argv[1 + decode:])
-        numbers = (bench_decode if decode else bench_training)(settings, config)
-        if settings.out and not quiet:
-            Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
+        (bench_decode if decode else bench_training)(settings, config)
 
 
 if __name__ == '__main__':

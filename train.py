@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -180,11 +181,11 @@ class Machine:
 
     def peak_flops(self):
         """Dense half-precision tensor FLOP/s of one GPU, from the data sheets; None where unknown."""
-        peaks = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12,
-                 '4090': 165e12, '3090': 71e12, 'V100': 125e12, 'T4': 65e12}
-        if self.kind != 'cuda' or self.dtype == 'float32':
-            return None
-        return next((peak for name, peak in peaks.items() if name in self.name()), None)
+        peaks = {'B200': 2250e12, 'H[12]00 NVL': 835e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12,
+                 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
+        if self.kind != 'cuda' or self.dtype == 'float32' or re.search('MIG|Laptop|Ti$|D$', self.name()):
+            return None  # those are slices of, or other than, what they are called
+        return next((peak for name, peak in peaks.items() if re.search(rf'\b{name}\b', self.name())), None)
 
 
 # --- one step --------------------------------------------------------------------------------------------------------
@@ -215,11 +216,11 @@ def checkpoint_blocks(model):
         block.forward = checkpointed(block.forward)
 
 
-def distribute(model, machine):
+def distribute(model, machine, **options):
     if not machine.distributed:
         return model
     return DistributedDataParallel(model, device_ids=[machine.device] if machine.kind == 'cuda' else None,
-                                   gradient_as_bucket_view=True,
+                                   gradient_as_bucket_view=True, **options,
                                    broadcast_buffers=False)  # they are constants: RoPE's tables, at every micro-step
 
 

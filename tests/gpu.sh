@@ -17,9 +17,9 @@ step() {  # name, command: once, in what is left of the time
 }
 bench() { step "$1" "$PYTHON" bench.py "${@:2}" $SMALL --out="$OUT/$1.json"; }
 
-[ -d "data/$DATASET" ] || step prepare "$PYTHON" prepare_slimpajama.py --source="$SOURCE" --tokenizer="$TOKENIZER" \
+[ -e "data/$DATASET/meta.json" ] || step prepare "$PYTHON" prepare_slimpajama.py --source="$SOURCE" --tokenizer="$TOKENIZER" \
     --tokens=0 --out="data/$DATASET"
-step correctness "$PYTHON" -m pytest -q tests/test_gpu.py
+step correctness "$PYTHON" -m pytest -q tests/test_gpu.py tests/test_tools.py -k "gpu or lever_takes"
 bench bench_82m --batch_size=32 --peers=hf
 bench bench_variants --batch_size=32 --variants=all --rounds=5
 bench bench_levers --batch_size=32 --rounds=5 --profile="$OUT" --variants=vanilla,vanilla:flash,vanilla:cudnn,vanilla:chunk=2048,vanilla:chunk=16384,vanilla:mode=reduce-overhead,vanilla:mode=max-autotune-no-cudagraphs,vanilla:checkpointed
@@ -29,7 +29,7 @@ for model in vanilla resformer svformer neutreno denseformer learned_resformer; 
     step "train_$model" "$PYTHON" train.py "config/${model}_82m.py" --init_from=auto --dataset="$DATASET" \
         --gradient_accumulation_steps=8 --batch_size=32 --max_iters="$STEPS" --lr_decay_iters=0 --warmup_iters=10 \
         --eval_interval=100 --eval_iters=2 $SMALL --out_dir="$run"
-    [ -e "$DONE/train_$model" ] && mkdir -p "$OUT/$model" && cp "$run/log.jsonl" "$run/config.json" "$OUT/$model"
+    [ -e "$run/log.jsonl" ] && mkdir -p "$OUT/$model" && cp "$run/log.jsonl" "$run/config.json" "$OUT/$model"
     if [ "$model" = svformer ]; then  # checkpoints do not come back: what needs them is measured here
         runs="out/gpu/vanilla out/gpu/resformer out/gpu/svformer"
         step loss "$PYTHON" evaluate.py loss --out_dir=$runs --out="$OUT/loss.json"
