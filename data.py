@@ -170,8 +170,9 @@ class TrainingRows:
         epoch, index = divmod(self.counts[i] - 1, self.sizes[i])
         if self.orders.get(i, (None,))[0] != epoch:
             key = [self.seed % 2**32, zlib.crc32(self.domains[i].encode()), epoch]
-            # RandomState, not default_rng: numpy promises never to change its stream.
-            self.orders[i] = epoch, np.random.RandomState(key).permutation(self.sizes[i]).astype(np.uint32)
+            order = np.arange(self.sizes[i], dtype=np.uint32)
+            np.random.RandomState(key).shuffle(order)  # not default_rng: numpy promises never to change this stream
+            self.orders[i] = epoch, order
         if epoch and i not in self.warned:
             self.warned.add(i)
             self.warn(f'warning: {self.domains[i]} starts epoch {epoch + 1} at row {self.row - 1:,}: its '
