@@ -136,13 +136,20 @@ def domain_losses(model, dataset, settings, machine, label=''):
                 counted = (y != -1).cpu().double()
                 sums[first:rows.stop, 0] = -(values.view_as(y).cpu() * counted).sum(dim=1)
                 sums[first:rows.stop, 1] = counted.sum(dim=1)
-                bar.update(len(rows) * machine.world_size)
+                bar.update(min(machine.world_size * settings.batch_size, count - first))  # those of all processes
             losses[domain] = machine.sum(sums.to(machine.device) if machine.distributed else sums).cpu().numpy()
     return losses
 
 
-def standard_error(values):
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+def standard_error(sums, counts):
+    """Of the ratio sums.sum() / counts.sum(), over windows, in which longer ones weigh more; None for a single one."""
+    rest = sums - counts * (sums.sum() / counts.sum())
+    return float(rest.std(ddof=1) * math.sqrt(len(rest)) / counts.sum()) if len(rest) > 1 else None
+
+
+def error_of_mean(domains):
+    errors = [d['standard_error'] for d in domains.values()]
+    return math.sqrt(sum(e * e for e in errors)) / len(errors) if None not in errors else None
 
 
 def compare_losses(runs, settings, machine):
@@ -162,10 +169,11 @@ def compare_losses(runs, settings, machine):
         for domain, sums in losses.items():
             total, tokens = sums.sum(axis=0)
             domains[domain] = {
-                'loss': total / tokens, 'standard_error': standard_error(sums[:, 0] / sums[:, 1]),
+                'loss': total / tokens, 'standard_error': standard_error(*sums.T),
                 'bits_per_byte': total / math.log(2) / splits[domain]['bytes'], 'tokens': int(tokens)}
         means = {key: float(np.mean([d[key] for d in domains.values()])) for key in ('loss', 'bits_per_byte')}
-        reports[str(run)] = {'domains': domains, 'mean': means, 'dataset': str(dataset.folder),
+        reports[str(run)] = {'domains': domains, 'mean': {**means, 'standard_error': error_of_mean(domains)},
+                             'dataset': str(dataset.folder), 'step': checkpoint and checkpoint['step'],
                              'block_size': model.config.block_size, 'paper': paper_size(model.config)}
         windows[str(run)] = losses
         first = next(iter(reports))
@@ -173,21 +181,19 @@ def compare_losses(runs, settings, machine):
         if str(run) != first and same:
             differences = {}  # window by window: most of the spread is common to all runs
             for domain, sums in losses.items():
-                base = windows[first][domain]
                 differences[domain] = {
                     'loss': domains[domain]['loss'] - reports[first]['domains'][domain]['loss'],
-                    'standard_error': standard_error(sums[:, 0] / sums[:, 1] - base[:, 0] / base[:, 1])}
-            errors = [d['standard_error'] for d in differences.values()]
+                    'standard_error': standard_error(sums[:, 0] - windows[first][domain][:, 0], sums[:, 1])}
             reports[str(run)]['minus_first'] = {**differences, 'mean': {
-                'loss': means['loss'] - reports[first]['mean']['loss'],
-                'standard_error': math.sqrt(sum(e * e for e in errors)) / len(errors) if None not in errors else None}}
+                'loss': means['loss'] - reports[first]['mean']['loss'], 'standard_error': error_of_mean(differences)}}
     return {**provenance(machine), 'runs': reports}
 
 
 def print_losses(numbers):
     reports = numbers['runs']
-    print('\n| domain | ' + ' | '.join(f'{run} | bits/byte' + (' | minus first' if 'minus_first' in r else '')
-                                      for run, r in reports.items()) + ' |')
+    print('\n| domain | ' + ' | '.join(
+        run + ('' if r['step'] is None else f', step {r["step"]:,}') + ' | bits/byte'
+        + (' | minus first' if 'minus_first' in r else '') for run, r in reports.items()) + ' |')
     print('|---|' + ''.join('---:|' * (3 if 'minus_first' in r else 2) for r in reports.values()))
     domains = list(dict.fromkeys(domain for r in reports.values() for domain in r['domains']))
     for domain in [*domains, 'mean']:
@@ -212,37 +218,44 @@ def pm(value, error, sign='', digits=4):
 def read_items(task, data_dir):
     """A task's items from its published files, as rows of the dataset that the harness's definition of it reads."""
     names, whole = FILES[task]
-    lines = []
+    columns = []
     for name in names:
         path = Path(data_dir, task, name)
         if not path.is_file():
             raise FileNotFoundError(f'there is no {path}: --data_dir needs {", ".join(f"{task}/{n}" for n in names)}')
-        lines.append([line for line in path.read_text(errors='replace').split('\n') if line.strip()])
-    try:
-        items = [json.loads(line) for line in lines[0]]
-    except ValueError as error:
-        raise ValueError(f'{Path(data_dir, task, names[0])} is not JSON lines ({error}): half a download?') from None
-    if any(len(part) != whole for part in lines):
-        raise ValueError(f'{Path(data_dir, task)} has {" and ".join(str(len(part)) for part in lines)} lines, the set '
-                         f'{whole}: half a download?')
-    try:
-        return to_rows(task, items, lines)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{Path(data_dir, task)} is laid out otherwise ({type(error).__name__}: {error})') from None
+        columns.append([line for line in path.read_text(errors='replace').split('\n') if line.strip()])
+        if len(columns[-1]) != whole:
+            raise ValueError(f'{path} has {len(columns[-1])} lines, the set {whole}: half a download?')
+    rows = []
+    for item, (line, *labels) in enumerate(zip(*columns, strict=True), 1):
+        try:
+            rows.append(to_row(task, json.loads(line), *labels))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f'{" or ".join(str(Path(data_dir, task, name)) for name in names)}, item {item}: '
+                             f'half a download, or laid out otherwise ({type(error).__name__}: {error})') from None
+    return rows
 
 
-def to_rows(task, items, lines):
+def to_row(task, r, label=None):
+    """An item, and its label where that has a file of its own, as a row. ValueError without a right answer."""
     if task == 'hellaswag':  # preprocessed as the harness does, but for the case of the context's second half
-        return [{'ctx_a': r['ctx'], 'ctx_b': '', 'activity_label': r['activity_label'], 'endings': r['endings'],
-                 'label': str(r['label'])} for r in items]
-    if task == 'piqa':
-        return [{**{key: r[key] for key in ('goal', 'sol1', 'sol2')}, 'label': int(label)}
-                for r, label in zip(items, lines[1], strict=True)]
-    if task == 'winogrande':
-        return [{key: r[key] for key in ('sentence', 'option1', 'option2', 'answer')} for r in items]
-    question = 'question_stem' if task == 'openbookqa' else 'question'
-    return [{question: r['question']['stem'], 'answerKey': r['answerKey'], 'choices': {
-        key: [choice[key] for choice in r['question']['choices']] for key in ('text', 'label')}} for r in items]
+        row = {'ctx_a': r['ctx'], 'ctx_b': '', 'activity_label': r['activity_label'], 'endings': r['endings'],
+               'label': str(r['label'])}
+        answer, allowed = row['label'], [str(n) for n in range(len(r['endings']))]
+    elif task == 'piqa':
+        row = {**{key: r[key] for key in ('goal', 'sol1', 'sol2')}, 'label': int(label)}
+        answer, allowed = row['label'], [0, 1]
+    elif task == 'winogrande':
+        row = {key: r[key] for key in ('sentence', 'option1', 'option2', 'answer')}
+        answer, allowed = row['answer'], ['1', '2']
+    else:
+        question, choices = 'question_stem' if task == 'openbookqa' else 'question', r['question']['choices']
+        row = {question: r['question']['stem'], 'answerKey': r['answerKey'],
+               'choices': {key: [choice[key] for choice in choices] for key in ('text', 'label')}}
+        answer, allowed = row['answerKey'], row['choices']['label']
+    if answer not in allowed:
+        raise ValueError(f'the answer {answer!r} is not one of {allowed}')
+    return row
 
 
 def harness_tasks(names, data_dir, folder, manager=None):
@@ -325,7 +338,7 @@ def evaluate_tasks(runs, settings, machine):
         raise ValueError(f'no local form of {", ".join(unknown)} is known; there are {", ".join(FILES)}')
     reports, samples, manager = {}, {}, TaskManager()
     for run in runs:
-        model, tokenizer, _ = load_run(run)
+        model, tokenizer, checkpoint = load_run(run)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 tasks = harness_tasks(names, settings.data_dir, folder, manager)
@@ -341,7 +354,8 @@ def evaluate_tasks(runs, settings, machine):
                             **{key: value for key in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr')
                                if isinstance(value := result.get(f'{key},none'), float)}}  # one item's error is 'N/A'
         reports[str(run)] = {'tasks': scores, 'average': float(np.mean([score['acc'] for score in scores.values()])),
-                             'block_size': model.config.block_size, 'paper': paper_size(model.config)}
+                             'step': checkpoint and checkpoint['step'], 'block_size': model.config.block_size,
+                             'paper': paper_size(model.config)}
         samples[str(run)] = found['samples']
     data = Path(settings.data_dir).name if settings.data_dir else 'hub'
     return {**provenance(machine), 'limit': settings.limit, 'data': data, 'runs': reports}, samples
@@ -378,6 +392,8 @@ def main():
         if mode not in ('loss', 'tasks'):
             print(__doc__.strip())
             sys.exit(0 if mode in ('--help', '-h') else 2)
+        if mode == 'tasks' and int(os.environ.get('WORLD_SIZE', 1)) > 1:
+            raise ValueError('evaluate.py tasks is one process, on one device: start it without torchrun')
         options = [argument for argument in sys.argv[2:] if argument.startswith('-')]
         (settings,) = configure(LossConfig if mode == 'loss' else TasksConfig, argv=options)
         runs = [settings.out_dir, *(argument for argument in sys.argv[2:] if not argument.startswith('-'))]

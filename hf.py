@@ -8,6 +8,7 @@ Out: vanilla is a plain LlamaForCausalLM (gpt2: GPT2LMHeadModel). Every other va
 modeling_nanoresformer.py, and loads with trust_remote_code=True. In: weights_only, always; no file can run code.
 """
 import json
+import math
 import shutil
 import sys
 import zipfile
@@ -16,19 +17,22 @@ from pathlib import Path
 
 import torch
 
-from configurator import configure, one_line_errors
+from configurator import configure, convert, one_line_errors
 from model import GPT, GPTConfig, rope_tables
 
 VARIANT = [f.name for f in fields(GPTConfig) if f.name.startswith(  # what transformers' own models do not have
     ('q_', 'k_', 'v_', 'residual_', 'share_', 'neutreno', 'denseformer'))]
+MARK = 'nanoresformer_export'  # in config.json: this folder may be replaced
+CODE = 'model.py', 'modeling_nanoresformer.py'
+FILES = {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', *CODE}
 CONV1D = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')  # transformers keeps GPT-2's matrices transposed
 
 
 # --- in --------------------------------------------------------------------------------------------------------------
 
-def load(path_or_hub_id, block_size=0, dtype=torch.float32):
-    """A GPT with a checkpoint's weights, as `dtype`. block_size: fewer positions than it has."""
-    config, state = read(path_or_hub_id, block_size, dtype)
+def load(path_or_hub_id):
+    """A GPT with a checkpoint's weights, in fp32."""
+    config, state = read(path_or_hub_id)
     with torch.device('meta'):
         model = GPT(config)
     model.load_state_dict(state, assign=True)
@@ -39,16 +43,11 @@ def load(path_or_hub_id, block_size=0, dtype=torch.float32):
     return model.eval()
 
 
-def read(path_or_hub_id, block_size=0, dtype=torch.float32):
+def read(path_or_hub_id):
     """(GPTConfig, our state dict) of a checkpoint. One tensor of it is in memory twice, never more. Raises ValueError
     for models and files that are not what this reads, OSError where they cannot be had."""
     folder = fetch(path_or_hub_id)
     config = read_config(folder)
-    if block_size > config.block_size:
-        raise ValueError(f'{folder} attends to {config.block_size} positions (sliding_window or '
-                         f'max_position_embeddings), not block_size={block_size}')
-    if block_size and config.arch == 'llama':
-        config.block_size = block_size
     with torch.device('meta'):
         shapes = {name: t.shape for name, t in GPT(config).state_dict().items()}
     tensors, state = Tensors(folder, 'transformer.' if config.arch == 'gpt2' else 'model.'), {}
@@ -59,14 +58,13 @@ def read(path_or_hub_id, block_size=0, dtype=torch.float32):
             if tuple(t.shape) != (shape[::-1] if transposed else shape):
                 raise ValueError(f'{folder}: {theirs} ({name}) is {tuple(t.shape)}; config.json says otherwise')
             found.append(t)
-        t = torch.cat(found).to(dtype)
+        t = torch.cat(found).float()
         state[name] = t.T.contiguous() if transposed else t
-    if block_size and config.arch == 'gpt2':
-        config.block_size, wpe = block_size, 'transformer.wpe.weight'
-        state[wpe] = state[wpe][:block_size].clone()
     if config.tie_embeddings:
-        state['lm_head.weight'] = state['transformer.wte.weight']
-        tensors.names.pop('lm_head.weight', None)
+        head = state['lm_head.weight'] = state['transformer.wte.weight']
+        if 'lm_head.weight' in tensors.names and not torch.equal(tensors.take('lm_head.weight').float(), head):
+            raise ValueError(f'{folder}: lm_head.weight is not the embedding, though config.json ties them; which one '
+                             'counts depends on the version of transformers: say "tie_word_embeddings": false there')
     # Tables that old checkpoints carry along are not weights.
     left = [name for name in tensors.names if not name.endswith(('rotary_emb.inv_freq', 'attn.bias', 'masked_bias'))]
     if left:
@@ -100,6 +98,14 @@ def read_config(folder):
     if kind not in ('llama', 'mistral', 'gpt2'):
         raise ValueError(f'{folder} is a {kind}; only llama, mistral and gpt2 are read')
 
+    def given(name, hint, *default, source=theirs):
+        """A value, refused by its own name where it is of another type, or a number that is not positive."""
+        value = source.get(name, *default) if default else source[name]
+        value = convert(value, hint, f'{folder}/config.json: {name}')
+        if hint in (int, float) and not 0 < value < math.inf:
+            raise ValueError(f'{folder}/config.json: {name}={value} must be positive')
+        return value
+
     def expect(name, *allowed):
         if theirs.get(name, allowed[0]) not in allowed:
             raise ValueError(f'{folder}: {name}={theirs[name]!r} is not what GPT computes ({allowed[-1]!r})')
@@ -111,34 +117,35 @@ def read_config(folder):
             expect('scale_attn_weights', True)
             expect('activation_function', 'gelu_new', 'gelu_pytorch_tanh')
             return GPTConfig(
-                arch='gpt2', block_size=theirs['n_positions'], vocab_size=theirs['vocab_size'],
-                n_layer=theirs['n_layer'], n_head=theirs['n_head'], n_embd=theirs['n_embd'],
-                n_inner=theirs.get('n_inner') or 0, norm_eps=theirs.get('layer_norm_epsilon', 1e-5),
-                tie_embeddings=theirs.get('tie_word_embeddings', True))
+                arch='gpt2', block_size=given('n_positions', int), vocab_size=given('vocab_size', int),
+                n_layer=given('n_layer', int), n_head=given('n_head', int), n_embd=given('n_embd', int),
+                n_inner=given('n_inner', int | None, None) or 0, norm_eps=given('layer_norm_epsilon', float, 1e-5),
+                tie_embeddings=given('tie_word_embeddings', bool, True))
         expect('hidden_act', 'silu')
         expect('attention_bias', False)
         expect('mlp_bias', False)
-        expect('head_dim', None, theirs['hidden_size'] // theirs['num_attention_heads'])
-        rope = {**(theirs.get('rope_scaling') or {}), **(theirs.get('rope_parameters') or {})}
-        scaling, rope_type = (), rope.get('rope_type', rope.get('type', 'default'))
+        old, new = (given(name, dict | None, None) or {} for name in ('rope_scaling', 'rope_parameters'))
+        rope, scaling = {**old, **new}, ()
+        rope_type = rope.get('rope_type', rope.get('type', 'default'))
         if rope_type == 'llama3':
             scaling = tuple(rope[name] for name in ('factor', 'low_freq_factor', 'high_freq_factor',
                                                     'original_max_position_embeddings'))
         elif rope_type != 'default':
             raise ValueError(f"{folder}: RoPE scaled as {rope_type!r}; only llama3's scaling is computed")
-        # Within its window, and no further, attention that slides is causal attention.
-        positions = theirs['max_position_embeddings']
-        positions = min(positions, theirs.get('sliding_window') or positions) if kind == 'mistral' else positions
-        return GPTConfig(
-            block_size=positions, vocab_size=theirs['vocab_size'], n_layer=theirs['num_hidden_layers'],
-            n_head=theirs['num_attention_heads'], n_embd=theirs['hidden_size'], n_inner=theirs['intermediate_size'],
-            n_kv_head=theirs.get('num_key_value_heads') or 0, norm_eps=theirs['rms_norm_eps'],
-            rope_theta=float(rope.get('rope_theta', theirs.get('rope_theta', 10000.0))), rope_scaling=scaling,
-            tie_embeddings=theirs.get('tie_word_embeddings', False))
+        positions, kv_heads = given('max_position_embeddings', int), None
+        if kind == 'mistral':  # within its window, and no further, attention that slides is causal attention
+            positions, kv_heads = min(positions, given('sliding_window', int | None, 4096) or positions), 8
+        config = GPTConfig(
+            block_size=positions, vocab_size=given('vocab_size', int), n_layer=given('num_hidden_layers', int),
+            n_head=given('num_attention_heads', int), n_embd=given('hidden_size', int),
+            n_inner=given('intermediate_size', int), norm_eps=given('rms_norm_eps', float), rope_scaling=scaling,
+            n_kv_head=given('num_key_value_heads', int | None, kv_heads) or 0,
+            rope_theta=given('rope_theta', float, 10000.0, source={**theirs, **rope}),
+            tie_embeddings=given('tie_word_embeddings', bool, False))
+        expect('head_dim', None, config.head_size)
+        return config
     except KeyError as error:
         raise ValueError(f'{folder}/config.json lacks {error}') from error
-    except (TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f'{folder}/config.json has a value of a wrong kind ({error})') from error
 
 
 class Tensors:
@@ -150,15 +157,15 @@ class Tensors:
             index = folder / f'{stem}.index.json'
             if index.exists():
                 try:
-                    files = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+                    files = sorted({folder / name for name in json.loads(index.read_text())['weight_map'].values()})
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise ValueError(f'{index} is damaged ({type(error).__name__})') from error
             elif (folder / stem).exists():
-                files = [stem]
+                files = [folder / stem]
             else:
                 continue
-            for name in files:
-                opened = self.open(folder / name)
+            for path in files:
+                opened = self.open(path)
                 self.names.update((key if key.startswith((prefix, 'lm_head.')) else prefix + key, (opened, key))
                                   for key in opened.keys())
             return
@@ -183,7 +190,10 @@ class Tensors:
         if name not in self.names:
             raise ValueError(f'{self.folder} lacks {name}')
         opened, key = self.names.pop(name)
-        return opened[key] if isinstance(opened, dict) else opened.get_tensor(key)
+        t = opened[key] if isinstance(opened, dict) else opened.get_tensor(key)
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f'{self.folder}: {name} is {t.dtype}; what is quantized, or no real number, is not read')
+        return t
 
 
 def layout(config):
@@ -212,14 +222,19 @@ def layout(config):
 @dataclass
 class ExportConfig:
     out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
-    to: str = ''  # the folder to write
+    to: str = ''  # the folder to write: a new or empty one, or an export to replace
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
 
     def __post_init__(self):
-        to = Path(self.to)
-        if not self.to or to.exists() and not (to.is_dir() and (not any(to.iterdir()) or (to / 'config.json').exists()
-                                                                and not any(to.glob('ckpt*.pt')))):
-            raise ValueError(f'--to={self.to} must be a new folder, or an export to replace')
+        if not self.to or Path(self.to).exists() and not replaceable(Path(self.to)):
+            raise ValueError(f'--to={self.to} must be a new or empty folder, or one that an export made, to replace it')
+
+
+def replaceable(folder):
+    """Empty, or an export and no more: what transformers saves of one has the mark, too, but also other files."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {''}
+    ours = 'config.json' in names and names <= FILES
+    return not names or ours and MARK in (folder / 'config.json').read_text(errors='replace')
 
 
 def export(model, tokenizer, to):
@@ -234,14 +249,14 @@ def export(model, tokenizer, to):
     plain = all(getattr(config, name) == getattr(GPTConfig, name) for name in VARIANT)
     plain = plain and not (config.arch == 'gpt2' and config.kv_heads != config.n_head)
     to.mkdir(parents=True, exist_ok=True)
-    for old in (*to.glob('*.safetensors*'), *to.glob('pytorch_model*')):  # shards and their index would win over ours
-        old.unlink()
+    for old in (*CODE, 'model.safetensors'):  # unlinked, not written over: another process may have it mapped
+        (to / old).unlink(missing_ok=True)
     if not plain:
         theirs = {'model_type': 'nanoresformer', 'architectures': ['NanoResFormerForCausalLM'], 'gpt': asdict(config),
                   'auto_map': {'AutoConfig': 'modeling_nanoresformer.NanoResFormerConfig',
                                'AutoModelForCausalLM': 'modeling_nanoresformer.NanoResFormerForCausalLM'}}
         state = {f'model.{name}': t.contiguous() for name, t in state.items()}
-        for name in ('model.py', 'modeling_nanoresformer.py'):
+        for name in CODE:
             shutil.copy(Path(__file__).with_name(name), to)
     else:
         if config.arch == 'gpt2':
@@ -266,7 +281,7 @@ def export(model, tokenizer, to):
             theirs_state |= {name: part.contiguous() for (name, _), part in zip(parts, t.split(rows), strict=True)}
         state = theirs_state
     save_file(state, to / 'model.safetensors', metadata={'format': 'pt'})
-    (to / 'config.json').write_text(json.dumps({**theirs, **common}, indent=1) + '\n')
+    (to / 'config.json').write_text(json.dumps({**theirs, **common, MARK: True}, indent=1) + '\n')
     if tokenizer.path:
         shutil.copy(tokenizer.path, to / 'tokenizer.json')
     else:

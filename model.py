@@ -210,8 +210,8 @@ class Attention(nn.Module):
             added.append(self.neutreno * (raw['v', 0] - attended['v', owner['v']]))
         for t in added:  # to each of the query heads that share it
             y = y + t.repeat_interleave(y.size(1) // t.size(1), dim=1)
-        for tensors, pairs in ((raw, self.last_raw), (attended, self.last_attended)):
-            for pair in pairs:
+        for tensors, last in ((raw, self.last_raw), (attended, self.last_attended)):
+            for pair in last:
                 tensors.pop(pair, None)
         return F.dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)), dropout)
 
@@ -413,28 +413,29 @@ class GPT(nn.Module):
         weight = self.lm_head.weight
         return KVCache(self.config, batch_size, max_len, dtype or weight.dtype, weight.device)
 
-    @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, cache=None, generator=None):
-        """Yield the tokens (B, 1) that continue idx (B, T), one after the other: sampled from the top_k likeliest, and
-        of these from the fewest that have top_p of the probability; or the likeliest, with temperature 0.
-        Without a cache (slow), a text that outgrows block_size loses its beginning."""
-        new = idx
-        for _ in range(max_new_tokens):
-            context = idx[:, -self.config.block_size:] if cache is None else new
-            logits = self(context, cache=cache, last_only=True)[0][:, -1].float()
-            if temperature == 0:
-                new = logits.argmax(dim=-1, keepdim=True)
-            else:
-                probs, order = F.softmax(logits / temperature, dim=-1), None
-                if top_k or (top_p or 1) < 1:  # a token stays if those before it have less than top_p
-                    probs, order = probs.sort(dim=-1, descending=True)
-                    probs = probs[:, :top_k or None]
-                    probs = probs * (probs.cumsum(dim=-1) - probs < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
-                new = torch.multinomial(probs, 1, generator=generator)
-                new = new if order is None else order.gather(1, new)
-            if cache is None:
-                idx = torch.cat((idx, new), dim=1)
-            yield new
+        """Yield the tokens (B, 1) that continue idx (B, T): sampled from the top_k likeliest, of these from the fewest
+        with top_p of the probability; at temperature 0 the likeliest. Uncached (slow): after the last block_size."""
+        refuse(not (temperature >= 0 and (top_k or 0) >= 0 and 0 < (1 if top_p is None else top_p) <= 1),
+               f'temperature={temperature}, top_k={top_k} must be 0 or more, top_p={top_p} above 0 and at most 1')
+
+        @torch.no_grad()
+        def tokens(idx):
+            for _ in range(max_new_tokens):
+                context = idx if cache else idx[:, -self.config.block_size:]
+                logits = self(context, cache=cache, last_only=True)[0][:, -1].float()
+                if temperature < 1e-6:  # what is divided by less may overflow
+                    new = logits.argmax(dim=-1, keepdim=True)
+                else:
+                    probs, order = F.softmax(logits / temperature, dim=-1), None
+                    if top_k or (top_p or 1) < 1:  # a token stays if those before it have less than top_p
+                        probs, order = probs.topk(min(top_k or probs.size(-1), probs.size(-1)))
+                        probs = probs * (probs.cumsum(dim=-1) - probs < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
+                    new = torch.multinomial(probs, 1, generator=generator)
+                    new = new if order is None else order.gather(1, new)
+                idx = new if cache else torch.cat((idx, new), dim=1)
+                yield new
+        return tokens(idx)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True, generator=None):
         """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""

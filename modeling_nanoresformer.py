@@ -32,8 +32,8 @@ class Past(Cache):
     def get_seq_length(self, layer_idx=0):
         return int(self.cache.position)
 
-    def crop(self, max_length):
-        self.cache.position.fill_(max_length if max_length > 0 else self.get_seq_length() + max_length)  # -n: n fewer
+    def crop(self, tokens_to_remove):
+        self.cache.position += tokens_to_remove  # -n: n fewer
 
     def reorder_cache(self, beam_idx):
         for tensor in self.cache.tensors.values():
@@ -43,6 +43,7 @@ class Past(Cache):
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoResFormerConfig
     base_model_prefix = 'model'
+    accepts_loss_kwargs = False  # the loss is a mean: Trainer divides by its accumulation steps itself
     _tied_weights_keys = {'model.lm_head.weight': 'model.transformer.wte.weight'}
 
     def __init__(self, config):
@@ -64,14 +65,32 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length,
                                       *args):
-        if generation_config.use_cache and model_kwargs.get('past_key_values') is None:
+        if generation_config.use_cache:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            cache = self.model.new_cache(rows, min(max_length, self.model.config.block_size))
-            model_kwargs['past_key_values'] = Past(cache)
+            model_kwargs['past_key_values'] = self.past(model_kwargs.get('past_key_values'), rows, max_length)
 
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, logits_to_keep=0, **kwargs):
+    def past(self, given, rows, max_length):
+        """The Past that is given, or a new one in place of none and of an empty cache of another kind."""
+        if isinstance(given, Past):
+            return given
+        if given is not None and not (isinstance(given, Cache) and given.get_seq_length() == 0):
+            raise ValueError(f'this model cannot go on from a {type(given).__name__}: give it none, or its own')
+        return Past(self.model.new_cache(rows, min(max_length, self.model.config.block_size)))
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None,
+                use_cache=False, logits_to_keep=0, **kwargs):
+        B, T = input_ids.shape
         if attention_mask is not None and not torch.all(attention_mask):
             raise ValueError('this model knows no padding: give sequences of one length')
+        if use_cache and past_key_values is None and self.training and torch.is_grad_enabled():
+            raise ValueError('a cache keeps no gradients: train with use_cache=False')
+        if use_cache or past_key_values is not None:
+            past_key_values = self.past(past_key_values, B, self.model.config.block_size)
+        if position_ids is not None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            expected = torch.arange(seen, seen + T, device=input_ids.device).expand(B, T)
+            if not torch.equal(position_ids.expand(B, -1), expected):
+                raise ValueError(f'position_ids must be {seen} to {seen + T - 1}: this model knows no others')
         logits, _ = self.model(input_ids, cache=None if past_key_values is None else past_key_values.cache,
                                last_only=logits_to_keep == 1)
         logits, loss = logits[:, -logits_to_keep:], None

@@ -35,8 +35,6 @@ class SampleConfig:
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1:
             raise ValueError('num_samples and max_new_tokens must be at least 1')
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError('temperature and top_k must not be negative, top_p must be above 0 and at most 1')
 
 
 def load_run(path, tokenizer=''):
@@ -45,16 +43,21 @@ def load_run(path, tokenizer=''):
     path = Path(path)
     weights = [*path.glob('*.safetensors*'), *path.glob('pytorch_model*.bin*')] if path.is_dir() else []
     if weights and not (path / 'ckpt.pt').exists():
-        return GPT.from_pretrained(path), tokenizers.load(tokenizer or path), None
-    checkpoint = load_checkpoint(path)
-    with stranger(path):
-        trained = checkpoint['data']['tokenizer']
-        folder = 'bytes' if trained['name'] == 'bytes' else str(Path('data', checkpoint['settings']['dataset']))
-        tokenizer = tokenizers.load(tokenizer or folder)
-        if tokenizer.sha256 != trained['sha256']:
-            raise ValueError(f'{path} was trained with another tokenizer than {tokenizer.name}')
-        model = GPT(GPTConfig(**checkpoint['model_config']))
-        model.load_state_dict(checkpoint['model'])
+        checkpoint, model, tokenizer = None, GPT.from_pretrained(path), tokenizers.load(tokenizer or path)
+    else:
+        checkpoint = load_checkpoint(path / 'ckpt.pt' if path.is_dir() else path)  # older ones are for resuming
+        with stranger(path):
+            trained, folder = checkpoint['data']['tokenizer'], Path('data', checkpoint['settings']['dataset'])
+            tokenizer = tokenizer or ('bytes' if trained['name'] == 'bytes' else folder)
+            if tokenizer is folder and not folder.is_dir():  # its name would be taken for a hub id
+                raise FileNotFoundError(f'there is no {folder}, with whose tokenizer {path} was trained')
+            tokenizer = tokenizers.load(tokenizer)
+            if tokenizer.sha256 != trained['sha256']:
+                raise ValueError(f'{path} was trained with another tokenizer than {tokenizer.name}')
+            model = GPT(GPTConfig(**checkpoint['model_config']))
+            model.load_state_dict(checkpoint['model'])
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f'{path}: its tokenizer has {tokenizer.n_vocab:,} ids, the model {model.config.vocab_size:,}')
     return model.eval(), tokenizer, checkpoint
 
 
@@ -72,33 +75,32 @@ def main():
         room = model.config.block_size - len(ids)
         if room < 1:
             raise ValueError(f'the prompt has {len(ids)} tokens, the model takes fewer than {model.config.block_size}')
+        idx = torch.tensor([ids] * settings.num_samples, device=device)
+        new_tokens = min(settings.max_new_tokens, room)
+        cache = model.to(device).new_cache(settings.num_samples, len(ids) + new_tokens)
+        stream = model.stream(idx, new_tokens, settings.temperature, settings.top_k, settings.top_p, cache,
+                              torch.Generator(device).manual_seed(settings.seed))
 
-    model.to(device)
-    idx = torch.tensor([ids] * settings.num_samples, device=device)
-    new_tokens = min(settings.max_new_tokens, room)
-    cache = model.new_cache(settings.num_samples, len(ids) + new_tokens)
-    generator = torch.Generator(device).manual_seed(settings.seed)
-    samples, printed, alone = [[] for _ in range(settings.num_samples)], 0, settings.num_samples == 1
+    samples, shown, alone = [[] for _ in range(settings.num_samples)], 0, settings.num_samples == 1
     if alone:
         print(prompt, end='', flush=True)
     start, ended, steps = time.perf_counter(), [False] * settings.num_samples, 0
-    for new in model.stream(idx, new_tokens, settings.temperature, settings.top_k,
-                            settings.top_p if settings.top_p < 1 else None, cache, generator):
+    for new in stream:
         steps += 1
         for i, token in enumerate(new.flatten().tolist()):
             ended[i] = ended[i] or token == tokenizer.eot
             if not ended[i]:
                 samples[i].append(token)
         if alone:
-            text = tokenizer.decode(samples[0])
+            text = tokenizer.decode(samples[0][shown:])
             if not text.endswith('\ufffd'):  # in the middle of a character
-                print(text[printed:], end='', flush=True)
-                printed = len(text)
+                print(text, end='', flush=True)
+                shown = len(samples[0])
         if all(ended):
             break
     seconds = time.perf_counter() - start
     if alone:
-        print(tokenizer.decode(samples[0])[printed:])
+        print(tokenizer.decode(samples[0][shown:]))
     else:
         print(('\n' + '-' * 80 + '\n').join(prompt + tokenizer.decode(sample) for sample in samples))
     print(f'{steps * settings.num_samples / seconds:,.0f} tokens/s, cache {cache.nbytes:,} bytes '

@@ -345,6 +345,23 @@ def test_top_p_of_one_changes_nothing_and_a_tiny_one_is_greedy():
     assert torch.equal(model.generate(idx, 10, top_k=7, top_p=1e-6), model.generate(idx, 10, temperature=0))
 
 
+@pytest.mark.parametrize('options', [
+    dict(temperature=-1.0), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0.0), dict(top_p=-1.0),
+    dict(top_p=1.5), dict(top_p=math.nan)], ids=str)
+def test_ways_to_sample_that_make_no_sense_are_refused_at_once(options):
+    model, ((name, value),) = make(n_layer=1), options.items()
+    for call in (model.generate, model.stream):  # stream(): before the first token is asked for
+        with pytest.raises(ValueError, match=f'{name}={value}'):
+            call(tokens(B, 5), 4, **options)
+
+
+@pytest.mark.parametrize('temperature', [1e-5, 1e-40, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature):
+    model, idx = make(), tokens(B, 5)
+    for options in ({}, dict(top_k=5, top_p=0.9)):
+        assert torch.equal(model.generate(idx, 10, temperature, **options), model.generate(idx, 10, temperature=0))
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # half precision
 

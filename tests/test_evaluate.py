@@ -130,14 +130,29 @@ def test_losses_are_those_of_a_slow_loop_over_the_windows(run, changes):
         assert found['tokens'] == len(losses) == entry['tokens'] - 1  # the first token is not predicted
         assert found['loss'] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
         assert found['bits_per_byte'] == pytest.approx(sum(losses) / math.log(2) / entry['bytes'], abs=1e-5)
-        assert found['standard_error'] == pytest.approx(error_of_the_mean(map_means(windows[domain])), abs=1e-5)
+        assert found['standard_error'] == pytest.approx(error_by_tokens(windows[domain]), abs=1e-5)
+    errors = [d['standard_error'] for d in report['domains'].values()]
+    assert report['mean']['standard_error'] == pytest.approx(math.hypot(*errors) / 3)
     for key in ('loss', 'bits_per_byte'):
         assert report['mean'][key] == pytest.approx(sum(d[key] for d in report['domains'].values()) / 3, abs=1e-12)
     assert (report['block_size'], report['dataset'], report['paper']) == (32, 'data/bytes', None)
+    assert report['step'] == load(f'{out}/ckpt.pt')['step'] == 1
 
 
-def map_means(windows):
-    return [statistics.fmean(window) for window in windows]
+def error_by_tokens(windows):
+    """Standard error of the mean over all tokens, where a window's tokens come together."""
+    losses = sum(windows, [])
+    off = [sum(window) - len(window) * statistics.fmean(losses) for window in windows]
+    n = len(windows)
+    return math.sqrt(n / (n - 1) * sum(x * x for x in off)) / len(losses)
+
+
+def test_a_standard_error_is_the_usual_one_and_a_short_window_hardly_counts():
+    sums = np.random.RandomState(0).randn(9) + 3
+    usual = evaluate.standard_error(256 * sums, np.full(9, 256.0))
+    assert usual == pytest.approx(error_of_the_mean(sums.tolist()))
+    short = evaluate.standard_error(np.append(256 * sums, 30.0), np.append(np.full(9, 256.0), 1.0))
+    assert short == pytest.approx(usual, rel=0.01)
 
 
 def test_differences_to_the_first_run_are_paired_window_by_window(run):
@@ -148,8 +163,8 @@ def test_differences_to_the_first_run_are_paired_window_by_window(run):
     for out in outs[1:]:
         found, windows, errors, losses = reports[out]['minus_first'], slow_windows(out, 'bytes'), [], []
         for domain in 'ABC':
-            pairs = zip(map_means(windows[domain]), map_means(base[domain]), strict=True)
-            errors.append(error_of_the_mean([a - b for a, b in pairs]))
+            errors.append(error_by_tokens([[a - b for a, b in zip(*pair, strict=True)]
+                                           for pair in zip(windows[domain], base[domain], strict=True)]))
             losses.append(np.mean(sum(windows[domain], [])) - np.mean(sum(base[domain], [])))
             assert found[domain] == pytest.approx({'loss': losses[-1], 'standard_error': errors[-1]}, abs=1e-5)
         assert found['mean'] == pytest.approx(
@@ -171,7 +186,7 @@ def test_a_domain_of_one_window_has_a_loss_and_no_standard_error(run):
         assert domains[domain]['loss'] == pytest.approx(statistics.fmean(windows[domain][0]), abs=1e-5)
         assert domains[domain]['standard_error'] is minus[domain]['standard_error'] is None
     assert domains['A']['standard_error'] > 0 and minus['A']['standard_error'] > 0
-    assert minus['mean']['standard_error'] is None
+    assert minus['mean']['standard_error'] is reports[outs[0]]['mean']['standard_error'] is None
     status, out, _ = program('loss', f'--out_dir={outs[0]}', outs[1], '--device=cpu')
     assert status == 0 and f'| {domains["C"]["loss"]:.4f} |' in out
 
@@ -203,6 +218,18 @@ def test_two_processes_and_one_give_the_same_losses(run):
     assert out.count('| A |') == 1  # only the first process prints
 
 
+@pytest.mark.parametrize('processes', [1, 2, 3])
+def test_the_progress_bar_ends_with_the_last_window(run, monkeypatch, processes):
+    """In the first process, which shows it for all."""
+    done, settings = [], evaluate.LossConfig(device='cpu', batch_size=4)
+    bar = SimpleNamespace(update=done.append)
+    monkeypatch.setattr(evaluate, 'tqdm', lambda total, **_: done.append(-total) or contextlib.nullcontext(bar))
+    machine = settings.machine()
+    machine.world_size = processes
+    evaluate.domain_losses(made(), evaluate.Dataset('bytes'), settings, machine)
+    assert sum(done) == 0 and len(done) > 1
+
+
 def test_a_lower_precision_changes_the_losses_little(run):
     out = run('rounded')
     exact, rounded = (compared(out, dtype=dtype)['runs'][out] for dtype in ('float32', 'bfloat16'))
@@ -224,7 +251,7 @@ def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
     written = json.loads(Path('losses.json').read_text(), parse_constant=pytest.fail)
     assert written == compared(*outs) and written['commit'] and written['device'] == 'cpu'
     head, _, *rows = table(out)
-    assert head == ['domain', outs[0], 'bits/byte', outs[1], 'bits/byte', 'minus first']
+    assert head == ['domain', f'{outs[0]}, step 1', 'bits/byte', f'{outs[1]}, step 1', 'bits/byte', 'minus first']
     first, second = (written['runs'][out] for out in outs)
     for row, domain in zip(rows[:-1], 'ABC', strict=True):
         a, b, minus = first['domains'][domain], second['domains'][domain], second['minus_first'][domain]
@@ -232,8 +259,9 @@ def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
                        f'{b["loss"]:.4f} ± {b["standard_error"]:.4f}', f'{b["bits_per_byte"]:.4f}',
                        f'{minus["loss"]:+.4f} ± {minus["standard_error"]:.4f}']
     a, b, minus = first['mean'], second['mean'], second['minus_first']['mean']
-    assert rows[-1] == ['mean', f'{a["loss"]:.4f}', f'{a["bits_per_byte"]:.4f}', f'{b["loss"]:.4f}',
-                        f'{b["bits_per_byte"]:.4f}', f'{minus["loss"]:+.4f} ± {minus["standard_error"]:.4f}']
+    assert rows[-1] == ['mean', f'{a["loss"]:.4f} ± {a["standard_error"]:.4f}', f'{a["bits_per_byte"]:.4f}',
+                        f'{b["loss"]:.4f} ± {b["standard_error"]:.4f}', f'{b["bits_per_byte"]:.4f}',
+                        f'{minus["loss"]:+.4f} ± {minus["standard_error"]:.4f}']
 
 
 def test_runs_with_other_windows_or_other_data_have_no_difference(run):
@@ -242,7 +270,8 @@ def test_runs_with_other_windows_or_other_data_have_no_difference(run):
     assert status == 0
     reports = json.loads(Path('apart.json').read_text())['runs']
     assert [out for out in outs if 'minus_first' in reports[out]] == [outs[3]]
-    assert [name for name in table(out)[0] if name != 'bits/byte'] == ['domain', *outs, 'minus first']
+    assert [name for name in table(out)[0] if name != 'bits/byte'] == [
+        'domain', *(f'{name}, step 1' for name in outs), 'minus first']
     for domain, windows in slow_windows(outs[1], 'bytes').items():
         losses = sum(windows, [])
         assert reports[outs[1]]['domains'][domain]['loss'] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
@@ -347,8 +376,7 @@ def printed(function, numbers):
 
 def losses_of(paper):
     cell = {'loss': 3.0, 'bits_per_byte': 1.0, 'standard_error': 0.5, 'tokens': 9}
-    return {'domains': {'A': cell}, 'mean': {'loss': 3.0, 'bits_per_byte': 1.0}, 'dataset': 'data/x',
-            'block_size': 2048, 'paper': paper}
+    return {'domains': {'A': cell}, 'mean': cell, 'dataset': 'data/x', 'step': None, 'block_size': 2048, 'paper': paper}
 
 
 TABLE_5 = {('Transformer', '82M'): '2.7389', ('Transformer', '180M'): '2.5015', ('Transformer', '468M'): '2.2806',
@@ -358,7 +386,7 @@ TABLE_5 = {('Transformer', '82M'): '2.7389', ('Transformer', '180M'): '2.5015', 
 def test_the_papers_table_5_stands_below_the_runs_of_its_sizes():
     runs = {'other': losses_of(None), **{'_'.join(paper): losses_of(paper) for paper in TABLE_5}}
     text = printed(evaluate.print_losses, {'runs': runs})
-    assert table(text)[2:] == [['A', *['3.0000 ± 0.5000', '1.0000'] * 7], ['mean', *['3.0000', '1.0000'] * 7]]
+    assert table(text)[2:] == [['A', *['3.0000 ± 0.5000', '1.0000'] * 7], ['mean', *['3.0000 ± 0.5000', '1.0000'] * 7]]
     lines = [line for line in text.splitlines() if 'paper' in line]
     for line, (paper, loss) in zip(lines, TABLE_5.items(), strict=True):
         for words in ('_'.join(paper) + ': ', loss, ' '.join(paper), 'Table 5', '20B tokens'):
@@ -640,18 +668,44 @@ def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, task, dam
     with pytest.raises((ValueError, OSError)) as error:
         evaluate.read_items(task, published)
     message = str(error.value)
-    named = path.parent if words.startswith('has') else path
-    assert '\n' not in message and str(named) in message and words in message, message
+    assert '\n' not in message and str(path) in message and words in message, message
 
 
 def test_piqa_without_its_labels_or_with_too_few_is_refused(published):
     path = published / 'piqa' / 'dev-labels.lst'
     path.write_text('1\n0\n')
-    with pytest.raises(ValueError, match=f'{path.parent} has 3 and 2 lines, the set 3'):
+    with pytest.raises(ValueError, match=f'{path} has 2 lines, the set 3'):
         evaluate.read_items('piqa', published)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f'there is no {path}'):
         evaluate.read_items('piqa', published)
+
+
+@pytest.mark.parametrize('task, old, new, words', [
+    ('piqa', '0', '2', 'answer 2 '), ('piqa', '0', '-1', 'answer -1 '), ('piqa', '0', 'x', "'x'"),
+    ('winogrande', '"answer": "2"', '"answer": ""', "answer '' "), ('winogrande', '"answer": "2"', '"answer": 2', ''),
+    ('openbookqa', '"answerKey": "A"', '"answerKey": "Z"', "answer 'Z' "),
+    ('arc_easy', '"answerKey": "3"', '"answerKey": "E"', "answer 'E' "),
+    ('hellaswag', '"label": "0"', '"label": 4', "answer '4' "), ('hellaswag', '"endings"', '"ends"', "'endings'"),
+    ('openbookqa', '"question"', '"problem"', "'question'")])
+def test_an_item_without_a_right_answer_is_refused_by_file_and_item(published, task, old, new, words):
+    path = published / task / evaluate.FILES[task][0][-1]
+    lines = path.read_text().splitlines()
+    assert old in lines[1]
+    lines[1] = lines[1].replace(old, new)
+    path.write_text('\n'.join(lines) + '\n')
+    with pytest.raises(ValueError) as error:
+        evaluate.read_items(task, published)
+    message = str(error.value)
+    assert str(path) in message and 'item 2: ' in message and words in message and '\n' not in message, message
+
+
+def test_tasks_under_torchrun_are_refused_in_one_line(monkeypatch):
+    """Every process would score everything."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert_one_line(program('tasks', '--device=cpu')[0], 'torchrun')
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    assert program('tasks', '--device=cpu')[0] == 1
 
 
 def test_a_mistake_about_tasks_is_one_line(harness, run, published, monkeypatch):

@@ -20,6 +20,7 @@ from conftest import ROOT, write_dataset
 from runs import ENVIRONMENT, TINY, finish, good, here, load, log, refused, start
 
 import data
+import evaluate
 import hf
 import sample
 import tokenizer
@@ -147,15 +148,6 @@ def test_llama3_scaling_is_read_in_all_its_spellings(form, tmp_path):
     assert (plain(tokens())[0] - ours(tokens())[0]).abs().max() > 0.01  # the scaling does something here
 
 
-def test_fewer_positions_than_the_checkpoint_has(tmp_path):
-    model = written(tmp_path)
-    ours = hf.load(tmp_path, block_size=16)
-    assert ours.config.block_size == 16
-    assert_equal_logits(ours, model, T=16)
-    with pytest.raises(ValueError, match='block_size=25'):
-        hf.load(tmp_path, block_size=25)
-
-
 def test_mistrals_window_bounds_the_positions(tmp_path):
     model = written(tmp_path, 'mistral', sliding_window=8)
     ours = hf.load(tmp_path)
@@ -167,9 +159,23 @@ def test_mistrals_window_bounds_the_positions(tmp_path):
         assert difference[:8].max() < 1e-4 and difference[8:].min() > 0.01
     with pytest.raises(ValueError, match='block_size=8'):
         ours(tokens(T=9))
-    with pytest.raises(ValueError, match='sliding_window'):
-        hf.load(tmp_path, block_size=9)
-    assert hf.load(tmp_path, block_size=4).config.block_size == 4
+
+
+def test_keys_that_a_mistral_lacks_mean_what_they_mean_to_transformers(tmp_path):
+    model = written(tmp_path, 'mistral', num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=5000)
+    ours = hf.load(edit(tmp_path, sliding_window=None, num_key_value_heads=None))  # None drops the key
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.config.block_size == theirs.sliding_window == 4096
+    assert ours.config.n_kv_head == theirs.num_key_value_heads == 8
+    assert_equal_logits(ours, model)
+
+
+@pytest.mark.parametrize('kind', ['llama', 'gpt2'])
+def test_a_head_that_is_not_the_embedding_is_not_dropped_where_the_config_ties_them(kind, tmp_path):
+    model = written(tmp_path, kind, tie_word_embeddings=False)
+    edit(tmp_path, tie_word_embeddings=True)
+    assert_refused(tmp_path, tmp_path, 'lm_head.weight', '"tie_word_embeddings": false')
+    assert_equal_logits(hf.load(edit(tmp_path, tie_word_embeddings=False)), model)
 
 
 def test_names_without_the_prefix_are_gpt2s_too(tmp_path):
@@ -233,18 +239,11 @@ def test_safetensors_are_preferred_where_there_are_both(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['llama', 'gpt2'])
-def test_half_precision_is_for_the_weights_and_not_for_the_rope_tables(kind, tmp_path):
-    model = written(tmp_path, kind, tie_word_embeddings=False)
-    ours, exact = hf.load(tmp_path, dtype=torch.bfloat16), hf.load(tmp_path)
-    for (name, half), whole in zip(ours.named_parameters(), exact.parameters(), strict=True):
-        assert torch.equal(half, whole.to(torch.bfloat16)), name
-    for half, whole in zip(ours.buffers(), exact.buffers(), strict=True):
-        assert half.dtype == torch.float32 and torch.equal(half, whole)
-    assert ours(tokens())[0].dtype == torch.bfloat16
-    assert (ours(tokens())[0].float() - model(tokens()).logits).norm() < 0.1 * model(tokens()).logits.norm()
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    assert_same_weights(hf.load(tmp_path, dtype=torch.bfloat16), ours)  # a checkpoint in half precision
-    assert {p.dtype for p in hf.load(tmp_path).parameters()} == {torch.float32}
+def test_a_checkpoint_in_half_precision_is_read_exactly(kind, tmp_path):
+    theirs(kind).to(torch.bfloat16).save_pretrained(tmp_path)
+    ours = hf.load(tmp_path)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert_equal_logits(ours, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
 MEASURE = """
@@ -303,10 +302,10 @@ def test_reading_takes_the_memory_of_the_weights_once(tmp_path):
 # refused
 
 
-def assert_refused(folder, *words, **options):
+def assert_refused(folder, *words):
     """hf.load raises a ValueError of one line that has these words in it; no other kind."""
     with pytest.raises(ValueError) as caught:
-        hf.load(folder, **options)
+        hf.load(folder)
     message = str(caught.value)
     assert type(caught.value) is ValueError and '\n' not in message
     for word in words:
@@ -341,11 +340,30 @@ def test_a_model_that_is_not_what_gpt_computes_is_refused_by_what_differs(kind, 
     assert_refused(edit(tmp_path, **changes), *words)
 
 
-@pytest.mark.parametrize('changes', [dict(hidden_size='32'), dict(num_attention_heads=0, head_dim=None),
-                                     dict(rope_parameters='default'), dict(vocab_size=[96])], ids=str)
-def test_a_config_with_values_of_a_wrong_kind_is_refused(changes, tmp_path):
+@pytest.mark.parametrize('name, value', [
+    ('hidden_size', '32'), ('hidden_size', -32), ('num_attention_heads', 0), ('vocab_size', [96]),
+    ('num_hidden_layers', True), ('max_position_embeddings', 64.5), ('max_position_embeddings', 0),
+    ('rms_norm_eps', '1e-5'), ('rms_norm_eps', None), ('rms_norm_eps', 0.0), ('tie_word_embeddings', 'yes'),
+    ('rope_parameters', 'default'), ('rope_theta', 0.0), ('rope_theta', 'x'), ('rope_theta', None)], ids=str)
+def test_a_config_with_a_value_of_a_wrong_kind_is_refused_by_name(name, value, tmp_path):
     written(tmp_path)
-    assert_refused(edit(tmp_path, **changes))
+    config = json.loads((tmp_path / 'config.json').read_text())
+    changed = {'rope_parameters': {'rope_theta': value}} if name == 'rope_theta' else {name: value}
+    (tmp_path / 'config.json').write_text(json.dumps({**config, **changed}))
+    assert_refused(tmp_path, name, value)
+
+
+def test_a_whole_number_may_be_spelled_as_a_float(tmp_path):
+    model = written(tmp_path)
+    assert_equal_logits(hf.load(edit(tmp_path, hidden_size=32.0)), model)
+
+
+@pytest.mark.parametrize('dtype', [torch.int8, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_weights_that_are_no_plain_real_numbers_are_refused(dtype, tmp_path):
+    written(tmp_path)
+    state = load_file(tmp_path / 'model.safetensors')
+    save_file({**state, 'model.norm.weight': state['model.norm.weight'].to(dtype)}, tmp_path / 'model.safetensors')
+    assert_refused(tmp_path, 'model.norm.weight', dtype)
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path):
@@ -375,7 +393,8 @@ def test_a_missing_shard_is_refused_by_name(form, tmp_path):
     (index,) = tmp_path.glob('*.index.json')
 
 
-@pytest.mark.parametrize('text', ['{"weight_map": {', '{}', '[]'])
+@pytest.mark.parametrize('text', ['{"weight_map": {', '{}', '[]', '{"weight_map": {"a": 5}}',
+                                  '{"weight_map": {"a": null}}'])
 def test_a_damaged_index_is_refused(text, tmp_path):
     FORMATS['sharded safetensors'](tmp_path, written(tmp_path))
     (tmp_path / 'model.safetensors.index.json').write_text(text)
@@ -678,6 +697,73 @@ def test_a_padding_mask_is_refused_not_ignored(pair):
         theirs.generate(idx[:, :7], attention_mask=mask[:, :7], max_new_tokens=2)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('empty', [False, True], ids=['no cache', 'empty cache'])
+def test_the_ordinary_decoding_loop_gives_the_logits_of_the_whole_text(pair, empty):
+    _, theirs, _ = pair
+    idx = tokens()
+    past, logits = transformers.DynamicCache() if empty else None, []
+    for chunk in idx.split((7, 1, 10, 1, 5), dim=1):
+        made = theirs(chunk, past_key_values=past, use_cache=True)
+        past = made.past_key_values
+        logits.append(made.logits)
+    assert (torch.cat(logits, dim=1) - theirs(idx).logits).abs().max() < 1e-4
+    assert past.get_seq_length() == 24 and theirs(idx).past_key_values is None
+
+
+def test_generate_takes_an_empty_cache_of_transformers_and_its_own_of_an_earlier_call(pair):
+    _, theirs, _ = pair
+    idx, options = tokens(T=7), dict(do_sample=False, eos_token_id=None)
+    expected = theirs.generate(idx, max_new_tokens=10, **options)
+    assert torch.equal(theirs.generate(idx, past_key_values=transformers.DynamicCache(), max_new_tokens=10, **options),
+                       expected)
+    past = theirs(idx[:, :4], use_cache=True).past_key_values
+    assert torch.equal(theirs.generate(idx, past_key_values=past, max_new_tokens=10, **options), expected)
+
+
+def test_a_foreign_cache_and_positions_out_of_order_are_refused_not_ignored(pair):
+    _, theirs, _ = pair
+    idx, foreign = tokens(T=7), transformers.DynamicCache()
+    foreign.update(torch.ones(2, 4, 3, 8), torch.ones(2, 4, 3, 8), 0)
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match='DynamicCache'):
+            theirs(idx, past_key_values=foreign, use_cache=use_cache)
+    for wrong in (torch.arange(5, 12)[None], torch.arange(7).flip(0)[None], torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2),
+                  torch.stack((torch.arange(7), torch.arange(1, 8))), torch.arange(8)[None]):
+        with pytest.raises(ValueError, match='position_ids must be 0 to 6'):
+            theirs(idx, position_ids=wrong)
+    past = theirs(idx, position_ids=torch.arange(7)[None], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match='position_ids must be 7 to 7'):
+        theirs(idx[:, :1], position_ids=torch.tensor([[0]]), past_key_values=past)
+    theirs(idx[:, :1], position_ids=torch.tensor([[7]]), past_key_values=past)
+
+
+def test_a_cache_in_training_is_refused_as_it_keeps_no_gradients(pair):
+    _, theirs, _ = pair
+    try:
+        with pytest.raises(ValueError, match='use_cache=False'):
+            theirs.train()(tokens(), use_cache=True)
+    finally:
+        theirs.eval()
+
+
+def test_trainers_gradient_accumulation_is_that_of_one_batch(tmp_path):
+    pytest.importorskip('accelerate')
+    hf.export(ours(**SV), BYTES, tmp_path / 'export')
+    norms, rows = [], [dict(input_ids=row, labels=row) for row in tokens(8, 12, vocabulary=250)]
+    for batch, accumulation in ((8, 1), (2, 4)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / 'export', trust_remote_code=True)
+        settings = transformers.TrainingArguments(
+            output_dir=str(tmp_path / 'out'), per_device_train_batch_size=batch, report_to=[], save_strategy='no',
+            gradient_accumulation_steps=accumulation, max_steps=1, learning_rate=1e-9, logging_steps=1,
+            disable_tqdm=True, use_cpu=True)
+        trainer = transformers.Trainer(model=model, args=settings, train_dataset=rows)
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+        norms.append([trainer.state.log_history[0][key] for key in ('loss', 'grad_norm')])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_svformers_exported_cache_is_smaller(tmp_path):
     sizes = {}
     for name, changes in (('ResFormer', RES), ('SVFormer', SV)):
@@ -811,17 +897,27 @@ def test_an_export_of_another_kind_replaces_one(tmp_path):
         assert_equal_logits(model, theirs)
 
 
-def test_an_export_over_a_checkpoint_in_shards_is_refused_or_replaces_it(trained, tmp_path):
-    """Else a reader finds the old index, and the old weights, which may even fit."""
-    FORMATS['sharded safetensors'](tmp_path / 'to', written(tmp_path / 'to'))
-    model = ours(vocab_size=96, n_inner=44)
-    run = checkpoint(trained, 'out/over-shards', model)
-    status, _, _ = program(hf.main, 'export', f'--out_dir={run}', f'--to={tmp_path}/to')
-    if status == 0:
-        assert_same_weights(hf.load(tmp_path / 'to'), model)
-        assert_equal_logits(model, AutoModelForCausalLM.from_pretrained(tmp_path / 'to'))
-    else:
-        assert_one_line(status, 'to')
+def test_only_an_export_is_replaced_and_no_other_checkpoint(trained, tmp_path):
+    export = f'--out_dir={trained}', f'--to={tmp_path}/to'
+    assert program(hf.main, 'export', *export)[0] == 0
+    first, to = contents(tmp_path / 'to'), tmp_path / 'to'
+
+    def assert_left_alone():
+        before = contents(to)
+        assert_one_line(program(hf.main, 'export', *export)[0], f'--to={to}', 'empty')
+        assert contents(to) == before
+        shutil.rmtree(to)
+    AutoModelForCausalLM.from_pretrained(to, trust_remote_code=True).save_pretrained(to)  # trained further, say
+    assert_left_alone()
+    written(to)
+    assert_left_alone()
+    written(to)
+    (to / 'generation_config.json').unlink()  # no name is left that an export does not write
+    assert_left_alone()
+    FORMATS['sharded safetensors'](to, written(to))
+    assert_left_alone()
+    to.mkdir()
+    assert program(hf.main, 'export', *export)[0] == 0 and contents(to) == first
 
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(trained, tmp_path):
@@ -1137,6 +1233,46 @@ def test_a_hugging_face_folder_with_a_bin_file_is_sampled(tmp_path):
 def test_a_variants_folder_is_refused_in_one_line(tmp_path):
     hf.export(ours(**SV), small_bpe(tmp_path / 'tokenizer'), tmp_path / 'folder')
     assert_one_line(program(sample.main, f'--out_dir={tmp_path}/folder', '--device=cpu')[0], 'nanoresformer')
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_in_one_line(trained, tmp_path):
+    known = small_bpe(tmp_path / 'tokenizer')
+    hf.export(ours(vocab_size=known.n_vocab - 1), known, tmp_path / 'folder')
+    run = checkpoint(trained, 'out/few-ids', ours(vocab_size=256))
+    for folder, ids in ((f'{tmp_path}/folder', known.n_vocab), (run, 257)):
+        status, _, _ = program(sample.main, f'--out_dir={folder}', '--start=the', '--device=cpu')
+        assert_one_line(status, folder, f'{ids} ids', ids - 1)
+
+
+def test_a_damaged_or_unsafe_checkpoint_is_refused_though_an_older_one_lies_beside_it(trained, tmp_path):
+    """An older one is for resuming: its text, export or scores would pass for those of the newest."""
+    for damage in (lambda path: cut(path, 0.7), lambda path: MALICE['torch file'](Evil(tmp_path / 'marker'), path)):
+        folder = Path(shutil.copytree(trained, tmp_path / 'run', dirs_exist_ok=True))
+        shutil.copy(folder / 'ckpt.pt', folder / 'ckpt.pt.1')
+        damage(folder / 'ckpt.pt')
+        for main, *words in ((sample.main, f'--out_dir={folder}', '--device=cpu'),
+                             (hf.main, 'export', f'--out_dir={folder}', f'--to={tmp_path}/to'),
+                             (evaluate.main, 'loss', f'--out_dir={folder}', '--device=cpu')):
+            assert_one_line(program(main, *words)[0], folder / 'ckpt.pt', 'damaged')
+    (folder / 'ckpt.pt').unlink()
+    assert_one_line(program(sample.main, f'--out_dir={folder}', '--device=cpu')[0], folder / 'ckpt.pt')
+    assert not (tmp_path / 'marker').exists() and not (tmp_path / 'to').exists()
+
+
+def test_a_runs_missing_dataset_is_named_and_not_looked_for_on_the_hub(trained, monkeypatch):
+    monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda *args: pytest.fail('asked the hub'))
+    run = Path(checkpoint(trained, 'out/elsewhere', ours()), 'ckpt.pt')
+    old = load(run)
+    torch.save({**old, 'settings': {**old['settings'], 'dataset': 'gone'},
+                'data': {**old['data'], 'tokenizer': {'name': 'gpt2', 'sha256': '0' * 64}}}, run)
+    assert_one_line(program(sample.main, f'--out_dir={run.parent}', '--device=cpu')[0], 'data/gone', run.parent)
+
+
+@pytest.mark.parametrize('flag', ['--top_p=0.0', '--top_p=1.5', '--top_k=-1', '--temperature=-1'])
+def test_a_way_to_sample_that_makes_no_sense_is_one_line_before_any_text(trained, flag):
+    status, out, _ = program(sample.main, f'--out_dir={trained}', '--start=abc', '--device=cpu', flag)
+    assert_one_line(status, flag[2:])
+    assert out == ''
 
 
 def test_a_prompt_without_room_for_a_token_is_refused_in_one_line(trained):
