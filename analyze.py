@@ -34,7 +34,6 @@ from data import Dataset
 from sample import load_run
 from train import Machine, TrainConfig, provenance
 
-ATTEND_CROSS = architecture.attend_cross  # watch() puts another in its place
 BLOCK = 2**24  # attention weights in memory at once: 64 MB
 
 
@@ -60,7 +59,7 @@ class AnalyzeConfig:
 
 @contextlib.contextmanager
 def watch(model, see):
-    """Call see(layer, q, keys, values) where a layer attends; shapes as in model.attend_cross."""
+    """Call see(layer, q, keys, values) where a layer attends; shapes as in model.attend_cross, which it gives."""
     original, calls = architecture.attend_cross, 0
 
     def attend_cross(q, keys, values, *args):
@@ -70,7 +69,7 @@ def watch(model, see):
         return original(q, keys, values, *args)
     architecture.attend_cross = attend_cross
     try:
-        yield
+        yield original
     finally:
         architecture.attend_cross = original
 
@@ -101,7 +100,7 @@ def entropy(model, idx):
         found[layer] = torch.special.entr(importance(q, keys)).sum(dim=1)
     with watch(model, see):
         model(idx, last_only=True)
-    return {'entropy': stack(found)}
+    return {'entropy': stack(found, model)}
 
 
 def importance(q, keys):
@@ -133,7 +132,7 @@ def similarity(model, idx):
     with watch(model, see), outputs_of(model.transformer.h, lambda layer, x: found['hidden states'].update(
             {layer: mean_cosine(x)})):
         model(idx, last_only=True)
-    return {name: stack(layers) for name, layers in found.items()}
+    return {name: stack(layers, model) for name, layers in found.items()}
 
 
 def mean_cosine(x):
@@ -159,7 +158,7 @@ def spectrum(model, idx):
         found['values attended with'][layer] = eigenvalues(joined(values[-1]))
     with watch(model, see), outputs_of([block.attn.c_attn for block in model.transformer.h], projected):
         model(idx, last_only=True)
-    return {name: stack(layers, len(model.transformer.h)) for name, layers in found.items()}
+    return {name: stack(layers, model) for name, layers in found.items()}
 
 
 def mapping(model, idx):
@@ -170,21 +169,22 @@ def mapping(model, idx):
     def see(layer, q, keys, values):
         k, v = keys[-1], values[-1]
         if before:
-            cross = joined(ATTEND_CROSS(q, [before['k'], k], [before['v'], v]))
+            cross = joined(attend_cross(q, [before['k'], k], [before['v'], v]))
             identity = before['v'].repeat_interleave(q.size(1) // v.size(1), dim=1)
             for name, other in zip(found, (architecture.attend(q, k, v + before['v']),
                                            architecture.attend(q, k, v) + identity), strict=True):
                 found[name][layer] = F.cosine_similarity(cross.double(), joined(other).double(), dim=2).mean(dim=1)
         before.update(k=k, v=v)
-    with watch(model, see):
+    with watch(model, see) as attend_cross:
         model(idx, last_only=True)
-    return {name: stack(layers, len(model.transformer.h)) for name, layers in found.items()}
+    return {name: stack(layers, model) for name, layers in found.items()}
 
 
-def stack(found, layers=None):
+def stack(found, model):
     """{layer: (B, ...)} -> (B, layers, ...); layers that have none are NaN."""
     like = next(iter(found.values()))
-    return torch.stack([found.get(n, torch.full_like(like, torch.nan)) for n in range(layers or len(found))], dim=1)
+    return torch.stack([found.get(n, torch.full_like(like, torch.nan)) for n in range(len(model.transformer.h))],
+                       dim=1)
 
 
 ANALYSES = {f.__name__: f for f in (entropy, similarity, spectrum, mapping)}
@@ -258,9 +258,9 @@ def draw(numbers, title=''):
     names = list(next(iter(runs.values()))['series'])
     panels = {'spectrum': ('projected values, layer 1', 'projected values', 'values attended with'),
               'mapping': ('',), 'entropy': ('',)}.get(kind, names)
-    figure, axes = plot.pyplot().subplots(1, len(panels), figsize=(4 * max(len(panels), 1.4), 3.6),
-                                          layout='constrained', squeeze=False)
-    styles = plot.styles({run: report['config'] for run, report in runs.items()})
+    width = 4 * max(len(panels), 1.4)
+    figure, axes = plot.pyplot().subplots(1, len(panels), squeeze=False, layout='constrained')
+    styles, labels = plot.styles({run: report['config'] for run, report in runs.items()}), plot.labels(runs)
     for ax, panel in zip(axes[0], panels, strict=True):
         for run, report in runs.items():
             if kind == 'spectrum':
@@ -277,13 +277,17 @@ def draw(numbers, title=''):
                 if 'layer 1' in panel:  # values are float32: an eigenvalue below its precision is rounding, or zero
                     mean = np.where(mean > np.finfo(np.float32).eps * mean[0], mean, np.nan)
                 x = np.arange(1, len(mean) + 1)
-                ax.plot(x, mean, marker='' if 'layer 1' in panel else '.x'[i], label=f'{Path(run).name} {name}'.strip(),
+                ax.plot(x, mean, marker='' if 'layer 1' in panel else '.x'[i], label=f'{labels[run]} {name}'.strip(),
                         **styles[run])
-                ax.fill_between(x, mean - error, mean + error, color=styles[run]['color'], alpha=0.2, linewidth=0)
+                low = mean - error
+                if kind == 'spectrum':  # a log axis has no 0
+                    low = np.maximum(low, np.nanmin(mean) / 2)
+                ax.fill_between(x, low, mean + error, color=styles[run]['color'], alpha=0.2, linewidth=0)
         if kind == 'entropy':
             for T in sorted({report['length'] for report in runs.values()}):
-                ax.axhline(uniform_entropy(T), color='#888888', linestyle=':', label=f'uniform attention, {T} tokens')
+                ax.axhline(uniform_entropy(T), color='#BBBBBB', linewidth=1, label=f'uniform attention, {T} tokens')
         ax.set_title(panel, fontsize=10)
+        ax.xaxis.set_major_locator(plot.pyplot().MaxNLocator(integer=True))
         ax.set_xlabel('index of the eigenvalue' if 'layer 1' in panel else 'layer')
         ax.set_ylabel({'entropy': 'entropy of token importance (nats)', 'similarity': 'mean cosine of pairs of tokens',
                        'mapping': "cosine to cross-layer attention's output",
@@ -291,7 +295,7 @@ def draw(numbers, title=''):
         if kind == 'spectrum':
             ax.set_yscale('log')
         ax.grid(alpha=0.3)
-    axes[0][0].legend(framealpha=1, fontsize=8)
+    figure.set_size_inches(width, 3.6 + plot.legend(figure, axes[0][0], width, loc='outside lower center'))
     figure.suptitle(title or kind, fontsize=10)
     return figure
 

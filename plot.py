@@ -8,6 +8,8 @@ $ python plot.py critical out/vanilla_512 out/svformer_512 out/vanilla_2048 out/
 """
 import argparse
 import json
+import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,36 +22,66 @@ COLORS = {'Transformer': '#000000', 'ResFormer': '#D55E00', 'SVFormer': '#0072B2
           'DenseFormer': '#CC79A7', 'CLA': '#56B4E9', 'GQA': '#E69F00', 'other': '#888888'}
 
 
-def read_log(run):
-    """The training loss of a run, {step: loss}."""
-    path = Path(run, 'log.jsonl')
-    losses = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+def read_entries(run):
+    """The lines of a run's log.jsonl, [{'step': ...}]; one that is none is an error that names it."""
+    path, entries = Path(run, 'log.jsonl'), []
+    for number, line in enumerate(path.read_text(errors='replace').splitlines(), 1):
         try:
             entry = json.loads(line)
         except ValueError:
             raise ValueError(f'{path}, line {number}: not JSON') from None
-        if entry.get('loss') is not None:
-            losses[entry['step']] = entry['loss']
+        if not isinstance(entry, dict) or not isinstance(entry.get('step'), int) or not isinstance(
+                entry.get('loss'), int | float | None):
+            raise ValueError(f'{path}, line {number}: not a line of a training log')
+        entries.append(entry)
+    return entries
+
+
+def read_log(run):
+    """The training loss of a run, {step: loss}, where it is finite."""
+    losses = {entry['step']: entry['loss'] for entry in read_entries(run)
+              if entry.get('loss') is not None and math.isfinite(entry['loss'])}
     if not losses:
-        raise ValueError(f'{path} holds no training loss yet')
+        raise ValueError(f"{Path(run, 'log.jsonl')} holds no training loss yet")
     return losses
 
 
-def read_config(run):
+def read_config(run, *needed):
+    """The settings of a run, {} where it has no config.json; without those `needed` it is an error."""
     path = Path(run, 'config.json')
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists() and not needed:
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError:
+        raise ValueError(f'{path}: not JSON') from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{path} holds no settings')
+    if missing := [name for name in needed if name not in config]:
+        raise ValueError(f'{path} does not say {missing[0]}')
+    return config
 
 
 def model_name(config):
     """The paper's name for a run's architecture, from its config."""
     for name, there in (('CLA', config.get('share_k') and config.get('share_v')), ('SVFormer', config.get('share_v')),
                         ('NeuTRENO', config.get('neutreno')), ('ResFormer', config.get('v_residual')),
-                        ('DenseFormer', config.get('denseformer')), ('GQA', config.get('n_kv_head'))):
+                        ('DenseFormer', config.get('denseformer')),
+                        ('GQA', config.get('n_kv_head', 0) not in (0, config.get('n_head')))):
         if there:
             return name
     plain = not any(v for k, v in config.items() if k.startswith(('share_', 'q_residual', 'k_residual')))
     return 'Transformer' if plain else 'other'
+
+
+def labels(runs):
+    """{run: as much of the end of its path as tells it from the others}"""
+    parts = {run: Path(run).absolute().parts for run in runs}
+    found = {}
+    for run, own in parts.items():
+        depth = next((n for n in range(1, len(own)) if sum(p[-n:] == own[-n:] for p in parts.values()) == 1), len(own))
+        found[run] = '/'.join(own[-depth:])
+    return found
 
 
 def differences(baseline, run, window):
@@ -95,9 +127,13 @@ def parameters_of(run):
     import torch
 
     from model import GPT, GPTConfig
-    config = {name: value for name, value in read_config(run).items() if name in asdict(GPTConfig())}
-    with torch.device('meta'):
-        return GPT(GPTConfig(**config)).num_params(non_embedding=False)
+    config = read_config(run, 'n_layer', 'n_head', 'n_embd', 'vocab_size')
+    try:
+        with torch.device('meta'):
+            model = GPT(GPTConfig(**{name: value for name, value in config.items() if name in asdict(GPTConfig())}))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{Path(run, 'config.json')}: {error}") from error
+    return model.num_params(non_embedding=False)
 
 
 def tokens_saved(baseline, run, window):
@@ -109,12 +145,16 @@ def tokens_saved(baseline, run, window):
 
 
 def critical_step(baseline, run, window):
-    """(step from which `run` stays above the baseline, True), or where the line through the last curve's half says it
-    will be, and False (the paper: through the last 1,000 points); (None, False) if the curve does not rise."""
+    """(step from which on `run` loses what it was ahead, True): after the sum of its smoothed differences is lowest,
+    which a few points beyond 0 do not move. Not yet: where the line through the curve's last half meets 0, and False
+    (the paper: through the last 1,000 points). (None, False): it was never ahead, or the curve does not rise."""
     steps, difference = relative(baseline, [run], window)[run]
-    below = np.flatnonzero(difference <= 0)
-    if not len(below) or below[-1] < len(steps) - 1:
-        return int(steps[below[-1] + 1] if len(below) else steps[0]), True
+    lead = np.cumsum(difference)
+    last = int(lead.argmin())
+    if lead[last] >= 0:
+        return None, False
+    if last < len(steps) - 1:
+        return int(steps[last + 1]), True
     half = min(1000, max(2, len(steps) // 2))
     slope, intercept = np.polyfit(steps[-half:], difference[-half:], 1)
     return (float(-intercept / slope), False) if slope > 0 else (None, False)
@@ -141,21 +181,62 @@ def savings(models, name, window):
 # --- drawing: each takes axes, and gives the numbers it drew ----------------------------------------------------------
 
 def relative_axes(axes, baseline, runs, window):
-    curves = relative(baseline, runs, window)
-    axes.axhline(0, color=COLORS[model_name(read_config(baseline))], linewidth=1, label=Path(baseline).name)
+    curves, names = relative(baseline, runs, window), labels([baseline, *runs])
+    axes.axhline(0, color=COLORS[model_name(read_config(baseline))], linewidth=1, label=names[baseline])
     style = styles({run: read_config(run) for run in (baseline, *runs)})
     for run, (steps, values) in curves.items():
-        axes.plot(steps, values, label=Path(run).name, **style[run])
+        axes.plot(steps, values, label=names[run], **style[run])
     axes.set_xlabel('step')
-    axes.set_ylabel(f'training loss relative to\n{Path(baseline).name} (nats)')
-    # The first steps, where all losses fall by nats, would squeeze the rest: the axis is for those after the first 10%.
-    shown = np.concatenate([values[len(values) // 10:] for _, values in curves.values()])
-    low, high = min(0, shown.min()), max(0, shown.max())
-    axes.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
-    columns = 2 if max(len(Path(run).name) for run in runs) < 30 else 1
-    axes.legend(frameon=False, fontsize=8, ncols=columns, loc='lower left', bbox_to_anchor=(0, 1))  # hides no curve
-    axes.grid(alpha=0.3)
+    axes.set_ylabel(f'training loss relative to\n{names[baseline]} (nats)')
+    frame(axes, [values for _, values in curves.values()])
     return curves
+
+
+def seeds_axes(axes, models, window):
+    """Loss minus that of the baseline with the same seed, mean and standard error over seeds, early (the first 10% of
+    the steps) and at the end; models: {name: [(baseline, run) of each seed]}."""
+    found, edges, style = {}, [], styles({name: read_config(pairs[0][1]) for name, pairs in models.items()})
+    for name, pairs in models.items():
+        each = [differences(base, run, window) for base, run in pairs]
+        last = [[entry['val']['mean'] for entry in read_entries(run) if 'val' in entry][-1] for _, run in pairs]
+        found[name] = {'seeds': len(pairs)}
+        for what, values in (('early', [d[steps < (steps[-1] + 1) / 10].mean() for steps, d in each]),
+                             ('final', [d[-window:].mean() for _, d in each]), ('validation_loss', last)):
+            error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+            found[name][what] = {'mean': float(np.mean(values)), 'standard_error': error,
+                                 'of_each_seed': [float(value) for value in values]}
+        curves = [dict(zip(*relative(base, [run], window)[run], strict=True)) for base, run in pairs]
+        steps = sorted(set.intersection(*map(set, curves)))
+        values = np.array([[curve[step] for step in steps] for curve in curves])
+        mean = values.mean(axis=0)
+        error = values.std(axis=0, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0 * mean
+        axes.plot(steps, mean, label=name, **style[name])
+        axes.fill_between(steps, mean - error, mean + error, color=style[name]['color'], alpha=0.2, linewidth=0)
+        edges += [mean - error, mean + error]
+    axes.set_ylabel("training loss minus vanilla's (nats)")
+    frame(axes, edges)
+    return found
+
+
+def frame(axes, curves):
+    """Limits, grid and legend of curves over steps. The first steps, where all losses fall by nats, would squeeze the
+    rest: of its first 10%, up to 1% of a curve's points may lie outside."""
+    low = min(0, *(min(c[len(c) // 10:].min(), np.quantile(c, 0.01)) for c in curves))
+    high = max(0, *(max(c[len(c) // 10:].max(), np.quantile(c, 0.99)) for c in curves))
+    margin = 0.1 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+    axes.grid(alpha=0.3)
+    legend(axes, axes, 4.6, loc='lower left', bbox_to_anchor=(0, 1))
+
+
+def legend(owner, axes, inches, **place):
+    """The legend of `axes`, outside of them, where it hides no curve; owner: the axes, or their figure. Returns its
+    height in inches."""
+    handles, names = axes.get_legend_handles_labels()
+    longest = max(len(re.sub('[${}_]', '', name)) for name in names)  # not seen in formulas
+    columns = max(1, int(inches / (0.5 + 0.07 * longest)))
+    owner.legend(handles, names, frameon=False, fontsize=8, ncols=columns, **place)
+    return 0.18 * math.ceil(len(names) / columns)
 
 
 def bars_axes(axes, baseline, runs, window):
@@ -165,10 +246,11 @@ def bars_axes(axes, baseline, runs, window):
         axes.barh(i, mean, xerr=error, color=style[run]['color'], height=0.6, edgecolor='white',
                   hatch={'-': '', '--': '//', ':': '..', '-.': 'xx'}[style[run]['linestyle']])
     axes.axvline(0, color='#000000', linewidth=1)
-    axes.set_yticks(range(len(found)), [Path(run).name.replace('+', '\n+') for run in found], fontsize=8)
+    names = labels([baseline, *runs])
+    axes.set_yticks(range(len(found)), [names[run].replace('+', '\n+') for run in found], fontsize=8)
     axes.invert_yaxis()
     axes.locator_params(axis='x', nbins=5)
-    axes.set_xlabel(f"loss minus {Path(baseline).name}'s (nats)\nmean and standard error of the last {window} steps")
+    axes.set_xlabel(f"loss minus {names[baseline]}'s (nats)\nmean and standard error of the last {window} steps")
     axes.grid(alpha=0.3, axis='x')
     return {run: {'mean': mean, 'standard_error': error} for run, (mean, error) in found.items()}
 
@@ -181,12 +263,12 @@ def scaling_axes(axes, runs, window):
     found = {}
     for name, points in models.items():
         n, loss, names = zip(*sorted(points), strict=True)
-        axes.plot(n, loss, 'o', color=COLORS[name])
-        found[name] = {'parameters': n, 'loss': loss, 'runs': [str(run) for run in names]}
-        if len(n) > 1:
+        found[name], label = {'parameters': n, 'loss': loss, 'runs': [str(run) for run in names]}, name
+        if len(set(n)) > 1:
             a, b = found[name]['power_law'] = power_law(n, loss)
-            x = np.geomspace(min(n), max(n), 50)
-            axes.plot(x, a * x ** -b, color=COLORS[name], label=f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$')
+            x, label = np.geomspace(min(n), max(n), 50), f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$'
+            axes.plot(x, a * x ** -b, color=COLORS[name])
+        axes.plot(n, loss, 'o', color=COLORS[name], label=label)
     for name, other in found.items():
         if name != 'Transformer' and 'power_law' in found.get('Transformer', {}) and 'power_law' in other:
             other.update(savings(found, name, window))
@@ -204,7 +286,7 @@ def critical_axes(axes, pairs, window):
     found = []
     for baseline, run in pairs:
         step, crossed = critical_step(baseline, run, window)
-        found.append({'length': read_config(run)['block_size'], 'step': step, 'crossed': crossed})
+        found.append({'length': read_config(run, 'block_size')['block_size'], 'step': step, 'crossed': crossed})
     color = COLORS[model_name(read_config(pairs[0][1]))]
     known = [f for f in found if f['step'] and f['step'] > 0]
     for f in known:
@@ -226,14 +308,15 @@ def critical_axes(axes, pairs, window):
 def draw_relative(args):
     figure, axes = pyplot().subplots(figsize=(6.4, 4), layout='constrained')
     curves = relative_axes(axes, args.runs[0], args.runs[1:], args.window)
-    steps = next(iter(curves.values()))[0]
+    steps = np.unique(np.concatenate([steps for steps, _ in curves.values()]))
     marks = [int(steps[round(f * (len(steps) - 1))]) for f in (0.1, 0.25, 0.5, 0.75, 1.0)]
     print(f'Training loss minus that of {args.runs[0]}, mean of {args.window} steps\n')
     print('| run | ' + ' | '.join(f'step {mark}' for mark in marks) + ' |')
     print('|---|' + '---:|' * len(marks))
     for run, (steps, values) in curves.items():
-        at = [values[np.searchsorted(steps, mark, side='right') - 1] for mark in marks]
-        print(f'| {run} | ' + ' | '.join(f'{value:+.4f}' for value in at) + ' |')
+        cells = [f'{values[np.searchsorted(steps, mark, side="right") - 1]:+.4f}' if steps[0] <= mark <= steps[-1]
+                 else '' for mark in marks]
+        print(f'| {run} | ' + ' | '.join(cells) + ' |')
     return figure
 
 
@@ -259,18 +342,20 @@ def draw_critical(args):
         raise ValueError('critical takes pairs: BASELINE RUN BASELINE RUN ...')
     figure, axes = pyplot().subplots(figsize=(5, 4), layout='constrained')
     for f in critical_axes(axes, list(zip(args.runs[::2], args.runs[1::2], strict=True)), args.window):
-        print(f'{f["length"]} tokens: ' + ('never' if f['step'] is None else f'step {f["step"]:.0f}'
+        print(f'{f["length"]} tokens: ' + ('no crossing' if f['step'] is None else f'step {f["step"]:.0f}'
                                            + ('' if f['crossed'] else ' (predicted)')))
     return figure
 
 
 def styles(configs):
-    """{run: color and dashes} of {run: config}: a model has its color, runs of one model differ in their dashes."""
+    """{run: color and dashes} of {run: config}: a model has its color, runs of one model differ in their dashes, and
+    after four of them in their strength."""
     used, found = {}, {}
     for run, config in configs.items():
         color = COLORS[model_name(config)]
         used[color] = used.get(color, -1) + 1
-        found[run] = {'color': color, 'linestyle': ('-', '--', ':', '-.')[used[color] % 4]}
+        found[run] = {'color': color, 'linestyle': ('-', '--', ':', '-.')[used[color] % 4],
+                      'alpha': 1 / (1 + used[color] // 4)}
     return found
 
 

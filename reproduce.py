@@ -8,14 +8,17 @@ $ python reproduce.py fig6 --scale=paper               # as torchrun on this mac
 $ python reproduce.py claims                           # config/claims.py: six models, three seeds, with error bars
 
 A run is kept in out/<scale>/<name>, finished ones are reused and unfinished ones go on. Results: results/<scale>/.
+After SIGTERM or Ctrl-C the runs are saved, and the same command goes on.
 """
 import concurrent.futures
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+import threading
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +29,20 @@ import evaluate
 import plot
 from configurator import configure, one_line_errors, read_config
 from model import GPT, GPTConfig
-from train import Machine, TrainConfig, provenance
+from train import INTERRUPTED, Machine, TrainConfig, provenance
 
 HERE = Path(__file__).parent
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')  # not part of a variant
+FREE = set('out_dir init_from device dtype compile backend activation_checkpointing verify_data eval_interval '
+           'eval_only keep_checkpoints save_steps max_skipped eval_tasks eval_data_dir wandb_log wandb_project '
+           'wandb_run_name'.split())  # a run may have them otherwise and still be the same
 
 
 @dataclass
 class Scale:
     """How the paper's experiments are scaled; `settings` is what every run of a scale has."""
+    tokens: int  # a step
+    seconds: float  # a run on two cores, roughly; 0: not for two cores
     settings: dict
     sizes: dict  # the paper's size -> shape
     lengths: tuple  # Fig. 11's sequence lengths
@@ -52,24 +60,24 @@ def shapes(*rows):
 
 SCALES = {
     # Tables 3 and 4; TrainConfig's defaults are the rest
-    'paper': Scale(dict(dataset='slimpajama', gradient_accumulation_steps=32), shapes(
+    'paper': Scale(1024 * 2048, 0, dict(dataset='slimpajama', gradient_accumulation_steps=32), shapes(
         (4, 2, 16), (8, 8, 512), (12, 12, 768), (24, 16, 1024)), (512, 2048, 8192, 32000, 64000), 2048,
         (6e-4, 3e-4, 1e-4), (120, 1200), 50, 1000),
     # 16,384 tokens a step, 1,000 steps = 16M bytes: hours on a CPU, minutes on a GPU
-    'small': Scale(dict(dataset='stdlib', vocab_size=320, max_iters=1000, warmup_iters=20, learning_rate=2e-3,
-                        min_lr=2e-4, eval_interval=500, eval_iters=8, gradient_accumulation_steps=1), shapes(
+    'small': Scale(16384, 2000, dict(
+        dataset='stdlib', vocab_size=320, max_iters=1000, warmup_iters=20, learning_rate=2e-3, min_lr=2e-4,
+        eval_interval=500, eval_iters=8, gradient_accumulation_steps=1), shapes(
         (4, 4, 64), (8, 8, 128), (12, 8, 192), (16, 8, 256)), (128, 256, 512, 1024, 2048), 512,
         (2e-3, 1e-3, 3.3e-4), (20, 200), 50, 200),
     # 4,096 tokens a step, 120 steps = 0.5M bytes: 20 to 60 seconds on two cores
-    'tiny': Scale(dict(dataset='stdlib', vocab_size=320, max_iters=120, warmup_iters=10, learning_rate=3e-3,
-                       min_lr=3e-4, eval_interval=120, eval_iters=4, gradient_accumulation_steps=1,
-                       compile=False), shapes(
+    'tiny': Scale(4096, 40, dict(
+        dataset='stdlib', vocab_size=320, max_iters=120, warmup_iters=10, learning_rate=3e-3, min_lr=3e-4,
+        eval_interval=120, eval_iters=4, gradient_accumulation_steps=1, compile=False), shapes(
         (4, 8, 32), (8, 8, 64), (10, 8, 80), (12, 8, 96)), (64, 128, 256, 512, 1024), 256,
         (3e-3, 1.5e-3, 5e-4), (10, 60), 20, 50),
     # The README's figure, on a CPU
-    'claims': Scale({name: value for name, value in read_config(str(HERE / 'config/claims.py')).items()
-                     if name not in ('out_dir', 'seed')}, {'82m': {}}, (), 256, (), (), 50, 0)}
-TOKENS = {'paper': 1024 * 2048, 'small': 16384, 'tiny': 4096, 'claims': 4096}  # a step
+    'claims': Scale(4096, 360, {name: value for name, value in read_config(str(HERE / 'config/claims.py')).items()
+                                if name not in ('out_dir', 'seed')}, {'82m': {}}, (), 256, (), (), 50, 0)}
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class Run:
                   **{key: value for key, value in read_config(str(file)).items() if key in wiring}}
         length = scale.lengths[self.length - 1] if self.length else scale.length
         steps = scale.settings['gradient_accumulation_steps']
-        values |= dict(block_size=length, batch_size=TOKENS[scale_name] // length // steps)
+        values |= dict(block_size=length, batch_size=scale.tokens // length // steps)
         if self.rate:
             values |= dict(learning_rate=scale.rates[self.rate], min_lr=scale.rates[self.rate] / 10)
         if self.seed:
@@ -154,7 +162,7 @@ FIGURES = {
         [(V, 'cla'), (V, 'mqa'), ('svformer_gqa', 'cla_gqa')]),
     'fig11': Figure('Sequence length', [
         ('critical', [Run(model, length=i) for i in range(1, 6) for model in (V, S)]),
-        *((('relative', [Run(V, length=i), Run(S, length=i)])) for i in (1, 5))]),
+        *(('relative', [Run(V, length=i), Run(S, length=i)]) for i in (1, 5))]),
     'fig12a': Figure('Learning rate', [('relative', [Run(V, rate=i), Run(S, rate=i)]) for i in range(3)]),
     'fig12b': Figure('Warm-up', [('relative', [Run(V, warmup=i), Run(S, warmup=i)]) for i in range(2)]),
     'fig12c': Figure('Size', [('relative', [Run(V, size), Run(S, size)]) for size in ('2m', '82m', '180m', '468m')]),
@@ -185,6 +193,8 @@ class ReproduceConfig:
             raise ValueError(f'scale={self.scale!r} is not one of paper, small, tiny')
         if self.jobs < 1 or self.gpus < 1:
             raise ValueError('jobs and gpus must be at least 1')
+        if self.tok_per_s < 0:
+            raise ValueError(f'tok_per_s={self.tok_per_s} must not be negative')
 
 
 def folder(run, settings):
@@ -197,28 +207,62 @@ def needed(figure):
     return list(dict.fromkeys(run for _, panel in figure.panels for run in panel))
 
 
+def configured(run, scale_name):
+    """The run's (TrainConfig, GPTConfig)."""
+    return configure(TrainConfig, GPTConfig, argv=[f'--{k}={v}' for k, v in run.settings(scale_name).items()])
+
+
+def as_json(*configs):
+    return json.loads(json.dumps({name: value for config in configs for name, value in asdict(config).items()}))
+
+
+def other(run, settings):
+    """How a run's folder holds another run than the one asked for, in a setting that decides its numbers, or ''."""
+    path = folder(run, settings)
+    if not (log := path / 'log.jsonl').exists() or not log.stat().st_size:
+        return ''
+    # A setting that a config.json lacks came later, with a default that changed nothing.
+    there = as_json(TrainConfig(), GPTConfig()) | plot.read_config(path, 'max_iters')
+    return next((f'{path} is a run with {name}={there[name]!r}, not {value!r}'
+                 for name, value in as_json(*configured(run, settings.scale)).items()
+                 if name not in FREE and there[name] != value), '')
+
+
 def finished(run, settings):
     """Whether a run has its last evaluation, of the settings that it is to have."""
-    log = folder(run, settings) / 'log.jsonl'
-    last = log.read_text().splitlines()[-1:] if log.exists() else []
-    steps = run.settings(settings.scale).get('max_iters', TrainConfig.max_iters)
-    return bool(last) and '"val"' in last[0] and json.loads(last[0])['step'] == steps
+    try:
+        steps = configured(run, settings.scale)[0].max_iters
+        return not other(run, settings) and any(
+            'val' in entry and entry['step'] == steps for entry in plot.read_entries(folder(run, settings)))
+    except (ValueError, OSError):  # no log, or a line cut by a crash
+        return False
 
 
-def train(run, settings):
-    options = [f'--{name}={value}' for name, value in run.settings(settings.scale).items()]
-    command = ['train.py', *options, f'--out_dir={folder(run, settings)}', '--init_from=auto',
-               f'--device={settings.device}']
+def train(run, settings, stop):
+    """Train or go on; once the event `stop` is set, save and return."""
+    out = folder(run, settings)
+    command = ['train.py', *(f'--{name}={value}' for name, value in run.settings(settings.scale).items()),
+               f'--out_dir={out}', '--init_from=auto', f'--device={settings.device}']
     start, environment = [sys.executable], dict(os.environ)
     if settings.scale == 'paper':
         start = [sys.executable, '-m', 'torch.distributed.run', f'--nproc_per_node={settings.gpus}']
     elif settings.jobs > 1:
         environment.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // settings.jobs)))
-    done = subprocess.run([*start, str(HERE / command[0]), *command[1:]], env=environment, capture_output=True,
-                          text=True)
-    if done.returncode:
-        raise OSError(f'{shlex.join(command)} failed: {(done.stderr.strip().splitlines() or ["no message"])[-1]}')
-    print(f'trained {folder(run, settings)}', flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / 'train.log', 'a') as log:  # not a pipe, at which a training would die with this process
+        child = subprocess.Popen([*start, str(HERE / command[0]), *command[1:]], env=environment, stdout=log,
+                                 stderr=subprocess.STDOUT)
+        while child.poll() is None:
+            if stop.wait(0.1):
+                child.terminate()
+                child.wait()
+                return
+    if child.returncode:
+        lines = (out / 'train.log').read_text(errors='replace').strip().splitlines()
+        raise OSError(f'{shlex.join(command)} failed: {(lines or ["no message"])[-1]}')
+    if not finished(run, settings):
+        raise OSError(f'{out} has been trained, but its log is damaged; delete it, to train it again')
+    print(f'trained {out}', flush=True)
 
 
 def prepare(settings):
@@ -274,36 +318,10 @@ def draw_panel(how, panel, axes, settings, machine):
 
 
 def draw_seeds(panel, axes, settings):
-    """Loss minus vanilla's of the same seed: mean and standard error over seeds; early: the first 10% of the steps."""
-    window, found = SCALES[settings.scale].window, {}
-    for model in dict.fromkeys(run.model for run in panel):
-        pairs = [(folder(Run(V, seed=run.seed), settings), folder(run, settings))
-                 for run in panel if run.model == model]
-        curves = [plot.relative(base, [run], window)[run] for base, run in pairs]
-        raw = np.array([list(plot.read_log(run).values()) for _, run in pairs])
-        raw -= np.array([list(plot.read_log(base).values()) for base, _ in pairs])
-        found[model] = {'seeds': len(pairs)}
-        for when, values in (('early', raw[:, :raw.shape[1] // 10]), ('final', raw[:, -window:])):
-            means = values.mean(axis=1)
-            found[model][when] = {'mean': means.mean(), 'standard_error': evaluate.standard_error(means),
-                                  'of_each_seed': means.tolist()}
-        val = [[json.loads(line)['val']['mean'] for line in (path / 'log.jsonl').read_text().splitlines()
-                if '"val"' in line][-1] for _, path in pairs]
-        found[model]['validation_loss'] = {'mean': np.mean(val), 'of_each_seed': val,
-                                           'standard_error': evaluate.standard_error(np.array(val))}
-        steps, mean = curves[0][0], np.mean([d for _, d in curves], axis=0)
-        error = np.std([d for _, d in curves], axis=0, ddof=1) / len(curves) ** 0.5 if len(curves) > 1 else 0 * mean
-        style = plot.styles({'': plot.read_config(pairs[0][1])})['']
-        style['linestyle'] = '--' if model.startswith('learned') else '-'
-        axes.plot(steps, mean, label=model, **style)
-        axes.fill_between(steps, mean - error, mean + error, color=style['color'], alpha=0.2, linewidth=0)
-    drawn = np.concatenate([line.get_ydata() for line in axes.lines])
-    low, high = min(0, np.quantile(drawn, 0.005)), max(0, np.quantile(drawn, 0.995))
-    axes.set_ylim(low - 0.1 * (high - low), high + 0.3 * (high - low))  # room for the legend
-    axes.set_xlabel(f'step ({TOKENS[settings.scale]:,} tokens each)')
-    axes.set_ylabel("training loss minus vanilla's (nats)")
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc='upper right')
-    axes.grid(alpha=0.3)
+    models = {model: [(folder(Run(V, seed=run.seed), settings), folder(run, settings))
+                      for run in panel if run.model == model] for model in dict.fromkeys(run.model for run in panel)}
+    found = plot.seeds_axes(axes, models, SCALES[settings.scale].window)
+    axes.set_xlabel(f'step ({SCALES[settings.scale].tokens:,} tokens each)')
     print('\n| model | seeds | first 10% of steps | last 50 steps | validation loss |\n|---|---:|---:|---:|---:|')
     for model, f in found.items():
         print(f'| {model} | {f["seeds"]} | ' + ' | '.join(evaluate.pm(
@@ -316,7 +334,8 @@ def reproduce(name, settings, machine):
     figure, scale = FIGURES.get(name, CLAIMS), SCALES[settings.scale]
     out = Path('results', settings.scale, name)
     out.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {'figure': name, 'title': figure.title, 'scale': settings.scale, **provenance(machine), 'panels': []}
+    origin = provenance(machine)
+    numbers = {'figure': name, 'title': figure.title, 'scale': settings.scale, **origin, 'panels': []}
     title = f'{name}: {figure.title} ({settings.scale})'
     drawable = [(how, panel) for how, panel in figure.panels if how not in analyze.ANALYSES]
     for how, panel in figure.panels:
@@ -324,7 +343,9 @@ def reproduce(name, settings, machine):
             asked = analyze.AnalyzeConfig(sequences=scale.sequences, length=scale.length, batch_size=10)
             found = analyze.analyze(how, [str(folder(run, settings)) for run in panel], asked, machine)
             plot.save(analyze.draw(found, title), out.with_name(f'{name}.png' if not drawable else f'{name}_{how}.png'))
-            numbers['panels'].append({'how': how, 'numbers': {k: v for k, v in found['runs'].items()}})
+            numbers['panels'].append({'how': how, 'numbers': found['runs']})
+            print(f"{name}: the paper's panel of other checkpoints is left out; python analyze.py {how} --hf=FOLDER "
+                  '--text=FILE draws it')
     if drawable:
         drawing, axes = plot.pyplot().subplots(1, len(drawable), figsize=(5.2 * len(drawable), 4.2), squeeze=False,
                                                layout='constrained')
@@ -337,8 +358,11 @@ def reproduce(name, settings, machine):
         drawing.suptitle(title, fontsize=10)
         plot.save(drawing, out.with_suffix('.png'))
     numbers['against_the_paper'] = compare(name, figure, numbers, settings)
-    out.with_suffix('.json').write_text(json.dumps(numbers, indent=1) + '\n')
-    for line in numbers['against_the_paper']:
+    path, text = out.with_suffix('.json'), json.dumps(numbers, indent=1)
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if old | origin != json.loads(text):  # the same numbers keep the commit and date that they came from
+        path.write_text(text + '\n')
+    for line in numbers['against_the_paper'] or [f'{name}: there is no order of the paper that is checked']:
         print(line)
 
 
@@ -385,25 +409,29 @@ def compare(name, figure, numbers, settings):
     return lines
 
 
-def list_figures(settings):
-    print(f'{"":8} {"runs":>5} {"done":>5}  {"8 GPUs, paper":>14}  what (scale={settings.scale})')
-    for name, figure in FIGURES.items():
-        every = needed(figure)
-        hours = 'n/a'
+def list_figures(names, settings):
+    scale = SCALES[settings.scale]
+    print(f'{"":8} {"runs":>5} {"done":>5}  {"8 GPUs, paper":>14}  {f"2 cores, {settings.scale}":>14}  '
+          f'{"besides runs":18}  what')
+    for name in names:
+        every, hows, hours, here = needed(FIGURES[name]), {how for how, _ in FIGURES[name].panels}, 'n/a', 'n/a'
         if settings.tok_per_s:  # a run's time goes with its FLOPs
-            tokens = TOKENS['paper'] * TrainConfig.max_iters
+            tokens = SCALES['paper'].tokens * TrainConfig.max_iters
             hours = f'{sum(flops(run) / flops(Run()) for run in every) * tokens / settings.tok_per_s / 3600:,.0f} h'
+        if scale.seconds:
+            here = f'~{len(every) * scale.seconds / 60:,.0f} min'
+        besides = ('task data' if 'tasks' in hows else
+                   'outside weights*' if hows & analyze.ANALYSES.keys() else 'nothing')
         done = sum(finished(run, settings) for run in every)
-        print(f'{name:8} {len(every):>5} {done:>5}  {hours:>14}  {figure.title}')
-    if not settings.tok_per_s:
-        print('\nTimes: give --tok_per_s, the throughput of config/vanilla_82m.py on 8 GPUs (bench.py measures one).')
-    print('A tiny run takes 20 to 60 s on two cores. Panels that need checkpoints from outside are left out: '
-          'python analyze.py ... --hf=FOLDER draws them.')
+        print(f'{name:8} {len(every):>5} {done:>5}  {hours:>14}  {here:>14}  {besides:18}  {FIGURES[name].title}')
+    print('\n8 GPUs: give --tok_per_s, the throughput of config/vanilla_82m.py there (bench.py measures one).\n'
+          '2 cores: an estimate, the runs times the usual seconds of one, finished ones included.\n'
+          '* for one panel, which is left out: python analyze.py ... --hf=FOLDER draws it.')
 
 
 def flops(run):
     """Training FLOPs per token of a run at the paper's scale."""
-    _, config = configure(TrainConfig, GPTConfig, argv=[f'--{k}={v}' for k, v in run.settings('paper').items()])
+    _, config = configured(run, 'paper')
     with torch.device('meta'):
         return GPT(config).flops_per_token(config.block_size)
 
@@ -417,25 +445,46 @@ def main():
             print(__doc__.strip())
             sys.exit(2)
         names = list(FIGURES) if asked == ['all'] else asked
-        if names == ['claims']:
+        if names == ['claims'] and not listing:
+            if any(argument.startswith('--scale') for argument in sys.argv):
+                raise ValueError('claims has a scale of its own: it goes without --scale')
             settings.scale = 'claims'
         elif unknown := [name for name in names if name not in FIGURES]:
-            raise ValueError(f'no figure {unknown[0]!r}; there are {", ".join(FIGURES)}, and claims, alone')
+            raise ValueError(f'no figure {unknown[0]!r}; there are {", ".join(FIGURES)}, and claims, alone, '
+                             'without --list')
         if listing:
-            list_figures(settings)
+            list_figures(names or FIGURES, settings)
             return
         machine = Machine(TrainConfig(device=settings.device, compile=False))
         missing = {folder(run, settings): run for name in names for run in needed(FIGURES.get(name, CLAIMS))
                    if not finished(run, settings)}
+        for path, run in missing.items():
+            if why := other(run, settings) or f'{path} is not a whole run' * (path.parts[0] == 'results'):
+                raise ValueError(f'{why}; move it away, or delete it')
         if missing:
             prepare(settings)
         print(f'{len(missing)} runs to train')
+        stop = threading.Event()
         with concurrent.futures.ThreadPoolExecutor(1 if settings.scale == 'paper' else settings.jobs) as pool:
-            for _ in pool.map(lambda run: train(run, settings), missing.values()):
-                pass
-        for name in names:
-            reproduce(name, settings, machine)
+            try:
+                list(pool.map(lambda run: train(run, settings, stop), missing.values()))
+            except BaseException:
+                stop.set()
+                raise
+        failed = []
+        for name in names:  # one that fails keeps no other from being drawn
+            try:
+                reproduce(name, settings, machine)
+            except (ValueError, OSError) as error:
+                failed.append(f'{name}: {error}')
+        if failed:
+            raise OSError('not drawn: ' + '; '.join(failed))
 
 
 if __name__ == '__main__':
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        main()
+    except KeyboardInterrupt:
+        print('interrupted: what was trained is saved, and the same command goes on', file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -442,7 +442,7 @@ def test_attention_and_the_model_are_as_they_were_after_an_error(kind):
         patch.setattr(model.transformer.h[1].mlp, 'forward', broken)  # half way
         with pytest.raises(KeyboardInterrupt):
             analyzed(kind, model, idx)
-    assert architecture.attend_cross is original and analyze.ATTEND_CROSS is original
+    assert architecture.attend_cross is original
     assert not any(module._forward_hooks for module in model.modules())
     assert_close(analyzed(kind, model, idx), before)
 
@@ -540,7 +540,7 @@ def test_a_figure_shows_every_run_and_can_be_drawn_from_the_file(kind, at, tmp_p
     numbers = report(kind, 'vanilla', 'svformer', sequences=3)
     figure = analyze.draw(json.loads(json.dumps(numbers)), 'fig0: a title (tiny)')
     assert figure.get_suptitle() == 'fig0: a title (tiny)'
-    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
     for name in ('vanilla', 'svformer'):
         assert any(text.startswith(name) for text in texts), texts
     curves = {'entropy': 1, 'similarity': 3, 'spectrum': 3, 'mapping': 2}[kind]
@@ -566,6 +566,40 @@ def test_two_runs_of_one_model_look_different(kind, at):
         looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in ax.get_lines()]
         assert len(set(looks)) == len(looks), looks
     plot.pyplot().close(figure)
+
+
+@every_kind
+def test_many_runs_are_all_seen_and_told_apart(kind, at):
+    """Nine runs, five of a kind, two of one name: the legend is beside the axes, no two curves look alike."""
+    config = GPTConfig(**RUN).__dict__
+    found = report(kind, 'vanilla', sequences=3)
+    one = found['runs'].pop('out/vanilla')
+    for run, fields in {'a/vanilla': {}, 'b/vanilla': {}, 'mha': dict(n_kv_head=RUN['n_head']), 'svformer': SV,
+                        **{f'other{i}': dict(q_residual=True) for i in range(5)}}.items():
+        found['runs'][run] = {**one, 'config': {**config, **fields}}
+    figure = analyze.draw(found)
+    legend, curves = figure.legends[0], [line for line in figure.axes[0].get_lines() if len(line.get_ydata()) > 2]
+    figure.draw_without_rendering()
+    assert all(ax.get_window_extent().height > 150 and not ax.get_legend() for ax in figure.axes)
+    assert legend.get_window_extent().y1 <= min(ax.get_tightbbox().y0 for ax in figure.axes)
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert len(set(texts)) == len(texts) and texts[0].startswith('a/vanilla') and any('b/vanilla' in t for t in texts)
+    looks = [(line.get_color(), line.get_linestyle(), line.get_marker(), line.get_alpha())
+             for line in figure.axes[0].get_lines()]
+    assert len(set(looks)) == len(looks) >= len(curves) >= 9
+    for ax in figure.axes:
+        assert all(tick == int(tick) for tick in ax.get_xticks())
+    plot.pyplot().close(figure)
+
+
+def test_an_error_as_large_as_its_eigenvalue_does_not_stretch_the_axis(at):
+    numbers = report('spectrum', 'vanilla', sequences=3)
+    for series in numbers['runs']['out/vanilla']['series'].values():
+        series['standard_error'] = [[(1 - 1e-6) * value for value in layer] for layer in series['mean']]
+    for ax in analyze.draw(numbers).axes:
+        drawn = ax.get_lines()[0].get_ydata()
+        assert ax.get_ylim()[0] > 0.1 * np.nanmin(drawn)
+    plot.pyplot().close('all')
 
 
 def test_without_out_the_files_go_to_results(at):

@@ -1,18 +1,32 @@
 """reproduce.py's table of runs, and the figures of plot.py that it draws."""
 import json
+import os
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT, write_dataset
+from runs import finish, load, log, start
 from test_tools import program
 
+import analyze
 import plot
 import reproduce
 from configurator import configure
 from model import GPTConfig
 from reproduce import CLAIMS, FIGURES, SCALES, Run
-from train import TrainConfig
+from train import Machine, TrainConfig
 
+CPU = Machine(TrainConfig(device='cpu', compile=False))
 EVERY = list(dict.fromkeys(run for figure in FIGURES.values() for run in reproduce.needed(figure)))
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays_open():
+    yield
+    plot.pyplot().close('all')
 
 
 def write_run(folder, losses, val=None, **config):
@@ -23,6 +37,12 @@ def write_run(folder, losses, val=None, **config):
     (folder / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     (folder / 'config.json').write_text(json.dumps(config))
     return folder
+
+
+def write_finished(run, losses, scale='tiny', top='out', val=None):
+    """In the folder where reproduce.py looks for it, with the settings that it asks for."""
+    return write_run(Path(top, scale, run.name(SCALES[scale])), losses, val=val,
+                     **reproduce.as_json(*reproduce.configured(run, scale)))
 
 
 def test_every_figure_and_table_of_the_paper_is_there():
@@ -37,7 +57,7 @@ def test_every_run_of_every_scale_is_one_that_train_accepts(scale):
         settings, config = configure(TrainConfig, GPTConfig, argv=[
             f'--{name}={value}' for name, value in run.settings(scale).items()])
         tokens = settings.rows_per_step * config.block_size
-        assert 0.97 < tokens / reproduce.TOKENS[scale] <= 1, run  # constant tokens a step
+        assert 0.97 < tokens / SCALES[scale].tokens <= 1, run  # constant tokens a step
         names.setdefault(run.name(SCALES[scale]), set()).add(f'{settings} {config}')
     told_apart = [setting for found in names.values() for setting in found]
     assert len(names) == len(told_apart) == len(set(told_apart))  # one folder for one set of settings, and the reverse
@@ -64,10 +84,73 @@ def test_only_a_run_with_its_last_evaluation_is_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = reproduce.ReproduceConfig()
     assert not reproduce.finished(Run(), settings)
-    write_run(tmp_path / 'out/tiny/vanilla', [3.0] * 60)
+    write_finished(Run(), [3.0] * 60)
     assert not reproduce.finished(Run(), settings)  # 60 of 120 steps
-    write_run(tmp_path / 'out/tiny/resformer', [3.0] * 120)
+    path = write_finished(Run('resformer'), [3.0] * 120) / 'log.jsonl'
     assert reproduce.finished(Run('resformer'), settings)
+    path.write_text(path.read_text()[:-20])  # cut by a crash
+    assert not reproduce.finished(Run('resformer'), settings)
+    path.write_text('[1]')
+    assert not reproduce.finished(Run('resformer'), settings)
+
+
+@pytest.mark.parametrize('name, value', [
+    ('learning_rate', 1e-3), ('dataset', 'mine'), ('n_layer', 2), ('max_iters', 9)])
+def test_a_run_of_other_settings_is_neither_reused_nor_overwritten(tmp_path, monkeypatch, name, value):
+    monkeypatch.chdir(tmp_path)
+    settings, (tiny, size) = reproduce.ReproduceConfig(), (SCALES['tiny'], SCALES['tiny'].sizes['82m'])
+    path = write_finished(Run(), [3.0] * 120)
+    config = json.loads((path / 'config.json').read_text())
+    for free in (dict(device='cuda', compile=True, dtype='float16', out_dir='x'), dict(config)):
+        (path / 'config.json').write_text(json.dumps({**config, **free}))
+        assert reproduce.finished(Run(), settings)
+    monkeypatch.setitem(size if name == 'n_layer' else tiny.settings, name, value)
+    assert not reproduce.finished(Run(), settings)
+    monkeypatch.setattr('sys.argv', ['reproduce.py', 'fig3', '--device=cpu'])
+    monkeypatch.setattr(reproduce, 'train', lambda *_: pytest.fail('it would be overwritten'))
+    with pytest.raises(SystemExit, match=f'error: out/tiny/vanilla is a run with {name}=.*, not {value!r}'):
+        reproduce.main()
+
+
+def test_an_interrupted_training_is_saved_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / 'data/stdlib', {'train': {'A': 20000}, 'validation': {'A': 2000}}, n_vocab=257)
+    run, saved = Path('out/tiny/vanilla'), 0
+    for interrupt in (lambda process: process.terminate(),  # it alone; Ctrl-C reaches its trainings, too
+                      lambda process: os.killpg(process.pid, signal.SIGINT)):
+        process, deadline = start(ROOT / 'reproduce.py', 'fig3', '--device=cpu'), time.time() + 120
+        while not (run / 'log.jsonl').exists() or (run / 'log.jsonl').read_text().count('"loss"') < saved + 2:
+            assert time.time() < deadline and process.poll() is None
+            time.sleep(0.1)
+        interrupt(process)
+        status, _, err = finish(process)
+        assert status == 75 and len(err.splitlines()) == 1 and 'same command' in err
+        before, saved = saved, load(run / 'ckpt.pt')['step']
+        assert saved > before and [entry['step'] for entry in log(run) if 'loss' in entry] == list(range(saved))
+        assert 'interrupted, and saved' in (run / 'train.log').read_text()
+
+
+def test_a_training_that_fails_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / 'data/stdlib', {'train': {'A': 2000}, 'validation': {'A': 2000}}, n_vocab=257)
+    done = program('reproduce.py', 'fig3', '--device=cpu', cwd=tmp_path)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and 'prepare more' in done.stderr
+
+
+def test_a_figure_that_fails_keeps_no_other_from_being_drawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drawn = []
+
+    def draw(name, *_):
+        if name in ('table1', 'fig9'):
+            raise OSError('no data')
+        drawn.append(name)
+    monkeypatch.setattr(reproduce, 'reproduce', draw)
+    monkeypatch.setattr(reproduce, 'finished', lambda *_: True)
+    monkeypatch.setattr('sys.argv', ['reproduce.py', 'all', '--device=cpu'])
+    with pytest.raises(SystemExit, match='error: not drawn: table1: no data; fig9: no data'):
+        reproduce.main()
+    assert drawn == [name for name in FIGURES if name not in ('table1', 'fig9')]
 
 
 def test_bars_are_mean_differences_of_the_last_steps(tmp_path):
@@ -130,16 +213,40 @@ def test_no_saving_is_read_where_it_cannot_be(tmp_path, vanilla, resformer, why,
     assert (saved['tokens_saved'] is None) == ('n/a of the tokens' in text)
 
 
+def test_one_size_is_drawn_without_a_fit(tmp_path, recwarn):
+    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, block_size=8)
+    runs = [write_run(tmp_path / name, [3.0] * 9, **shape, **wiring) for name, wiring in (
+        ('a', {}), ('b', {}), ('c', dict(v_residual=True)))]
+    _, axes = plot.pyplot().subplots()
+    found = plot.scaling_axes(axes, runs, 2)
+    assert len(found['Transformer']['loss']) == 2 and 'power_law' not in found['Transformer'] and not recwarn.list
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ['Transformer', 'ResFormer']
+
+
+def test_an_early_lead_is_in_the_picture(tmp_path):
+    """A tenth of 4,000 steps holds it; only the outermost of the first steps may lie outside."""
+    steps = np.arange(4000)
+    lead = -0.12 * np.exp(-((steps - 200) / 80) ** 2) - 0.01 + (steps < 30)
+    base = write_run(tmp_path / 'base', [5.0] * 4000)
+    run = write_run(tmp_path / 'run', (5 + lead).tolist())
+    _, axes = plot.pyplot().subplots()
+    plot.relative_axes(axes, base, [run], 1)
+    low, high = axes.get_ylim()
+    assert low < lead.min() and high < 0.5
+
+
 @pytest.mark.parametrize('difference, expected', [
-    (lambda s: s - 30.5, (31, True)), (lambda s: -1 + 0 * s, (None, False)), (lambda s: 1 + 0 * s, (0, True)),
+    (lambda s: s - 30.5, (31, True)), (lambda s: -1 + 0 * s, (None, False)), (lambda s: 1 + 0 * s, (None, False)),
+    (lambda s: np.select([s < 2, s < 40, s < 95], [0.1, -1, 0.5], -1), (40, True)),  # a dip at the end
+    (lambda s: np.where((s > 40) & (s < 45), 1, (s - 150) / 100), (150, False)),  # and a peak on the way
     (lambda s: (s - 150) / 100, (150, False)), (lambda s: -s, (None, False))])
-def test_the_critical_step_is_where_a_run_stays_above_its_baseline_or_will(tmp_path, difference, expected):
+def test_the_critical_step_is_where_a_run_loses_its_lead_or_will(tmp_path, difference, expected):
     steps = np.arange(100)
     base = write_run(tmp_path / 'base', [5.0] * 100)
     run = write_run(tmp_path / 'run', (5 + difference(steps)).tolist())
     step, crossed = plot.critical_step(base, run, 1)
     assert crossed == expected[1] and (step is None) == (expected[0] is None)
-    assert step is None or step == pytest.approx(expected[0])
+    assert step is None or step == pytest.approx(expected[0], rel=0.05 * (not crossed))
 
 
 def test_lengths_without_a_crossing_are_named_and_two_points_are_not_fitted(tmp_path):
@@ -211,8 +318,10 @@ def test_claims_are_drawn_from_kept_logs_with_errors_over_seeds(tmp_path, monkey
     rng, losses = np.random.default_rng(1), {}
     for run in reproduce.needed(CLAIMS):
         losses[run] = 3 - 0.01 * len(run.model) + 0.01 * run.seed + rng.normal(0, 0.01, 1250)
-        kept = tmp_path / 'results/claims' / run.name(SCALES['claims'])
-        write_run(kept, losses[run].tolist(), val=2 + 0.1 * run.seed)
+        logged = losses[run].tolist()
+        if run == Run('resformer', seed=2):
+            logged[600] = None  # a step that was not finite
+        write_finished(run, logged, 'claims', 'results', val=2 + 0.1 * run.seed)
     monkeypatch.setattr('sys.argv', ['reproduce.py', 'claims', '--device=cpu'])
     monkeypatch.setattr(reproduce, 'train', lambda *_: pytest.fail('nothing is to be trained'))
     reproduce.main()
@@ -226,10 +335,30 @@ def test_claims_are_drawn_from_kept_logs_with_errors_over_seeds(tmp_path, monkey
             assert numbers[model][when]['standard_error'] == pytest.approx(np.std(means, ddof=1) / 3 ** 0.5)
         assert numbers[model]['validation_loss']['mean'] == pytest.approx(2.2)
     assert numbers['vanilla']['final']['mean'] == 0
+    kept = (tmp_path / 'results/claims/claims.json').read_bytes()
+    later = {**reproduce.provenance(CPU), 'commit': 'a later one', 'date': 'today'}
+    monkeypatch.setattr(reproduce, 'provenance', lambda machine: later)
+    reproduce.main()
+    assert (tmp_path / 'results/claims/claims.json').read_bytes() == kept  # the same numbers
+    path = tmp_path / 'results/claims/vanilla_1/log.jsonl'
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(SystemExit, match='error: results/claims/vanilla_1 is not a whole run'):
+        reproduce.main()
+
+
+def test_a_figure_says_what_it_leaves_out_and_that_no_order_is_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(analyze, 'analyze', lambda *_: {'runs': {}})
+    monkeypatch.setattr(analyze, 'draw', lambda *_: plot.pyplot().figure())
+    reproduce.reproduce('fig3', reproduce.ReproduceConfig(), CPU)
+    lines = capsys.readouterr().out.splitlines()
+    assert any('left out' in line and 'analyze.py mapping --hf=FOLDER' in line for line in lines)
+    assert lines[-1] == 'fig3: there is no order of the paper that is checked'
 
 
 @pytest.mark.parametrize('arguments, message', [
     (['fig99'], 'fig99'), (['fig6', '--scale=huge'], 'scale'), (['fig6', '--jobs=0'], 'jobs'),
+    (['claims', '--scale=paper'], 'scale'), (['--list', 'claims'], 'claims'), (['--list', '--tok_per_s=-5'], '-5'),
     (['fig6', '--scale=small', '--nonsense=1'], 'nonsense'), (['fig6', '--scale=paper'], 'data/slimpajama')])
 def test_reproduce_refuses_bad_input_in_one_line(tmp_path, arguments, message):
     done = program('reproduce.py', *arguments, '--device=cpu', cwd=tmp_path)
@@ -239,6 +368,10 @@ def test_reproduce_refuses_bad_input_in_one_line(tmp_path, arguments, message):
 def test_the_list_names_every_figure_and_times_only_from_a_given_throughput(tmp_path):
     done = program('reproduce.py', '--list', cwd=tmp_path)
     assert done.returncode == 0 and all(name in done.stdout for name in FIGURES) and ' n/a ' in done.stdout
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert ' task data ' in lines['table1'] and ' nothing ' in lines['fig6'] and '2 cores, tiny' in done.stdout
+    for name in ('fig1', 'fig3', 'fig9', 'fig15'):
+        assert ' outside weights* ' in lines[name]
     timed = program('reproduce.py', '--list', '--tok_per_s=1e6', cwd=tmp_path)
     # table1 is two runs of 82M: 10,000 steps of 2^21 tokens each at 1M tokens/s, and ResFormer's FLOPs are vanilla's
     assert ' 12 h ' in next(line for line in timed.stdout.splitlines() if line.startswith('table1'))

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -60,6 +61,63 @@ def test_plot_writes_a_picture_and_a_table(runs):
     assert done.returncode == 0, done.stderr
     assert (runs / 'a/b.png').read_bytes().startswith(b'\x89PNG')
     assert re.search(r'\| out/resformer \| [+-]\d\.\d{4} \|', done.stdout)
+
+
+def test_a_table_is_empty_where_a_run_has_no_value(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (('whole', range(200)), ('short', range(120)), ('late', range(100, 200))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'log.jsonl').write_text(''.join(f'{{"step": {s}, "loss": {s / 100}}}\n' for s in steps))
+    monkeypatch.setattr('sys.argv', ['plot.py', 'relative', 'whole', 'short', 'late', '--window=1'])
+    plot.main()
+    rows = [line.strip('|').split('|') for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
+    assert rows[0] == [' run ', ' step 20 ', ' step 50 ', ' step 100 ', ' step 149 ', ' step 199 ']
+    assert [[bool(cell.strip()) for cell in row[1:]] for row in rows[2:]] == [
+        [True, True, True, False, False], [False, False, True, True, True]]
+
+
+@pytest.mark.parametrize('line', ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '\xff'])
+def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
+    (tmp_path / 'log.jsonl').write_text('{"step": 0, "loss": 1}\n' + line + '\n', encoding='latin-1')
+    with pytest.raises(ValueError, match=f'{tmp_path}/log.jsonl, line 2: not '):
+        plot.read_log(tmp_path)
+
+
+@pytest.mark.parametrize('kind, config, message', [
+    ('relative', '[]', 'a/config.json holds no settings'), ('relative', '{', 'a/config.json: not JSON'),
+    ('scaling', None, 'a/config.json'), ('critical', None, 'b/config.json'), ('critical', '{}', 'say block_size'),
+    ('scaling', '{"n_layer": 2, "n_head": 3, "n_embd": 8, "vocab_size": 8}', 'a/config.json: n_embd')])
+def test_a_config_that_does_not_say_what_is_asked_of_it_is_named(tmp_path, monkeypatch, kind, config, message):
+    monkeypatch.chdir(tmp_path)
+    for name in 'ab':
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'log.jsonl').write_text(''.join(f'{{"step": {s}, "loss": 3}}\n' for s in range(20)))
+        if config is not None:
+            (tmp_path / name / 'config.json').write_text(config)
+    monkeypatch.setattr('sys.argv', ['plot.py', kind, 'a', 'b', '--window=2'])
+    with pytest.raises(SystemExit, match=message):
+        plot.main()
+
+
+def test_losses_that_are_not_finite_are_left_out(tmp_path):
+    for name, odd in (('a', '3'), ('b', 'NaN'), ('c', 'null')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'log.jsonl').write_text(''.join(
+            f'{{"step": {s}, "loss": {odd if s == 15 else 3}}}\n' for s in range(20)))
+    _, axes = plot.pyplot().subplots()
+    for steps, values in plot.relative_axes(axes, tmp_path / 'a', [tmp_path / 'b', tmp_path / 'c'], 2).values():
+        assert 15 not in steps and np.isfinite(values).all()
+
+
+def test_runs_of_one_name_have_the_end_of_the_path_that_tells_them_apart():
+    assert plot.labels(['out/a/vanilla', 'out/b/vanilla', 'resformer', '.']) == {
+        'out/a/vanilla': 'a/vanilla', 'out/b/vanilla': 'b/vanilla', 'resformer': 'resformer',
+        '.': os.path.basename(os.getcwd())}
+
+
+def test_as_many_key_heads_as_heads_is_no_gqa():
+    assert plot.model_name({'n_head': 8, 'n_kv_head': 8}) == plot.model_name({'n_head': 8, 'n_kv_head': 0})
+    assert plot.model_name({'n_head': 8, 'n_kv_head': 2}) == 'GQA'
 
 
 @pytest.mark.parametrize('arguments, message', [
@@ -183,23 +241,33 @@ def test_bench_refuses_an_unknown_variant_in_one_line(runs, variant, word):
     assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize('lever, word', [('flsh', "'flsh'"), ('chunk', "'chunk'"), ('budget=1', "'budget=1'")])
+@pytest.mark.parametrize('lever, word', [
+    ('flsh', "'flsh'"), ('chunk', "'chunk'"), ('budget=1', "'budget=1'"), ('chunk=0', "'chunk=0'"),
+    ('mode=foo', "'mode=foo'"), ('bucket=-1', "'bucket=-1'")])
 def test_bench_refuses_an_unknown_lever_in_one_line(runs, lever, word):
     done = program('bench.py', *TINY, f'--variants=vanilla:{lever}', cwd=runs)
     assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('float16', 2e-3)])
+LEVERS = '', ':chunk=7', ':checkpointed', ':flash', ':checkpointed:chunk=40', ':eager'
+
+
+@pytest.mark.parametrize('device, dtype, tolerance, levers', [
+    ('cpu', 'float32', 1e-5, LEVERS), ('cpu', 'float16', 2e-3, LEVERS),
+    pytest.param('cuda', 'float16', 2e-2, (*LEVERS, ':cudnn', ':efficient', ':mode=reduce-overhead',
+                                           ':mode=max-autotune-no-cudagraphs'), marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason='needs a GPU'))])
 @pytest.mark.parametrize('variant', ['vanilla', 'resformer', 'svformer', 'neutreno_resformer', 'cla_gqa'])
-def test_every_lever_takes_the_same_step(variant, dtype, tolerance):
+def test_every_lever_takes_the_same_step(variant, device, dtype, tolerance, levers):
     """Loss and gradients: what an update of plain SGD leaves in the weights, to a part of their largest change."""
-    settings = bench.BenchConfig(dtype=dtype, device='cpu', compile=False)
+    settings = bench.BenchConfig(dtype=dtype, device=device, compile=device == 'cuda')
     config, machine = GPTConfig(n_layer=4, n_head=8, n_embd=32, block_size=32, vocab_size=96), bench.Machine(settings)
     machine.micro_steps = 2
-    batch = torch.randint(96, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+    batch = torch.randint(96, (2, 3, 32), generator=torch.Generator().manual_seed(1)).to(device)
     after = {}
-    for lever in ('', ':chunk=7', ':checkpointed', ':flash', ':checkpointed:chunk=40', ':eager'):
-        row = bench.Row(variant + lever, settings, config, machine)
+    for lever in levers:
+        row = bench.Row(variant + lever)
+        row.build(settings, config, machine)
         row.optimizer = torch.optim.SGD(row.model.parameters(), 1.0)
         before = torch.cat([p.detach().flatten() for p in row.model.parameters()])
         row.step(lambda: batch, timed=True)
@@ -230,24 +298,37 @@ def test_a_kernel_that_the_device_lacks_does_not_lose_the_other_rows(runs):
     assert re.search(r'^\| vanilla:cudnn \| \D+ \|$', done.stdout, re.M) and '| vanilla | ' in done.stdout
 
 
-@pytest.mark.parametrize('where', ['__init__', 'step'])
+@pytest.mark.parametrize('where', ['build', 'step'])
 def test_a_row_that_runs_out_of_memory_does_not_lose_the_others(monkeypatch, capsys, where):
     whole = getattr(bench.Row, where)
 
     def full(row, *args):
-        if where == '__init__' and args[0] == 'svformer' or where == 'step' and row.name == 'svformer':
-            raise torch.OutOfMemoryError('no room')
+        if row.name == 'svformer:checkpointed':
+            weights.extend(map(weakref.ref, getattr(row, 'model', torch.nn.Module()).parameters()))
+            raise torch.OutOfMemoryError('out of memory: tried\nall of it')
         return whole(row, *args)
+    weights = []
     monkeypatch.setattr(bench.Row, where, full)
-    found = bench.bench_training(*configure(bench.BenchConfig, GPTConfig, argv=[*TINY, '--rounds=1', '--warmup=1']))
-    assert [row['name'] for row in found['rows']] == ['vanilla', 'resformer']
-    assert '| svformer | out of memory |' in capsys.readouterr().out
+    found = bench.bench_training(*configure(bench.BenchConfig, GPTConfig, argv=[
+        *TINY, '--rounds=1', '--warmup=1', '--variants=vanilla,svformer:checkpointed,resformer']))
+    assert [('problem' in row, row['name']) for row in found['rows']] == [
+        (False, 'vanilla'), (True, 'svformer:checkpointed'), (False, 'resformer')]
+    assert '| svformer:checkpointed | out of memory: tried |' in capsys.readouterr().out
+    assert len(weights) == (0 if where == 'build' else 15) and not any(weight() is not None for weight in weights)
+
+
+def test_bench_without_a_row_that_can_be_timed_is_one_line(monkeypatch):
+    def full(row, *args):
+        raise torch.OutOfMemoryError('out of memory: tried\nall of it')
+    monkeypatch.setattr(bench.Row, 'build', full)
+    with pytest.raises(ValueError, match='no row could be timed: out of memory: tried$'):
+        bench.bench_training(*configure(bench.BenchConfig, GPTConfig, argv=[*TINY, '--rounds=1']))
 
 
 def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(runs):
     words = ['-m', 'torch.distributed.run', '--nproc_per_node=2', str(ROOT / 'bench.py'), *TINY, '--rounds=2',
-             '--gradient_accumulation_steps=2', '--warmup=1', '--variants=vanilla,vanilla:ddp-first',
-             '--real_data=True', '--dataset=tiny', '--out=two.json']
+             '--gradient_accumulation_steps=2', '--warmup=1', '--real_data=True',
+             '--variants=vanilla,vanilla:ddp-first,vanilla:bucket=1:static', '--dataset=tiny', '--out=two.json']
     done = subprocess.run([sys.executable, *words], cwd=runs, capture_output=True, text=True,
                           env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert done.returncode == 0, done.stderr
@@ -299,7 +380,9 @@ def test_bench_decode_reports_every_row_and_cache_bytes(runs):
 
 @pytest.mark.parametrize('arguments, word', [
     (['--contexts=(64,)'], 'block_size=32'), (['--contexts=(16,)', '--new_tokens=16'], 'new_tokens=16'),
-    (['--contexts=(16,)', '--new_tokens=4', '--memory_gib=1'], 'memory_gib needs a GPU')])
+    (['--contexts=(16,)', '--new_tokens=4', '--memory_gib=1'], 'memory_gib needs a GPU'),
+    (['--chunk=0'], 'chunk'), (['--batch_sizes=(0,)'], 'batch_sizes'), (['--new_tokens=0'], 'new_tokens'),
+    (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:checkpointed'], 'checkpointed')])
 def test_bench_decode_refuses_bad_input_in_one_line(runs, arguments, word):
     done = program(*DECODE, '--device=cpu', '--compile=False', *arguments, cwd=runs)
     assert done.returncode == 1 and word in done.stderr and len(done.stderr.strip().splitlines()) == 1
