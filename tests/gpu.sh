@@ -2,7 +2,7 @@
 # What a GPU is wanted for, most important first, within the minutes given. Small files come to OUT; called again, it goes
 # on where it stopped. Needs data/$DATASET (or SOURCE and TOKENIZER to prepare it from); TASKS: the zero-shot tasks' files.
 # $ bash tests/gpu.sh 28 results/gpu
-# A trial without a GPU: SMALL="--n_head=8 --n_embd=32 --block_size=64 --batch_size=2 --compile=False" STEPS=3 bash tests/gpu.sh 9 /tmp/out
+# A trial without a GPU: SMALL="--n_head=8 --n_embd=32 --block_size=64 --batch_size=2 --compile=False" STEPS=3 bash tests/gpu.sh 9 out/trial
 set -u
 cd "$(dirname "$0")/.."
 MINUTES=$1 OUT=$2 DATASET=${DATASET:-slimpajama_mini} SMALL=${SMALL:-} STEPS=${STEPS:-400} PYTHON=${PYTHON:-python}
