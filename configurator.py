@@ -3,10 +3,14 @@ Settings = defaults + config files + command line, in this order; the last one w
 
 $ python train.py config/resformer_82m.py config/seq_8192.py --batch_size=4 --learning_rate=3e-4
 
-A program describes its settings as dataclasses. The comment behind a field is its help text, so a new field (of
-GPTConfig, say) is a checked and documented setting at once. A config file is plain Python that assigns values; to
-build on another one, `from config.vanilla_82m import *` and change a line.
+A program describes its settings as dataclasses. The comment behind a field is its help text, so a
+new field (of GPTConfig, say) is a checked and documented setting at once. A config file is plain
+Python that assigns values; to build on another one, `from config.vanilla_82m import *` and change
+a line.
+
+A program with several modes, such as `evaluate.py loss` and `evaluate.py tasks`, calls choose().
 """
+
 import ast
 import contextlib
 import dataclasses
@@ -21,117 +25,206 @@ import traceback
 import types
 import typing
 
+HELP = {'--help', '-h'}
 
-def configure(*schemas, argv=None):
-    """Return one instance of each dataclass in `schemas`, with values from the files and --key=value pairs in `argv`
-    (default: the command line). Raises ValueError or OSError for a key, type or file that does not fit; --help prints
-    and exits. A dataclass's own __post_init__ may refuse further."""
+
+def configure(*schemas, argv=None, plain=''):
+    """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
+
+    An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
+    leading --, no ending .py) are collected in the tuple field `runs` instead.
+
+    Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
+    __post_init__ may refuse further. --help prints and exits.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    fields = {f.name: f for schema in schemas for f in dataclasses.fields(schema)}
-    hints = {name: hint for schema in schemas for name, hint in typing.get_type_hints(schema).items()}
-    if '--help' in argv or '-h' in argv:
-        print(help_text(schemas))
+    if HELP & set(argv):
+        print(help_text(schemas, plain))
         sys.exit(0)
 
-    values = {}
-    for argument in argv:
-        if not argument.startswith('--'):
-            for key, value in read_config(argument).items():
-                known(key, fields, argument)
-                values[key] = convert(value, hints[key], f'{key} in {argument}')
+    fields = {field.name: field for schema in schemas for field in dataclasses.fields(schema)}
+    hints = {}
+    for schema in schemas:
+        hints |= typing.get_type_hints(schema)
+
+    files, words, options = sort_arguments(argv, plain)
+    values = {plain: tuple(words)} if words else {}
+    for path in files:
+        for key, value in read_settings(path).items():
+            check_key(key, fields, path)
+            values[key] = convert(value, hints[key], f'{key} in {path}')
+    for option in options:
+        key, equals, text = option[2:].partition('=')
+        check_key(key, fields, 'command line')
+        if not equals:
+            raise ValueError(f'{option} has no value: write --{key}=VALUE')
+        values[key] = convert(parse(text), hints[key], f'--{key}', text)
+
+    instances = []
+    for schema in schemas:
+        names = [field.name for field in dataclasses.fields(schema)]
+        instances.append(schema(**{name: values[name] for name in names if name in values}))
+    return instances
+
+
+def sort_arguments(argv, plain):
+    """(config files, plain arguments, --key=value options) of a command line."""
+    files, words, options = [], [], []
     for argument in argv:
         if argument.startswith('--'):
-            key, equals, text = argument[2:].partition('=')
-            known(key, fields, 'command line')
-            if not equals:
-                raise ValueError(f'{argument} has no value: write --{key}=VALUE')
-            values[key] = convert(parse(text), hints[key], f'--{key}', text)
-    return [s(**{f.name: values[f.name] for f in dataclasses.fields(s) if f.name in values}) for s in schemas]
+            options.append(argument)
+        elif plain and not argument.endswith('.py'):
+            words.append(argument)
+        else:
+            files.append(argument)
+    return files, words, options
 
 
-def read_config(path):
-    """The values a config file assigns: its public names, without modules and functions."""
+def choose(modes, doc, argv=None, plain=''):
+    """Configure a program whose first word is a mode: (mode, [one instance of each of its schemas]).
+
+    modes: {mode: its schemas}. The mode '' is taken where the first word names none. Without it, a
+    command line that names no mode prints `doc` and exits, with status 0 for --help and else 2.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    mode = argv[0] if argv else ''
+    if mode in modes and mode:
+        return mode, configure(*modes[mode], argv=argv[1:], plain=plain)
+    if '' in modes:
+        return '', configure(*modes[''], argv=argv, plain=plain)
+    print(doc.strip())
+    sys.exit(0 if mode in HELP else 2)
+
+
+def read_settings(path):
+    """The values that a config file assigns: its public names, without modules and functions."""
     if not os.path.isfile(path):
         hint = f'; for a setting, write --{path}' if '=' in path else ''
         raise FileNotFoundError(f'no config file {path!r}{hint}')
     try:
         names = runpy.run_path(path)
-    except (Exception, SystemExit) as error:  # whatever a user's file may raise, it is that file's mistake
-        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        if isinstance(error, SyntaxError):
-            places.append((error.filename, error.lineno))
-        folder = os.path.dirname(os.path.abspath(path))  # with the files that it imports
-        where = [f'{os.path.relpath(name)}, line {line}' for name, line in places
-                 if name and os.path.isfile(name) and os.path.dirname(os.path.abspath(name)) == folder] or [path]
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is that file's mistake
         message = ' '.join(str(error).splitlines())
-        raise ValueError(f'{where[-1]}: {type(error).__name__}: {message}') from error
-    return {k: v for k, v in names.items() if not k.startswith('_') and not isinstance(v, types.ModuleType)
-            and not callable(v)}
+        raise ValueError(f'{origin(path, error)}: {type(error).__name__}: {message}') from error
+
+    settings = {}
+    for name, value in names.items():
+        is_setting = not isinstance(value, types.ModuleType) and not callable(value)
+        if is_setting and not name.startswith('_'):
+            settings[name] = value
+    return settings
 
 
-def known(key, fields, where):
-    if key not in fields:
-        close = difflib.get_close_matches(key, fields, n=1)
-        hint = f'; did you mean {close[0]!r}?' if close else '; --help lists them all'
-        raise ValueError(f'unknown setting {key!r} ({where}){hint}')
+def origin(path, error):
+    """The file and line of a config file's mistake, which may be in a file that it imports."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename, error.lineno))
+
+    folder = os.path.dirname(os.path.abspath(path))
+    result = path
+    for name, line in places:
+        if name and os.path.isfile(name) and os.path.dirname(os.path.abspath(name)) == folder:
+            result = f'{os.path.relpath(name)}, line {line}'
+    return result
+
+
+def check_key(key, fields, where):
+    if key in fields:
+        return
+    close = difflib.get_close_matches(key, fields, n=1)
+    hint = f'did you mean {close[0]!r}?' if close else '--help lists them all'
+    raise ValueError(f'unknown setting {key!r} ({where}); {hint}')
 
 
 def parse(text):
     """A command-line value: a Python literal where it is one, else the text itself."""
+    if text in ('true', 'false'):
+        return text == 'true'
     try:
-        return {'true': True, 'false': False}[text] if text in ('true', 'false') else ast.literal_eval(text.strip())
+        return ast.literal_eval(text.strip())
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # TypeError: {[]: 1}
         return text
 
 
 def convert(value, hint, where, text=None):
-    """`value` as the type `hint`, or ValueError. `text` is what was typed, for settings that are strings."""
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
+    """`value` as the type `hint`, or ValueError. text: what was typed, for settings that are strings."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
         return None
-    for kind in allowed:
-        if kind is str and (text is not None or isinstance(value, str)):
-            return value if isinstance(value, str) else text
-        if isinstance(value, bool):  # an int to Python, but not to a person
-            if kind is bool:
-                return value
-        elif isinstance(value, float) and not math.isfinite(value):  # 1e999
-            break
-        elif kind is int and isinstance(value, float) and value.is_integer():  # 2e6
-            return int(value)
-        elif kind is float and isinstance(value, int) and abs(value) < 1e308:
-            return float(value)
-        elif kind is tuple and isinstance(value, list):
-            return tuple(value)
-        elif isinstance(value, kind):
-            return value
-    names = ' or '.join('None' if k is type(None) else k.__name__ for k in allowed)
-    hint = f'; write ({value!r},)' if tuple in allowed and isinstance(value, int | float) else ''
-    raise ValueError(f'{where} must be {names}, not {value!r}{hint}')
+    for kind in kinds:
+        if kind is str and text is not None and not isinstance(value, str):
+            return text
+        if fits(value, kind):
+            return kind(value) if kind in (int, float, tuple) else value
+
+    names = ' or '.join('None' if kind is type(None) else kind.__name__ for kind in kinds)
+    is_number = isinstance(value, int | float)
+    advice = f'; write ({value!r},)' if tuple in kinds and is_number else ''
+    raise ValueError(f'{where} must be {names}, not {value!r}{advice}')
 
 
-def help_text(schemas):
-    lines = [f'usage: python {os.path.basename(sys.argv[0])} [config/file.py ...] [--key=value ...]']
+def fits(value, kind):
+    """Whether a value can be taken as a `kind`: 2e6 is an int, 3 a float, a list a tuple."""
+    if isinstance(value, bool):  # an int to Python, but not to a person
+        return kind is bool
+    if isinstance(value, float) and not math.isfinite(value):  # 1e999
+        return False
+    if kind is int and isinstance(value, float):
+        return value.is_integer()
+    if kind is float and isinstance(value, int):
+        return abs(value) < 1e308
+    if kind is tuple and isinstance(value, list):
+        return True
+    return isinstance(value, kind)
+
+
+def help_text(schemas, plain=''):
+    words = f' [{plain} ...]' if plain else ''
+    lines = [f'usage: python {program_name()}{words} [config/file.py ...] [--key=value ...]']
     for schema in schemas:
         lines += ['', f'{schema.__name__}:']
         meanings = comments(schema)
-        for f in dataclasses.fields(schema):
-            default = f.default_factory() if f.default is dataclasses.MISSING else f.default
-            lines.append(f'  --{f.name}={default!r}'.ljust(42) + f'  {meanings.get(f.name, "")}'.rstrip())
+        for field in dataclasses.fields(schema):
+            default = field.default
+            if default is dataclasses.MISSING:
+                default = field.default_factory()
+            setting = f'  --{field.name}={default!r}'
+            lines.append(f'{setting:42}  {meanings.get(field.name, "")}'.rstrip())
     return '\n'.join(lines)
 
 
+def program_name():
+    """What to type after `python` to start this program: a file, or -m and a module."""
+    spec = sys.modules['__main__'].__spec__
+    if spec is None or not spec.parent:
+        return os.path.basename(sys.argv[0])
+    return f'-m {spec.name}'
+
+
 def comments(schema):
-    """{field name: the comment behind it}, from the source of the dataclass and of those it builds on."""
-    sources = [inspect.getsource(cls) for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)]
-    return dict(re.findall(r'^    (\w+): .*?  # (.+)$', '\n'.join(sources), re.MULTILINE))
+    """{field name: the comment behind it}, from the source of the dataclass and of its bases."""
+    classes = [cls for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)]
+    source = '\n'.join(inspect.getsource(cls) for cls in classes)
+    return dict(re.findall(r'^    (\w+): .*?  # (.+)$', source, re.MULTILINE))
+
+
+def first_line(error):
+    """The first line of an exception's message, or the name of its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def one_line_errors(*kinds, everywhere=False):
-    """Turn a user's mistake (an exception of these kinds) into exit status 1 and one line on stderr: from the first
-    process of each machine where all make the same, from any process with `everywhere`."""
+    """Turn a user's mistake, an exception of these kinds, into one line on stderr and exit status 1.
+
+    Where all processes make the same mistake, only the first of each machine prints it; with
+    `everywhere`, each one does.
+    """
     try:
         yield
     except kinds as error:
-        sys.exit(f'error: {error}' if everywhere or os.environ.get('LOCAL_RANK', '0') == '0' else 1)
+        speaks = everywhere or os.environ.get('LOCAL_RANK', '0') == '0'
+        sys.exit(f'error: {error}' if speaks else 1)

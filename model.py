@@ -1,10 +1,10 @@
 """
-A Llama-like GPT in which layers may use the values (or keys, or queries) of earlier layers. One file, no globals.
+A Llama-like GPT in which layers may use the values (or keys, or queries) of earlier layers.
 
 The wiring of a model is three questions per layer, asked separately of q, k and v:
-  1. Where does it come from?   Projected here (the layer *owns* it) or borrowed, attended as it is, from its owner.
-  2. What is mixed into it?     Nothing, or the raw projections of earlier layers (its *sources*); only owners mix.
-  3. What happens at attention? See residual_map and neutreno in GPTConfig; DenseFormer acts between the blocks.
+  1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
+  2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
+  3. What happens at attention? See residual_map and neutreno in GPTConfig.
 
 Layer 1 to 4 of    vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -13,12 +13,15 @@ Layer 1 to 4 of    vanilla    ResFormer       SVFormer    CLA
                      v4        v4<───────┘     │           │   │
 (vN: layer N owns its values; │: it borrows those above; <: it mixes the source into its own.)
 
-Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are raw. *Attended*:
-mixed and rotated; attention and borrowers read it. The paper: Value Residual Learning (ResFormer, SVFormer).
+Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are
+raw. *Attended*: mixed and rotated; attention and borrowers read it.
+
+The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897 (ResFormer, SVFormer).
 """
+
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import torch
@@ -28,6 +31,7 @@ from torch import nn
 
 @dataclass
 class GPTConfig:
+    # shape
     block_size: int = 2048  # longest sequence
     vocab_size: int = 50304  # GPT-NeoX's 50,277 ids, padded to a multiple of 128
     n_layer: int = 8  # blocks
@@ -35,225 +39,274 @@ class GPTConfig:
     n_embd: int = 512  # width
     n_kv_head: int = 0  # key and value heads; 0: n_head, fewer: GQA, 1: MQA
     n_inner: int = 0  # FFN width; 0: 3.5 n_embd for llama (Table 4), 4 n_embd for gpt2
-    arch: str = 'llama'  # RMSNorm, SwiGLU, RoPE, no biases; or gpt2: LayerNorm, GELU, learned positions, biases
+    # the architecture around attention
+    arch: str = 'llama'  # RMSNorm, SwiGLU, RoPE; or gpt2: LayerNorm, GELU, positions, biases
     rope_theta: float = 10000.0  # RoPE's base
-    rope_scaling: tuple = ()  # llama3's (factor, low_freq, high_freq, original_length), for checkpoints from outside
+    rope_scaling: tuple = ()  # llama3's (factor, low_freq, high_freq, original_length)
     norm_eps: float = 1e-5  # epsilon of the norms
     dropout: float = 0.0  # on embeddings, attention weights and block outputs
     tie_embeddings: bool = False  # lm_head shares wte's weight
+    # residuals: what is mixed into v, q or k
     v_residual: bool = False  # ResFormer (Eq. 7): V_n <- (V_1 + V_n) / 2 for n >= 2
     q_residual: bool = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool = False  # the same mixing on keys, before RoPE (Fig. 6)
-    residual_from: str = 'first'  # the sources: first, previous or all earlier layers (Fig. 8, Eq. 5)
-    residual_lambda: tuple = ()  # fixed weights (each source, own); empty: the mean over the sources and own
+    residual_from: str = 'first'  # the sources, a name in SOURCES (Fig. 8, Eq. 5)
+    residual_lambda: tuple = ()  # fixed weights (each source, own); empty: the mean of all
     residual_learned: bool = False  # the weights are parameters, one per source and own
-    residual_layers: tuple = ()  # 0-based layers that mix (Sparse ResFormer); empty: all but the first
-    residual_map: str = 'current'  # values are mapped by current (Eq. 4), identity (Eq. 6) or cross (Eq. 2) attention
+    residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
+    residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
+    # sharing: what is borrowed
     share_q: bool = False  # borrow the queries of an earlier layer (Fig. 13)
     share_k: bool = False  # borrow the keys of an earlier layer (Figs. 4, 13; with share_v: CLA)
     share_v: bool = False  # SVFormer (Eq. 10): every layer attends with V_1
-    share_q_every: int = 0  # m: each run of m layers shares its first layer's; 0: all share layer 1's
+    share_q_every: int = 0  # m: each m layers share their first layer's; 0: all share layer 1's
     share_k_every: int = 0  # likewise for keys
     share_v_every: int = 0  # likewise for values (Fig. 14)
+    # the other models that the paper compares with
     neutreno: float = 0.0  # NeuTRENO's lambda: U_n += lambda (V_1 - values attended with) (Eq. 8)
-    denseformer: bool = False  # learned average over the embedding and all block outputs, after every block
+    denseformer: bool = False  # after each block, a learned average of all block outputs
 
     def __post_init__(self):
         for name in ('residual_lambda', 'residual_layers', 'rope_scaling'):
             setattr(self, name, tuple(getattr(self, name)))  # JSON has lists
-        for name, allowed in (('arch', ('llama', 'gpt2')), ('residual_from', ('first', 'previous', 'all')),
-                              ('residual_map', ('current', 'identity', 'cross'))):
-            refuse(getattr(self, name) not in allowed, f'{name}={getattr(self, name)!r} is not one of {allowed}')
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_inner'):
-            least = getattr(GPTConfig, name) > 0
-            refuse(getattr(self, name) < least, f'{name}={getattr(self, name)} must be at least {least:d}')
-        refuse(not 0 <= self.dropout < 1, f'dropout={self.dropout} must be at least 0 and less than 1')
-        refuse(self.n_embd % self.n_head, f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}')
-        refuse(self.n_head % self.kv_heads, f'n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}')
-        refuse(self.arch == 'llama' and self.head_size % 2,
-               f'n_embd={self.n_embd} / n_head={self.n_head} is odd, but RoPE rotates pairs')
-        for name in ('rope_theta', 'rope_scaling'):
-            refuse(self.arch == 'gpt2' and getattr(self, name) != getattr(GPTConfig, name),
-                   f"{name} does nothing with arch='gpt2'; drop one")
-        refuse(self.rope_scaling and ([type(x) in (int, float) and x > 0 for x in self.rope_scaling] != [True] * 4
-                                      or self.rope_scaling[1] >= self.rope_scaling[2]),
-               f'rope_scaling={self.rope_scaling} must be (factor, low_freq < high_freq, original_length), positive')
+        check(self)
 
-        residuals = [f'{part}_residual' for part in 'qkv' if getattr(self, f'{part}_residual')]
-        for name in ('residual_from', 'residual_lambda', 'residual_learned', 'residual_layers', 'residual_map'):
-            refuse(not residuals and getattr(self, name) != getattr(GPTConfig, name),
-                   f'{name} does nothing without v_residual, q_residual or k_residual; turn one on or drop {name}')
-        refuse(self.residual_lambda and [type(w) in (int, float) for w in self.residual_lambda] != [True, True],
-               f'residual_lambda={self.residual_lambda} must be two weights: (each source, own)')
-        refuse(self.residual_learned and len(residuals) > 1,
-               f'residual_learned goes with one residual, not {" and ".join(residuals)}; keep one of them')
-        for name in ('residual_lambda', 'residual_learned'):
-            refuse(self.residual_map != 'current' and getattr(self, name),
-                   f'{name} does nothing with residual_map={self.residual_map!r}; drop one')
-        refuse(self.residual_map != 'current' and not self.v_residual,
-               f'residual_map={self.residual_map!r} maps values: it needs v_residual=True')
-        for part in 'qkv':
-            share, every = getattr(self, f'share_{part}'), getattr(self, f'share_{part}_every')
-            refuse(every and not share, f'share_{part}_every does nothing without share_{part}=True')
-            refuse(every == 1 or every < 0, f'share_{part}_every={every} must be 0 (whole depth) or at least 2')
-            refuse(share and self.n_layer == 1, f'share_{part} does nothing with n_layer=1; drop one')
-            whole = share and (every == 0 or every >= self.n_layer)
-            refuse(whole and f'{part}_residual' in residuals, f'{part}_residual does nothing with share_{part} over '
-                   f'the whole depth: only the first layer has its own; drop one or set share_{part}_every')
-            refuse(whole and part == 'v' and self.neutreno,
-                   'neutreno is zero with share_v over the whole depth: V_1 - V_1; drop one or set share_v_every')
-        refuse(self.neutreno and self.n_layer == 1, 'neutreno does nothing with n_layer=1; drop one')
-        wire(self)  # refuses wirings that leave a layer or a residual with nothing to do
+    def shape(self):
+        """{field: value} of the fields that say how large the model is."""
+        return {name: getattr(self, name) for name in SHAPE}
 
-    head_size = property(lambda self: self.n_embd // self.n_head)
-    kv_heads = property(lambda self: self.n_kv_head or self.n_head)
-    ffn_width = property(lambda self: self.n_inner or (7 if self.arch == 'llama' else 8) * self.n_embd // 2)
+    def variant(self):
+        """{field: value} of every other field that is not its default: what makes it this model."""
+        fields = asdict(self)
+        return {
+            name: value
+            for name, value in fields.items()
+            if name not in SHAPE and value != getattr(type(self), name)
+        }
+
+    @property
+    def head_size(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self):
+        return self.n_kv_head or self.n_head
+
+    @property
+    def ffn_width(self):
+        if self.n_inner:
+            return self.n_inner
+        return 7 * self.n_embd // 2 if self.arch == 'llama' else 4 * self.n_embd
 
 
-def refuse(condition, message):
-    if condition:
-        raise ValueError(message)
+SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
+
+# Fields that, with the shape, give a checkpoint's weights their meaning: in a model that has them
+# otherwise, the same weights compute something else.
+BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
+
+# Parameters that a checkpoint may lack, because they start neutral or as the settings say.
+MAY_BE_MISSING = ('.residual_lambda', '.dwa.', '.mixing.')
+
+# Parameters that are small, and of interest enough to be logged at every evaluation.
+LOGGED = ('.residual_lambda', '.dwa.')
+
+
+# --- the wiring ----------------------------------------------------------------------------------
+
+# residual_from: which layers are the sources of layer n >= 1 (0-based) in a model of L layers.
+SOURCES = {
+    'first': lambda n, L: [0],  # ResFormer (Eq. 7)
+    'previous': lambda n, L: [n - 1],  # Fig. 8
+    'all': lambda n, L: list(range(n)),  # Eq. 5
+}
 
 
 def wire(config):
-    """The wiring as data. Of each layer n, by part:
-    owner    layer that projects it; {'q': n, 'k': n, 'v': n} in a vanilla Transformer
-    sources  layers, owners all, whose raw tensors are mixed in
-    pairs    (owner of k, owner of v) it attends with: its own, and with residual_map='cross' its sources' before that
-    raw, attended    the tensors it reads, its own among them: {(part, layer)}"""
+    """The wiring as data. Of each layer n:
+
+    owner    {part: layer that projects it}; {'q': n, 'k': n, 'v': n} in a vanilla Transformer
+    sources  {part: keys of the raw tensors that are mixed in}, such as ('v', 0)
+    pairs    (owner of k, owner of v) of what it attends with: its own, and with
+             residual_map='cross' its sources' before that
+    raw, attended    keys (part, layer) of the tensors that it reads, its own among them
+    """
     layers = []
     for n in range(config.n_layer):
+        before = SOURCES[config.residual_from](n, config.n_layer) if n > 0 else []
         owner, sources = {}, {}
-        before = {'first': range(1), 'previous': range(n - 1, n), 'all': range(n)}[config.residual_from]
         for part in 'qkv':
-            every = getattr(config, f'share_{part}_every') or config.n_layer
-            owner[part] = n - n % every if getattr(config, f'share_{part}') else n
-            mixes = n in config.residual_layers if config.residual_layers else n > 0 and owner[part] == n
+            owner[part] = owner_of(config, part, n)
             sources[part] = []
-            if mixes and getattr(config, f'{part}_residual'):
-                refuse(n == 0, 'residual_layers names layer 0, which has no earlier layer to mix in')
-                refuse(owner[part] != n, f'residual_layers names layer {n}, which borrows its {part} from layer '
-                       f'{owner[part]} (share_{part}); name layers that project their own')
-                sources[part] = [layers[s].owner[part] for s in before]
-        refuse(n not in owner.values(), f'layer {n} would project none of q, k, v; turn off share_q, share_k or '
-               'share_v, or set its share_*_every')
-        cross = before if config.residual_map == 'cross' and sources['v'] else []
-        pairs = [(o['k'], o['v']) for o in (*(layers[s].owner for s in cross), owner)]
-        raw = {(part, s) for part in 'qkv' for s in (n, *sources[part])} | ({('v', 0)} if config.neutreno else set())
-        attended = {*owner.items(), *(('k', k) for k, _ in pairs), *(('v', v) for _, v in pairs)}
-        layers.append(SimpleNamespace(owner=owner, sources=sources, pairs=pairs, raw=raw, attended=attended))
-    for n in config.residual_layers:
-        refuse(n not in range(config.n_layer),
-               f'residual_layers names layer {n}; the layers are 0 to {config.n_layer - 1}')
-    for part in 'qkv':
-        refuse(getattr(config, f'{part}_residual') and not any(w.sources[part] for w in layers),
-               f'{part}_residual does nothing with n_layer={config.n_layer}: no layer has a source')
+            if mixes(config, part, n):
+                sources[part] = [raw_key(layers, part, s) for s in before]
+
+        owners = [owner]
+        if config.residual_map == 'cross' and sources['v']:
+            owners = [layers[s].owner for s in before] + owners
+        pairs = [(o['k'], o['v']) for o in owners]
+
+        raw = {(part, n) for part in 'qkv'}
+        for part in 'qkv':
+            raw.update(sources[part])
+        if config.neutreno:
+            raw.add(('v', 0))
+
+        attended = set(owner.items())
+        for k, v in pairs:
+            attended.update([('k', k), ('v', v)])
+
+        wiring = dict(owner=owner, sources=sources, pairs=pairs, raw=raw, attended=attended)
+        layers.append(SimpleNamespace(**wiring))
     return layers
 
 
+def owner_of(config, part, n):
+    """The layer whose q, k or v layer n attends with."""
+    if not getattr(config, f'share_{part}'):
+        return n
+    every = getattr(config, f'share_{part}_every') or config.n_layer
+    return n - n % every
+
+
+def raw_key(layers, part, source):
+    """The key of a source in raw: a borrower's tensor is its owner's. A source that is no layer, such
+    as a table of a fork, stands under its own name."""
+    if source in range(len(layers)):
+        return part, layers[source].owner[part]
+    return part, source
+
+
+def mixes(config, part, n):
+    """Whether layer n mixes sources into its q, k or v. Only owners do, and never the first layer."""
+    if not getattr(config, f'{part}_residual') or n == 0 or owner_of(config, part, n) != n:
+        return False
+    return not config.residual_layers or n in config.residual_layers
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """What a layer mixes into its own projection of one part: a weighted sum (Eq. 7; Eq. 5).
+
+    Parameters of this module keep the values that they are given here, and a checkpoint may lack
+    them: let them start so that nothing changes.
+    """
+
+    def __init__(self, config, n_sources):
+        super().__init__()
+        uniform = 1 / (n_sources + 1)
+        source, own = config.residual_lambda or (uniform, uniform)
+        self.fixed = [float(source)] * n_sources + [float(own)]
+
+    def weights(self, x, learned):
+        """One weight per source, and last this layer's own: numbers, or tensors that broadcast to
+        (B, heads, T, hs). x (B, T, C) is what the layer projects; learned: its residual_lambda."""
+        if learned is not None:
+            return learned
+        return self.fixed
+
+    def forward(self, own, sources, x, learned=None):
+        """own (B, heads, T, hs), sources [(B, heads, T, hs)] -> (B, heads, T, hs)"""
+        weights = self.weights(x, learned)
+        mixed = own
+        if learned is not None:  # in fp32: a half-precision product would round the weights, too
+            mixed = own.to(learned.dtype)
+        mixed = weights[-1] * mixed
+        for weight, source in zip(weights[:-1], sources, strict=True):
+            mixed = mixed + weight * source  # ResFormer: V_n / 2 + V_1 / 2
+        return mixed.type_as(own)
+
+
 class Attention(nn.Module):
-    """Causal self-attention of layer `n`. Rows of c_attn: q, then k, then v, of those it owns."""
+    """Causal self-attention of layer n. Rows of c_attn: q, then k, then v, of those it owns."""
 
     def __init__(self, config, n):
         super().__init__()
         layers = wire(config)
-        self.n, self.wiring, self.head_size, self.dropout = n, layers[n], config.head_size, config.dropout
-        self.residual_map, self.neutreno = config.residual_map, config.neutreno if n else 0.0
-        self.owned = [part for part in 'qkv' if layers[n].owner[part] == n]
-        # What no later layer reads is dropped, so that its memory can be freed.
-        self.last_raw, self.last_attended = (sorted(getattr(layers[n], kind).difference(
-            *(getattr(w, kind) for w in layers[n + 1:]))) for kind in ('raw', 'attended'))
+        self.n = n
+        self.wiring = layers[n]
+        self.head_size = config.head_size
+        self.dropout = config.dropout
+        self.residual_map = config.residual_map
+        self.neutreno = config.neutreno if n > 0 else 0.0
 
-        bias = config.arch == 'gpt2'
+        # Projections, of what this layer owns.
         heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
+        self.owned = [part for part in 'qkv' if self.wiring.owner[part] == n]
         self.rows = [heads[part] * self.head_size for part in self.owned]
+        bias = config.arch == 'gpt2'
         self.c_attn = nn.Linear(config.n_embd, sum(self.rows), bias=bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
 
-        n_sources = max(len(sources) for sources in self.wiring.sources.values())
-        uniform = 1 / (n_sources + 1)
-        source, own = config.residual_lambda or (uniform, uniform)
-        self.weights = [float(source)] * n_sources + [float(own)]
-        learned = config.residual_learned and n_sources
-        self.residual_lambda = nn.Parameter(torch.tensor(self.weights)) if learned else None
+        # Mixing, of what has sources. Identity and cross maps add their sources at attention.
+        self.mixing = nn.ModuleDict()
+        for part, sources in self.wiring.sources.items():
+            if sources and (part != 'v' or self.residual_map == 'current'):
+                self.mixing[part] = Mixing(config, len(sources))
+        self.residual_lambda = None
+        if config.residual_learned and self.mixing:
+            (mixing,) = self.mixing.values()
+            self.residual_lambda = nn.Parameter(torch.tensor(mixing.fixed))
 
-    def mix(self, own, sources):
-        """Weighted sum of raw tensors: this layer's own and its sources' (Eq. 7; Eq. 5 where the source is not V_1)."""
-        weights, mixed = self.weights, own
-        if self.residual_lambda is not None:  # in fp32: a half-precision product would round the weights, too
-            weights, mixed = self.residual_lambda, own.to(self.residual_lambda.dtype)
-        mixed = weights[-1] * mixed
-        for weight, source in zip(weights[:-1], sources, strict=True):
-            mixed = mixed + weight * source
-        return mixed.type_as(own)
+        # What no later layer reads is dropped after this one, so that its memory can be freed.
+        later = layers[n + 1 :]
+        last_raw = self.wiring.raw.difference(*(w.raw for w in later))
+        self.last_raw = sorted(last_raw, key=str)  # a source may be no layer number
+        self.last_attended = sorted(self.wiring.attended.difference(*(w.attended for w in later)))
 
     def forward(self, x, rope, raw, attended, cache, mask):
         B, T, C = x.size()
         owner, sources, pairs = self.wiring.owner, self.wiring.sources, self.wiring.pairs
+
+        # Project what this layer owns. With v_residual (ResFormer), q_residual or k_residual, mix its
+        # sources into it.
         for part, t in zip(self.owned, self.c_attn(x).split(self.rows, dim=2), strict=True):
             t = t.view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh or n_kv_head, T, hs)
             raw[part, self.n] = t
-            if sources[part] and (part != 'v' or self.residual_map == 'current'):
-                t = self.mix(t, [raw[part, s] for s in sources[part]])
-            attended[part, self.n] = t if part == 'v' or rope is None else rotate(t, *rope)
+            if part in self.mixing:
+                tensors = [raw[key] for key in sources[part]]
+                t = self.mixing[part](t, tensors, x, self.residual_lambda)
+            if part != 'v' and rope is not None:
+                t = rotate(t, *rope)
+            attended[part, self.n] = t
             if cache is not None and part != 'q':
-                cache.append(part, self.n, attended[part, self.n])
+                cache.append(part, self.n, t)
 
+        # Attend with what the owners have: SVFormer's owner['v'] is layer 0 everywhere.
         dropout = self.dropout if self.training else 0.0
         seen = attended if cache is None else cache
-        keys, values = [seen['k', k] for k, _ in pairs], [seen['v', v] for _, v in pairs]
+        keys = [seen['k', k] for k, _ in pairs]
+        values = [seen['v', v] for _, v in pairs]
         y = attend_cross(attended['q', owner['q']], keys, values, dropout, mask)  # (B, nh, T, hs)
-        added = []
+
+        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V_n (Eq. 8).
         if self.residual_map == 'identity' and sources['v']:
-            added.append(sum(raw['v', s] for s in sources['v']) / len(sources['v']))
+            mean = sum(raw[key] for key in sources['v']) / len(sources['v'])
+            y = y + to_query_heads(mean, y)
         if self.neutreno:
-            added.append(self.neutreno * (raw['v', 0] - attended['v', owner['v']]))
-        for t in added:  # to each of the query heads that share it
-            y = y + t.repeat_interleave(y.size(1) // t.size(1), dim=1)
-        for tensors, last in ((raw, self.last_raw), (attended, self.last_attended)):
-            for pair in last:
-                tensors.pop(pair, None)
-        return F.dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)), dropout)
+            difference = raw['v', 0] - attended['v', owner['v']]
+            y = y + to_query_heads(self.neutreno * difference, y)
 
-
-def attend(q, k, v, dropout=0.0, mask=None):
-    """Attention of q (B, nh, T, hs) to k, v (B, n_kv_head, S, hs); all variants call it. Without a mask (T, S), True
-    where a query sees a key: causal (S = T; flash on a GPU), or one query that sees all keys (T = 1)."""
-    B, nh, T, hs = q.size()
-    group, k, v = nh // k.size(1), k.type_as(q), v.type_as(q)  # a cache may have another type
-    if mask is None and T > 1:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=group > 1)
-    if group > 1:  # the query heads of a group become rows: its keys are read once, by any kernel
-        q = q.reshape(B, nh // group, group * T, hs)
-        mask = mask if mask is None else mask.repeat(group, 1)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout).view(B, nh, T, hs)
-
-
-def attend_cross(q, keys, values, dropout=0.0, mask=None):
-    """One softmax over the keys of one or several layers, causal in each (Eq. 2). With several layers' keys interleaved
-    in time, and each query standing behind all keys of its own time, plain causal attention does it without a mask."""
-    P = len(keys)
-    if P == 1:
-        return attend(q, *keys, *values, dropout, mask)
-    if mask is not None or q.size(2) == 1:
-        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), dropout,
-                      mask if mask is None else mask.repeat(1, P))
-    k, v = (torch.stack(parts, dim=3).flatten(2, 3) for parts in (keys, values))  # (B, n_kv_head, T * P, hs)
-    return attend(q.repeat_interleave(P, dim=2), k, v, dropout)[:, :, P - 1::P]
-
-
-def rotate(x, cos, sin):
-    """RoPE, by halves as in Hugging Face's Llama; cos and sin are (T, hs)."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
+        for key in self.last_raw:
+            raw.pop(key, None)
+        for key in self.last_attended:
+            attended.pop(key, None)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y), dropout)
 
 
 class MLP(nn.Module):
+    """SwiGLU (llama; rows of c_fc: gate, then up) or GELU (gpt2)."""
+
     def __init__(self, config):
         super().__init__()
-        self.swiglu, self.dropout = config.arch == 'llama', config.dropout
-        width, bias = config.ffn_width, config.arch == 'gpt2'
-        self.c_fc = nn.Linear(config.n_embd, 2 * width if self.swiglu else width, bias=bias)  # rows: gate, up
+        self.swiglu = config.arch == 'llama'
+        self.dropout = config.dropout
+        width = config.ffn_width
+        bias = config.arch == 'gpt2'
+        self.c_fc = nn.Linear(config.n_embd, 2 * width if self.swiglu else width, bias=bias)
         self.c_proj = nn.Linear(width, config.n_embd, bias=bias)
 
     def forward(self, x):
@@ -264,6 +317,11 @@ class MLP(nn.Module):
         else:
             x = F.gelu(x, approximate='tanh')
         return F.dropout(self.c_proj(x), self.dropout if self.training else 0.0)
+
+
+def norm(config):
+    kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
+    return kind(config.n_embd, eps=config.norm_eps)
 
 
 class Block(nn.Module):
@@ -280,77 +338,27 @@ class Block(nn.Module):
         return x
 
 
-def norm(config):
-    return (nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm)(config.n_embd, eps=config.norm_eps)
-
-
-def rope_tables(config):
-    """RoPE's cos and sin, (block_size, hs) each. Llama 3's scaling stretches wavelengths longer than original_length /
-    low_freq by `factor`, leaves those shorter than original_length / high_freq, and blends in between."""
-    inverse = config.rope_theta ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
-    if config.rope_scaling:
-        factor, low, high, length = config.rope_scaling
-        kept = ((length * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        inverse = inverse * (kept + (1 - kept) / factor)
-    angles = torch.outer(torch.arange(config.block_size).float(), inverse).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-class KVCache:
-    """Keys and values of the tokens so far, as attended with: (B, n_kv_head, max_len, hs) for each layer that owns
-    them; borrowers have none. Its place in the text is a tensor, so that a compiled model decodes without recompiling:
-    compiled, attention reads all max_len rows under a mask; not compiled, only those that are filled."""
-
-    def __init__(self, config, batch_size, max_len, dtype, device):
-        refuse(max_len > config.block_size, f'max_len={max_len} is more than block_size={config.block_size}: '
-               'only without a cache can generation go on, with the last block_size tokens')
-        self.max_len = self.end = max_len
-        shape = batch_size, config.kv_heads, max_len, config.head_size
-        self.tensors = {(part, n): torch.zeros(shape, dtype=dtype, device=device)
-                        for n, wiring in enumerate(wire(config)) for part in 'kv' if wiring.owner[part] == n}
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
-        for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
-            torch._dynamo.mark_static_address(tensor, guard=False)
-
-    nbytes = property(lambda self: sum(tensor.nbytes for tensor in self.tensors.values()))
-
-    def begin(self, T):
-        """Make ready for T more tokens; returns their positions (T,) and the mask for attend()."""
-        self.positions = self.position + torch.arange(T, device=self.position.device)
-        if torch.compiler.is_compiling():  # no Python number may depend on the position
-            self.end = self.max_len
-            torch._assert_async(self.positions[-1] < self.end, 'more tokens than the cache has room for: max_len')
-        else:
-            self.end = int(self.position) + T
-            refuse(self.end > self.max_len, f'{T} more tokens do not fit into a cache of max_len={self.max_len}, which '
-                   f'holds {self.end - T}')
-            if self.end == T or T == 1:
-                return self.positions, None
-        return self.positions, torch.arange(self.end, device=self.position.device) <= self.positions[:, None]
-
-    def append(self, part, layer, t):
-        self.tensors[part, layer].index_copy_(2, self.positions, t.detach().to(self.tensors[part, layer].dtype))
-
-    def __getitem__(self, pair):
-        return self.tensors[pair][:, :, :self.end]
-
-
 class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            h=nn.ModuleList(Block(config, n) for n in range(config.n_layer)),
-            ln_f=norm(config),
-        ))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                h=nn.ModuleList(Block(config, n) for n in range(config.n_layer)),
+                ln_f=norm(config),
+            )
+        )
         if config.arch == 'gpt2':
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
-                self.register_buffer(name, table, persistent=False)
-        if config.denseformer:  # weights over the embedding and the outputs of blocks 0 to n
-            self.transformer.dwa = nn.ParameterList(torch.eye(n + 2)[-1] for n in range(config.n_layer))
+            cos, sin = rope_tables(config)
+            self.register_buffer('cos', cos, persistent=False)
+            self.register_buffer('sin', sin, persistent=False)
+        if config.denseformer:
+            # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
+            averages = [torch.eye(n + 2)[-1] for n in range(config.n_layer)]
+            self.transformer.dwa = nn.ParameterList(averages)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -358,137 +366,381 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """embeddings, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
-        c_proj of gpt2                              N(0, 0.02 / sqrt(2 n_layer))
-        norms, biases, residual_lambda, dwa         as made: one, zero, and the neutral or given weights
-        Each matrix, and the q, k and v rows of c_attn apart, has a generator of its own, seeded by (seed, name, block):
-        variants of one size share every initial weight that they have in common."""
+        """Embeddings and linear layers start random, everything else as its module made it.
+
+        wte, wpe, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
+        c_proj of gpt2                            N(0, 0.02 / sqrt(2 n_layer))
+        their biases                              zero
+        norms, residual_lambda, dwa, mixing       as made: one, neutral, or the given weights
+
+        Each matrix, and the q, k and v rows of c_attn apart, has a generator of its own, seeded by
+        (seed, name, block): variants of one size share every initial weight that they have in common.
+        A module with keep_init=True keeps its own initial values.
+        """
+        kept = [name for name, module in self.named_modules() if keeps_init(module)]
         for name, p in self.named_parameters():
-            if p.dim() < 2:
-                if name.endswith('.bias'):
-                    p.zero_()  # nn.Linear's is random
+            parent = self.get_submodule(name.rpartition('.')[0])
+            is_random = isinstance(parent, nn.Linear | nn.Embedding)
+            if not is_random or any(name.startswith(f'{other}.') for other in kept):
                 continue
+            if name.endswith('.bias'):
+                p.zero_()
+                continue
+
             blocks, parts = [p], ['']
             if name.endswith('c_attn.weight'):
                 attn = self.get_submodule(name.removesuffix('.c_attn.weight'))
                 blocks, parts = p.split(attn.rows), attn.owned
-            gpt2_out = self.config.arch == 'gpt2' and name.endswith('c_proj.weight')
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if gpt2_out else 0.02
+            std = 0.02
+            if self.config.arch == 'gpt2' and name.endswith('c_proj.weight'):
+                std = 0.02 / math.sqrt(2 * self.config.n_layer)
             for block, part in zip(blocks, parts, strict=True):
                 digest = hashlib.sha256(f'{seed}/{name}/{part}'.encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], 'little', signed=True))
+                number = int.from_bytes(digest[:8], 'little', signed=True)
+                generator = torch.Generator().manual_seed(number)
                 block.copy_(torch.empty(block.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
-        """Next-token logits, or the training loss. idx (B, T) int64 -> (logits, None), logits (B, T, V) or, with
-        last_only, (B, 1, V). With targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32.
-        With a cache of new_cache(), idx continues what the cache has seen, and is added to it."""
+        """Next-token logits, or the training loss.
+
+        idx (B, T) int64 -> (logits, None), logits (B, T, V) or, with last_only, (B, 1, V). With
+        targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32. With a cache
+        of new_cache(), idx continues what the cache has seen, and is added to it.
+        """
+        refuse(
+            last_only and targets is not None,
+            'last_only is for logits, targets for the loss; drop one',
+        )
+        x = self.hidden(idx, cache, last_only)
+        if targets is None:
+            return self.lm_head(x), None
+        total = LinearCrossEntropy.apply(
+            x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled()
+        )
+        return None, total / (targets != -1).sum()
+
+    def hidden(self, idx, cache=None, last_only=False):
+        """What lm_head reads: (B, T, C), or (B, 1, C) with last_only. Arguments as in forward()."""
         T = idx.size(1)
-        refuse(T > self.config.block_size, f'{T} tokens are more than block_size={self.config.block_size}')
-        refuse(last_only and targets is not None, 'last_only is for logits, targets for the loss; drop one')
-        rows, mask = (slice(T), None) if cache is None else cache.begin(T)
+        refuse(
+            T > self.config.block_size,
+            f'{T} tokens are more than block_size={self.config.block_size}',
+        )
+        rows, mask = slice(T), None
+        if cache is not None:
+            rows, mask = cache.begin(T)
+
         x = self.transformer.wte(idx)  # (B, T, C)
-        rope = (self.cos[rows], self.sin[rows]) if self.config.arch == 'llama' else None
-        if rope is None:
+        rope = None
+        if self.config.arch == 'llama':
+            rope = self.cos[rows], self.sin[rows]
+        else:
             x = x + self.transformer.wpe.weight[rows]
         x = F.dropout(x, self.config.dropout if self.training else 0.0)
 
-        raw, attended, outputs = {}, {}, [x]  # see the top of this file
+        raw, attended = {}, {}  # see the top of this file
+        outputs = [x]  # of the embedding and the blocks
         for n, block in enumerate(self.transformer.h):
             x = block(x, rope, raw, attended, cache, mask)
             if self.config.denseformer:
                 outputs.append(x)
-                x = sum(weight * output for weight, output in zip(self.transformer.dwa[n], outputs, strict=True))
-        x = self.transformer.ln_f(x[:, -1:] if last_only else x)
+                weights = self.transformer.dwa[n]
+                x = sum(w * output for w, output in zip(weights, outputs, strict=True))
+        if last_only:
+            x = x[:, -1:]
+        x = self.transformer.ln_f(x)
         if cache is not None:
             cache.position += T
-        if targets is None:
-            return self.lm_head(x), None
-        total = LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
-                                         torch.is_grad_enabled())
-        return None, total / (targets != -1).sum()
+        return x
 
     def new_cache(self, batch_size, max_len, dtype=None):
         """An empty KVCache for max_len tokens, on the model's device; dtype: that of the weights."""
         weight = self.lm_head.weight
         return KVCache(self.config, batch_size, max_len, dtype or weight.dtype, weight.device)
 
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, cache=None, generator=None):
-        """Yield the tokens (B, 1) that continue idx (B, T): sampled from the top_k likeliest, of these from the fewest
-        with top_p of the probability; at temperature 0 the likeliest. Uncached (slow): after the last block_size."""
-        refuse(not (temperature >= 0 and (top_k or 0) >= 0 and 0 < (1 if top_p is None else top_p) <= 1),
-               f'temperature={temperature}, top_k={top_k} must be 0 or more, top_p={top_p} above 0 and at most 1')
+    def stream(
+        self,
+        idx,
+        max_new_tokens,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        cache=None,
+        generator=None,
+    ):
+        """Yield the tokens (B, 1) that continue idx (B, T), as sample() chooses them.
+
+        Without a cache (slow), each follows from the last block_size tokens.
+        """
+        refuse(
+            not temperature >= 0
+            or (top_k or 0) < 0
+            or not 0 < (1 if top_p is None else top_p) <= 1,
+            f'temperature={temperature}, top_k={top_k} must be 0 or more, top_p={top_p} above 0 and '
+            'at most 1',
+        )
 
         @torch.no_grad()
         def tokens(idx):
             for _ in range(max_new_tokens):
-                context = idx if cache else idx[:, -self.config.block_size:]
-                logits = self(context, cache=cache, last_only=True)[0][:, -1].float()
-                if temperature < 1e-6:  # what is divided by less may overflow
-                    new = logits.argmax(dim=-1, keepdim=True)
-                else:
-                    probs, order = F.softmax(logits / temperature, dim=-1), None
-                    if top_k or (top_p or 1) < 1:  # a token stays if those before it have less than top_p
-                        probs, order = probs.topk(min(top_k or probs.size(-1), probs.size(-1)))
-                        probs = probs * (probs.cumsum(dim=-1) - probs < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
-                    new = torch.multinomial(probs, 1, generator=generator)
-                    new = new if order is None else order.gather(1, new)
+                context = idx if cache else idx[:, -self.config.block_size :]
+                logits, _ = self(context, cache=cache, last_only=True)
+                new = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 idx = new if cache else torch.cat((idx, new), dim=1)
                 yield new
+
         return tokens(idx)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True, generator=None):
+    def generate(
+        self,
+        idx,
+        max_new_tokens,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        use_cache=True,
+        generator=None,
+    ):
         """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
-        cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens) if use_cache else None
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p, cache, generator)), dim=1)
+        cache = None
+        if use_cache:
+            cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
+        new = self.stream(idx, max_new_tokens, temperature, top_k, top_p, cache, generator)
+        return torch.cat((idx, *new), dim=1)
 
-    @classmethod
-    def from_pretrained(cls, path_or_hub_id):
-        """A Llama, Mistral or GPT-2 checkpoint of Hugging Face, from a folder or the hub."""
-        return __import__('hf').load(path_or_hub_id)  # lazily: hf.py imports this file
+    def mixing_weights(self):
+        """{name: list} of the learned mixing weights, for the log."""
+        return {
+            name: p.tolist()
+            for name, p in self.named_parameters()
+            if any(part in name for part in LOGGED)
+        }
 
     def num_params(self, non_embedding=True):
         """Number of weights; non_embedding leaves out wte, wpe and lm_head."""
-        outside = ('transformer.wte.', 'transformer.wpe.', 'lm_head.') if non_embedding else ()
+        outside = ()
+        if non_embedding:
+            outside = ('transformer.wte.', 'transformer.wpe.', 'lm_head.')
         return sum(p.numel() for name, p in self.named_parameters() if not name.startswith(outside))
 
     def flops_per_token(self, seq_len):
-        """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls (2 per weight), lm_head
-        included, attention counted as full T x T (what residual_map='cross' computes more than it needs is not)."""
+        """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls.
+
+        Each weight is 2, lm_head's included, and attention counts as full T x T. What
+        residual_map='cross' computes more than it needs is not counted.
+        """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         keys = sum(len(block.attn.wiring.pairs) * seq_len for block in self.transformer.h)
         return 3 * (2 * weights + 4 * keys * self.config.n_embd)
 
 
+def keeps_init(module):
+    return isinstance(module, Mixing) or getattr(module, 'keep_init', False)
+
+
+def refuse(condition, message):
+    if condition:
+        raise ValueError(message)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def attend(q, k, v, dropout=0.0, mask=None):
+    """Attention of q (B, nh, T, hs) to k, v (B, n_kv_head, S, hs); all variants call it.
+
+    mask (T, S): True where a query sees a key. Without one: causal (S = T), or one query that sees
+    all keys (T = 1).
+    """
+    B, nh, T, hs = q.size()
+    group = nh // k.size(1)
+    k, v = k.type_as(q), v.type_as(q)  # a cache may have another type
+    if mask is None and T > 1:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
+        )
+    if group > 1:
+        # The query heads of a group become rows: its keys are read once, by any kernel.
+        q = q.reshape(B, nh // group, group * T, hs)
+        if mask is not None:
+            mask = mask.repeat(group, 1)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout).view(B, nh, T, hs)
+
+
+def attend_cross(q, keys, values, dropout=0.0, mask=None):
+    """One softmax over the keys of one or several layers, causal in each (Eq. 2).
+
+    keys and values: lists of (B, n_kv_head, S, hs), one per layer. With several layers' keys
+    interleaved in time, and each query standing behind all keys of its own time, plain causal
+    attention does it without a mask.
+    """
+    P = len(keys)
+    if P == 1:
+        return attend(q, *keys, *values, dropout, mask)
+    if mask is not None or q.size(2) == 1:
+        if mask is not None:
+            mask = mask.repeat(1, P)
+        return attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), dropout, mask)
+    k = torch.stack(keys, dim=3).flatten(2, 3)  # (B, n_kv_head, T * P, hs)
+    v = torch.stack(values, dim=3).flatten(2, 3)
+    return attend(q.repeat_interleave(P, dim=2), k, v, dropout)[:, :, P - 1 :: P]
+
+
+def to_query_heads(t, y):
+    """Values t (B, n_kv_head, T, hs), repeated for each of the query heads of y that share them."""
+    return t.repeat_interleave(y.size(1) // t.size(1), dim=1)
+
+
+def rotate(x, cos, sin):
+    """RoPE, by halves as in Hugging Face's Llama; cos and sin are (T, hs)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
+
+
+def rope_tables(config):
+    """RoPE's cos and sin, (block_size, hs) each.
+
+    Llama 3's scaling stretches wavelengths longer than original_length / low_freq by `factor`, leaves
+    those shorter than original_length / high_freq, and blends in between.
+    """
+    inverse = config.rope_theta ** (
+        -torch.arange(0, config.head_size, 2).float() / config.head_size
+    )
+    if config.rope_scaling:
+        factor, low, high, length = config.rope_scaling
+        turns = length * inverse / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        inverse = inverse * (kept + (1 - kept) / factor)
+    angles = torch.outer(torch.arange(config.block_size).float(), inverse).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of the tokens so far, as attended with: (B, n_kv_head, max_len, hs) for each
+    layer that owns them; borrowers have none.
+
+    Its place in the text is a tensor, so that a compiled model decodes without recompiling. Compiled,
+    attention reads all max_len rows under a mask; not compiled, only those that are filled.
+    """
+
+    def __init__(self, config, batch_size, max_len, dtype, device):
+        refuse(
+            max_len > config.block_size,
+            f'max_len={max_len} is more than block_size={config.block_size}: '
+            'only without a cache can generation go on, with the last block_size tokens',
+        )
+        self.max_len = self.end = max_len
+        shape = batch_size, config.kv_heads, max_len, config.head_size
+        self.tensors = {}
+        for n, wiring in enumerate(wire(config)):
+            for part in 'kv':
+                if wiring.owner[part] == n:
+                    self.tensors[part, n] = torch.zeros(shape, dtype=dtype, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
+        for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+    @property
+    def nbytes(self):
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def begin(self, T):
+        """Make ready for T more tokens; returns their positions (T,) and the mask for attend()."""
+        device = self.position.device
+        self.positions = self.position + torch.arange(T, device=device)
+        if torch.compiler.is_compiling():
+            # No Python number may depend on the position.
+            self.end = self.max_len
+            has_room = self.positions[-1] < self.end
+            torch._assert_async(has_room, 'more tokens than the cache has room for: max_len')
+        else:
+            self.end = int(self.position) + T
+            refuse(
+                self.end > self.max_len,
+                f'{T} more tokens do not fit into a cache of max_len={self.max_len}, which holds '
+                f'{self.end - T}',
+            )
+            if self.end == T or T == 1:
+                return self.positions, None
+        return self.positions, torch.arange(self.end, device=device) <= self.positions[:, None]
+
+    def append(self, part, layer, t):
+        tensor = self.tensors[part, layer]
+        tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
+
+    def __getitem__(self, key):
+        return self.tensors[key][:, :, : self.end]
+
+
+def sample(logits, temperature, top_k, top_p, generator):
+    """One token per row of logits (B, V) -> (B, 1).
+
+    From the top_k likeliest, of these from the fewest with top_p of the probability; at temperature 0
+    the likeliest.
+    """
+    if temperature < 1e-6:  # what is divided by less may overflow
+        return logits.argmax(dim=-1, keepdim=True)
+    probs = F.softmax(logits / temperature, dim=-1)
+    if not top_k and (top_p or 1) >= 1:
+        return torch.multinomial(probs, 1, generator=generator)
+
+    V = probs.size(-1)
+    probs, order = probs.topk(min(top_k or V, V))
+    # A token stays if those before it have less than top_p.
+    before = probs.cumsum(dim=-1) - probs
+    probs = probs * (before < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
+    return order.gather(1, torch.multinomial(probs, 1, generator=generator))
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
 LOSS_CHUNK = 4096  # rows; at 50,304 ids a chunk's fp32 logits take 824 MB
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum over rows of the cross entropy of x @ weight.T, in chunks: the (N, V) logits never exist at once. A chunk's
-    logits become its gradients right away, so that nothing is computed twice (as in Liger's fused kernel). FP16-safe:
-    the loss scale comes in backward, in fp32.
+    """Sum over rows of the cross entropy of x @ weight.T, in chunks.
 
-    x (N, C), weight (V, C), targets (N,) int64 with -1 ignored; returns a fp32 scalar (float64 for float64 inputs)."""
+    The (N, V) logits never exist at once. A chunk's logits become its gradients right away, so that
+    nothing is computed twice (as in Liger's fused kernel). FP16-safe: the loss scale comes in
+    backward, in fp32.
+
+    x (N, C), weight (V, C), targets (N,) int64 with -1 ignored; returns a fp32 scalar (float64 for
+    float64 inputs).
+    """
+
     @staticmethod
     def forward(ctx, x, weight, targets, want_grad):
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         wide = torch.promote_types(dtype, torch.float32)
         with torch.autocast(kind, enabled=False):
             w = weight.to(dtype)
             total = torch.zeros((), dtype=wide, device=x.device)
-            grad_x, grad_w = [], torch.zeros(weight.shape if want_grad else 0, dtype=wide, device=x.device)
-            for xc, tc in zip(x.split(LOSS_CHUNK), targets[:, None].split(LOSS_CHUNK), strict=True):
-                xc, counted = xc.to(dtype), (tc != -1).to(wide)
+            grad_x = []
+            grad_w = torch.zeros(weight.shape if want_grad else 0, dtype=wide, device=x.device)
+            chunks = zip(x.split(LOSS_CHUNK), targets[:, None].split(LOSS_CHUNK), strict=True)
+            for xc, tc in chunks:
+                xc = xc.to(dtype)
+                counted = (tc != -1).to(wide)
                 logits = (xc @ w.T).to(wide)
                 lse = logits.logsumexp(dim=1, keepdim=True)
-                # Not total +=: compiled by torch 2.11, a result made in place loses its gradient, silently.
-                total = total + ((lse - logits.gather(1, tc.clamp(min=0))) * counted).sum()
+                target_logits = logits.gather(1, tc.clamp(min=0))
+                # Not total +=: compiled by torch 2.11, a result made in place loses its gradient,
+                # silently.
+                total = total + ((lse - target_logits) * counted).sum()
                 if want_grad:
-                    hit = torch.arange(len(w), device=x.device) == tc  # not a scatter: this fuses when compiled
-                    grad = logits.sub_(lse).exp_().sub_(hit.to(wide)).mul_(counted).to(dtype)
+                    # Not a scatter: this comparison fuses when compiled.
+                    hit = torch.arange(len(w), device=x.device) == tc
+                    softmax = logits.sub_(lse).exp_()
+                    grad = softmax.sub_(hit.to(wide)).mul_(counted).to(dtype)
                     grad_x.append(grad @ w)
-                    grad_w += (grad.T @ (xc / 64)).to(wide)  # / 64, undone below: a FP16 sum over rows stays finite
+                    # / 64, undone below: a FP16 sum over rows stays finite.
+                    grad_w += (grad.T @ (xc / 64)).to(wide)
         ctx.save_for_backward(torch.cat(grad_x) if grad_x else None, grad_w.mul_(64))
         ctx.dtypes = x.dtype, weight.dtype
         return total
@@ -496,5 +748,170 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        grad_x = grad_x.to(grad.dtype)  # a scalar takes the other's type: in FP16 the loss scale would overflow
-        return (grad * grad_x).to(ctx.dtypes[0]), (grad * grad_w).to(ctx.dtypes[1]), None, None
+        # A scalar takes the other's type: in FP16 the loss scale would overflow.
+        grad_x = grad_x.to(grad.dtype)
+        x_dtype, weight_dtype = ctx.dtypes
+        return (grad * grad_x).to(x_dtype), (grad * grad_w).to(weight_dtype), None, None
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+RESIDUAL_SETTINGS = (
+    'residual_from',
+    'residual_lambda',
+    'residual_learned',
+    'residual_layers',
+    'residual_map',
+)
+
+
+def check(config):
+    """Raise ValueError for settings that do nothing or contradict each other; it says what to do."""
+    check_shape(config)
+    check_residuals(config)
+    for part in 'qkv':
+        check_sharing(config, part)
+    refuse(
+        config.neutreno and config.n_layer == 1,
+        'neutreno does nothing with n_layer=1; drop one',
+    )
+    check_wiring(config)
+
+
+def is_default(config, name):
+    return getattr(config, name) == getattr(GPTConfig, name)
+
+
+def check_choice(config, name, allowed):
+    value = getattr(config, name)
+    refuse(value not in allowed, f'{name}={value!r} is not one of {tuple(allowed)}')
+
+
+def check_shape(config):
+    check_choice(config, 'arch', ('llama', 'gpt2'))
+    for name in (*SHAPE, 'n_kv_head'):
+        least = 1 if getattr(GPTConfig, name) > 0 else 0
+        value = getattr(config, name)
+        refuse(value < least, f'{name}={value} must be at least {least}')
+    refuse(
+        not 0 <= config.dropout < 1,
+        f'dropout={config.dropout} must be at least 0 and less than 1',
+    )
+    refuse(
+        config.n_embd % config.n_head,
+        f'n_embd={config.n_embd} is not divisible by n_head={config.n_head}',
+    )
+    refuse(
+        config.n_head % config.kv_heads,
+        f'n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}',
+    )
+    refuse(
+        config.arch == 'llama' and config.head_size % 2,
+        f'n_embd={config.n_embd} / n_head={config.n_head} is odd, but RoPE rotates pairs',
+    )
+
+    for name in ('rope_theta', 'rope_scaling'):
+        refuse(
+            config.arch == 'gpt2' and not is_default(config, name),
+            f"{name} does nothing with arch='gpt2'; drop one",
+        )
+    scaling = config.rope_scaling
+    if scaling:
+        positive = [type(x) in (int, float) and x > 0 for x in scaling]
+        refuse(
+            positive != [True] * 4 or scaling[1] >= scaling[2],
+            f'rope_scaling={scaling} must be (factor, low_freq < high_freq, original_length), '
+            'positive',
+        )
+
+
+def check_residuals(config):
+    check_choice(config, 'residual_from', SOURCES)
+    check_choice(config, 'residual_map', ('current', 'identity', 'cross'))
+    names = [f'{part}_residual' for part in 'qkv']
+    residuals = [name for name in names if getattr(config, name)]
+    for name in RESIDUAL_SETTINGS:
+        refuse(
+            not residuals and not is_default(config, name),
+            f'{name} does nothing without v_residual, q_residual or k_residual; turn one on or '
+            f'drop {name}',
+        )
+    weights = config.residual_lambda
+    refuse(
+        weights and [type(w) in (int, float) for w in weights] != [True, True],
+        f'residual_lambda={weights} must be two weights: (each source, own)',
+    )
+    refuse(
+        config.residual_learned and len(residuals) > 1,
+        f'residual_learned goes with one residual, not {" and ".join(residuals)}; keep one of them',
+    )
+    for name in ('residual_lambda', 'residual_learned'):
+        refuse(
+            config.residual_map != 'current' and getattr(config, name),
+            f'{name} does nothing with residual_map={config.residual_map!r}; drop one',
+        )
+    refuse(
+        config.residual_map != 'current' and not config.v_residual,
+        f'residual_map={config.residual_map!r} maps values: it needs v_residual=True',
+    )
+
+
+def check_sharing(config, part):
+    share = getattr(config, f'share_{part}')
+    every = getattr(config, f'share_{part}_every')
+    refuse(every and not share, f'share_{part}_every does nothing without share_{part}=True')
+    refuse(
+        every == 1 or every < 0,
+        f'share_{part}_every={every} must be 0 (whole depth) or at least 2',
+    )
+    refuse(
+        share and config.n_layer == 1,
+        f'share_{part} does nothing with n_layer=1; drop one',
+    )
+    whole_depth = share and (every == 0 or every >= config.n_layer)
+    refuse(
+        whole_depth and getattr(config, f'{part}_residual'),
+        f'{part}_residual does nothing with share_{part} over the whole depth: only the first layer '
+        f'has its own; drop one or set share_{part}_every',
+    )
+    refuse(
+        whole_depth and part == 'v' and config.neutreno,
+        'neutreno is zero with share_v over the whole depth: V_1 - V_1; drop one or set '
+        'share_v_every',
+    )
+
+
+def check_wiring(config):
+    """Refuse wirings that leave a layer or a residual with nothing to do."""
+    layers = wire(config)
+    residuals = [part for part in 'qkv' if getattr(config, f'{part}_residual')]
+    for n, wiring in enumerate(layers):
+        refuse(
+            n not in wiring.owner.values(),
+            f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
+            'set its share_*_every',
+        )
+    for n in config.residual_layers:
+        refuse(
+            n not in range(config.n_layer),
+            f'residual_layers names layer {n}; the layers are 0 to {config.n_layer - 1}',
+        )
+        refuse(n == 0, 'residual_layers names layer 0, which has no earlier layer to mix in')
+        for part in residuals:
+            owner = layers[n].owner[part]
+            refuse(
+                owner != n,
+                f'residual_layers names layer {n}, which borrows its {part} from layer {owner} '
+                f'(share_{part}); name layers that project their own',
+            )
+            refuse(
+                not layers[n].sources[part],
+                f'residual_layers names layer {n}, which gets no source with '
+                f'residual_from={config.residual_from!r}; name layers that get one',
+            )
+    for part in residuals:
+        refuse(
+            not any(wiring.sources[part] for wiring in layers),
+            f'{part}_residual does nothing: with n_layer={config.n_layer} and '
+            f'residual_from={config.residual_from!r}, no layer has a source',
+        )

@@ -1,20 +1,18 @@
 """
 Train a GPT of model.py on a dataset of prepare_slimpajama.py.
 
-$ python train.py config/demo.py                                                    # one process: GPU, or CPU
-$ torchrun --nproc_per_node=8 train.py config/resformer_82m.py                      # 8 GPUs
-$ python train.py config/demo.py --init_from=resume                                 # go on where it stopped
-$ python train.py --help                                                            # every setting
+$ python train.py config/demo.py                                # one process: GPU, or CPU
+$ torchrun --nproc_per_node=8 train.py config/resformer_82m.py  # 8 GPUs
+$ python train.py config/demo.py --init_from=resume             # go on where it stopped
+$ python train.py --help                                        # every setting
 """
+
 import contextlib
 import datetime
 import importlib.util
 import json
 import math
 import os
-import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,42 +20,39 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
-from data import (
-    MIXING,
-    Dataset,
-    Loader,
+from data import Dataset, Loader, TrainingRows, validation_batches
+from files import locked
+from hub.read import load as load_hub
+from machine import INTERRUPTED, Machine, Signals, check_compiler
+from model import GPT, GPTConfig, refuse
+from rundir import (
     Log,
-    TrainingRows,
     check_resume,
     checkpoints,
     load_checkpoint,
     load_state,
     load_weights,
-    lock,
+    misfits_named,
     provenance,
     save_checkpoint,
     set_aside_newer,
-    stranger,
-    validation_batches,
 )
-from model import GPT, GPTConfig, refuse
 
-INTERRUPTED = 75  # exit status after SIGTERM or SIGINT: saved, to be resumed (EX_TEMPFAIL)
+# --- settings ------------------------------------------------------------------------------------
 
 
 @dataclass
 class TrainConfig:
     out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
-    init_from: str = 'scratch'  # scratch; resume; auto: resume if there is a run; a ckpt.pt or HF folder: its weights
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), a ckpt.pt, a HF folder
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = 'slimpajama'  # a folder in data/
     domain_weights: dict = field(default_factory=dict)  # {domain: weight}; {}: as prepared
-    verify_data: bool = False  # compare the token files' sha256 again, though it was found right before
+    verify_data: bool = False  # compare the token files' sha256 again, even if it was right before
     # a step is gradient_accumulation_steps * batch_size * block_size tokens, on any number of GPUs
     gradient_accumulation_steps: int = 32  # micro-batches a step, over all GPUs
     batch_size: int = 32  # sequences in a micro-batch
@@ -73,189 +68,159 @@ class TrainConfig:
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # gradient norm; 0: no clipping
     # evaluation, log, checkpoints
-    eval_interval: int = 1000  # steps from one evaluation and checkpoint to the next
-    eval_iters: int = 20  # validation batches per domain
+    eval_interval: int = 1000  # steps between evaluations with a checkpoint; 0: at the end only
+    eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     eval_only: bool = False  # evaluate and exit
     log_interval: int = 1  # steps from one log line, and one look at the signals, to the next
-    keep_checkpoints: int = 2  # ckpt.pt, and those before it as ckpt.pt.1, ...; besides, ckpt_best.pt
+    keep_checkpoints: int = 2  # ckpt.pt, ckpt.pt.1, ...; besides them, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
-    eval_tasks: str = ''  # zero-shot tasks to evaluate at the end, as in evaluate.py tasks --tasks=...
+    eval_tasks: str = ''  # zero-shot tasks at the end, as in evaluate.py tasks --tasks=...
     eval_data_dir: str = ''  # where their data are, as in evaluate.py; '': the hub
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'nanoresformer'  # its project
     wandb_run_name: str = ''  # its run; '': out_dir's name
     # machine
     device: str = 'auto'  # cuda, cuda:1, cpu, mps; auto: a GPU where there is one
-    dtype: str = 'auto'  # float16 (with a gradient scaler), bfloat16, float32; auto: float16 on CUDA, else float32
+    dtype: str = 'auto'  # float16, bfloat16, float32; auto: float16 on CUDA, else float32
     compile: bool = True  # torch.compile
-    activation_checkpointing: bool = False  # for long sequences: keep only what blocks pass on, compute the rest again
+    activation_checkpointing: bool = False  # for long sequences: store less, compute it again
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
     def __post_init__(self):
-        positive = 'gradient_accumulation_steps batch_size max_iters eval_iters log_interval keep_checkpoints'
-        others = 'grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters max_skipped'
-        for least, names in ((1, positive), (0, others)):
-            for name in names.split():
-                refuse(getattr(self, name) < least, f'{name}={getattr(self, name)} must be at least {least}')
-        if self.dtype not in ('auto', 'float16', 'bfloat16', 'float32'):
-            raise ValueError(f"dtype={self.dtype!r} is not one of 'auto', 'float16', 'bfloat16', 'float32'")
+        for name in AT_LEAST_1.split():
+            refuse(getattr(self, name) < 1, f'{name}={getattr(self, name)} must be at least 1')
+        for name in AT_LEAST_0.split():
+            refuse(getattr(self, name) < 0, f'{name}={getattr(self, name)} must be at least 0')
         if self.init_from == 'auto':
             self.init_from = 'resume' if checkpoints(self.out_dir) else 'scratch'
-        if self.init_from not in ('scratch', 'resume') and not os.path.exists(self.init_from):
-            raise ValueError(f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file or a "
-                             'Hugging Face folder')
-        refuse(self.eval_tasks and not importlib.util.find_spec('lm_eval'), 'eval_tasks: first, pip install lm_eval')
+        is_path = self.init_from not in ('scratch', 'resume')
+        refuse(
+            is_path and not os.path.exists(self.init_from),
+            f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
+            'or a Hugging Face folder',
+        )
+        refuse(
+            self.eval_tasks and not importlib.util.find_spec('lm_eval'),
+            'eval_tasks needs lm-evaluation-harness: pip install lm_eval',
+        )
 
-    rows_per_step = property(lambda self: self.gradient_accumulation_steps * self.batch_size)
-
-
-# --- the machine -----------------------------------------------------------------------------------------------------
-
-class Machine:
-    """Where this process runs: rank, world size, device, precision."""
-
-    def __init__(self, settings):
-        self.rank, self.local_rank, self.world_size = (
-            int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
-        self.distributed = 'RANK' in os.environ  # under torchrun
-        self.is_first = self.rank == 0
-        there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
-        kind = settings.device if settings.device != 'auto' else next(name for name in there if there[name])
-        self.kind, _, index = kind.partition(':')
-        if not there.get(self.kind) or index and not index.isdigit():
-            raise ValueError(f'device={kind!r}, but torch {torch.__version__} sees only '
-                             f'{" and ".join(name for name in there if there[name])} here')
-        if self.kind == 'cuda':
-            kind = f'cuda:{self.local_rank if self.distributed else index or 0}'
-        self.device = torch.device(kind)
-        self.dtype = settings.dtype
-        if self.dtype == 'auto':
-            self.dtype = 'float16' if self.kind == 'cuda' else 'float32'
-        if self.kind == 'cuda':
-            torch.cuda.set_device(self.device)
-            torch.set_float32_matmul_precision('high')  # TF32, where float32 is asked for
-            if self.dtype == 'bfloat16' and not torch.cuda.is_bf16_supported(including_emulation=False):
-                raise ValueError(f'{torch.cuda.get_device_name(self.device)} has no bfloat16; use --dtype=float16')
-        elif self.kind == 'cpu' and settings.compile and not any(map(shutil.which, ('g++', 'c++', 'clang++'))):
-            raise ValueError('compile=True on a CPU needs a C++ compiler; install g++ or use --compile=False')
-        if settings.gradient_accumulation_steps % self.world_size:
-            n = max(1, round(settings.gradient_accumulation_steps / self.world_size)) * self.world_size
-            raise ValueError(f'gradient_accumulation_steps={settings.gradient_accumulation_steps} counts over all '
-                             f'{self.world_size} processes and is not divisible by them; the nearest that is: {n}')
-        self.micro_steps = settings.gradient_accumulation_steps // self.world_size
-        if self.distributed:
-            backend = settings.backend if settings.backend != 'auto' else 'nccl' if self.kind == 'cuda' else 'gloo'
-            dist.init_process_group(backend, device_id=self.device if backend == 'nccl' else None,
-                                    timeout=datetime.timedelta(hours=1))  # one process alone verifies the dataset
-
-    def autocast(self):
-        if self.dtype == 'float32':
-            return contextlib.nullcontext()
-        return torch.autocast(self.kind, dtype=getattr(torch, self.dtype))
-
-    def scaler(self):
-        return torch.amp.GradScaler(self.kind, enabled=self.dtype == 'float16')
-
-    def sum(self, tensor):
-        """The sum over all processes, in place."""
-        if self.distributed:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def agree(self, outcome):
-        """Raise the first error of any process in all of them, so that none waits for one that has left; and refuse
-        to start where one would resume and another would not."""
-        outcomes = [outcome]
-        if self.distributed:
-            outcomes = [None] * self.world_size
-            dist.all_gather_object(outcomes, outcome)
-        error = next((outcome for outcome in outcomes if isinstance(outcome, Exception)), None)
-        if not error and len(set(outcomes)) > 1:
-            error = ValueError(f'processes would start at different steps, {outcomes}: out_dir must be shared by all')
-        if error:
-            raise error if self.is_first else SystemExit(1)  # one line is enough
-
-    def name(self):
-        return torch.cuda.get_device_name(self.device) if self.kind == 'cuda' else self.kind
-
-    def peak_flops(self):
-        """Dense half-precision tensor FLOP/s of one GPU, from the data sheets; None where unknown."""
-        peaks = {'B200': 2250e12, 'H[12]00 NVL': 835e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12,
-                 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
-        if self.kind != 'cuda' or self.dtype == 'float32' or re.search('MIG|Laptop|Ti$|D$', self.name()):
-            return None  # those are slices of, or other than, what they are called
-        return next((peak for name, peak in peaks.items() if re.search(rf'\b{name}\b', self.name())), None)
+    @property
+    def rows_per_step(self):
+        return self.gradient_accumulation_steps * self.batch_size
 
 
-# --- one step --------------------------------------------------------------------------------------------------------
+AT_LEAST_1 = 'gradient_accumulation_steps batch_size max_iters log_interval keep_checkpoints'
+AT_LEAST_0 = (
+    'eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters max_skipped'
+)
+
+# Settings that say where a run happens and what is watched of it. Two runs that differ in nothing
+# else are the same run.
+INCIDENTAL = frozenset(
+    'out_dir init_from verify_data eval_interval eval_only log_interval keep_checkpoints save_steps '
+    'max_skipped eval_tasks eval_data_dir wandb_log wandb_project wandb_run_name device dtype '
+    'compile activation_checkpointing backend'.split()
+)
+
+
+# --- one step ------------------------------------------------------------------------------------
+
 
 def make_optimizer(model, settings):
     """AdamW, fused; matrices and embeddings decay, norms, biases and mixing weights do not."""
     params = list(model.parameters())
-    groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': settings.weight_decay},
-              {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+    groups = [
+        {'params': [p for p in params if p.dim() >= 2], 'weight_decay': settings.weight_decay},
+        {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0},
+    ]
     assert sum(len(group['params']) for group in groups) == len(params)
-    return torch.optim.AdamW(groups, settings.learning_rate, (settings.beta1, settings.beta2), eps=1e-8, fused=True)
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, settings.learning_rate, betas, eps=1e-8, fused=True)
 
 
 def checkpoint_blocks(model):
-    """Let each block keep its input only, and what later layers read of it; its backward pass runs it again."""
+    """Let each block keep only its input and what later layers read of it.
+
+    Its backward pass runs the block again: less memory, about a third more computation.
+    """
+
     def checkpointed(forward):
         def run(x, rope, raw, attended, cache, mask):
-            def pure(x, raw, attended):  # a second run must find what the first one found
-                raw, attended = dict(raw), dict(attended)
-                return forward(x, rope, raw, attended, cache, mask), raw, attended
-            x, *after = torch.utils.checkpoint.checkpoint(pure, x, dict(raw), dict(attended), use_reentrant=False)
-            for tensors, new in zip((raw, attended), after, strict=True):
+            def pure(x, raw, attended):
+                # The block changes both dicts, and its second run must find what the first one found.
+                raw = dict(raw)
+                attended = dict(attended)
+                x = forward(x, rope, raw, attended, cache, mask)
+                return x, raw, attended
+
+            x, raw_after, attended_after = torch.utils.checkpoint.checkpoint(
+                pure, x, dict(raw), dict(attended), use_reentrant=False
+            )
+            for tensors, after in ((raw, raw_after), (attended, attended_after)):
                 tensors.clear()
-                tensors.update(new)
+                tensors.update(after)
             return x
+
         return run
+
     for block in model.transformer.h:
         block.forward = checkpointed(block.forward)
 
 
 def distribute(model, machine, **options):
+    """The model, under torchrun wrapped in DistributedDataParallel."""
     if not machine.distributed:
         return model
-    return DistributedDataParallel(model, device_ids=[machine.device] if machine.kind == 'cuda' else None,
-                                   gradient_as_bucket_view=True, **options,
-                                   broadcast_buffers=False)  # they are constants: RoPE's tables, at every micro-step
+    return DistributedDataParallel(
+        model,
+        device_ids=[machine.device] if machine.kind == 'cuda' else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # RoPE's tables are constants, and would go out at every micro-step
+        **options,
+    )
 
 
 def learning_rate(step, settings):
     """Linear from 1e-7 at step 0 to learning_rate at warmup_iters, cosine to min_lr at lr_decay_iters."""
     if not settings.decay_lr:
         return settings.learning_rate
+    warmup = settings.warmup_iters
+    if step < warmup:
+        return 1e-7 + (settings.learning_rate - 1e-7) * step / warmup
     end = settings.lr_decay_iters or settings.max_iters
-    if step < settings.warmup_iters:
-        return 1e-7 + (settings.learning_rate - 1e-7) * step / settings.warmup_iters
-    progress = min(1.0, (step - settings.warmup_iters) / max(1, end - settings.warmup_iters))
-    return settings.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (settings.learning_rate - settings.min_lr)
+    progress = min(1.0, (step - warmup) / max(1, end - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
 
 
-def train_step(model, optimizer, scaler, machine, next_batch, grad_clip):
-    """Forward, backward and update over this process's micro-batches. Returns (mean loss, gradient norm), tensors.
-    No update where the norm is not finite, as it is with every loss that is not; it is the same on all processes."""
+def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_clip):
+    """Forward, backward and update over this process's micro-batches.
+
+    Returns (mean loss, gradient norm), tensors. There is no update where the norm is not finite, as
+    it is with every loss that is not; the norm is the same on all processes.
+    """
     total = torch.zeros((), device=machine.device)
-    for micro in range(machine.micro_steps):
+    for micro in range(micro_steps):
         if machine.distributed:
-            # All-reduce with the last backward only. DDP reads this in its forward, so it must be set before.
-            model.require_backward_grad_sync = micro == machine.micro_steps - 1
+            # All-reduce with the last backward only. DDP reads this in its forward, so it must be
+            # set before.
+            model.require_backward_grad_sync = micro == micro_steps - 1
         x, y = next_batch()
         with machine.autocast():
             _, loss = model(x, y)
         poison = 1 + 0 * loss.detach()  # 1, or NaN: a loss may be infinite and its gradient not
-        scaler.scale(poison * loss / machine.micro_steps).backward()
+        scaler.scale(poison * loss / micro_steps).backward()
         total += loss.detach()
+
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    if scaler.is_enabled() or norm.isfinite():  # the scaler skips such steps itself, without waiting for the device
+    # The scaler skips steps that are not finite itself, without waiting for the device.
+    if scaler.is_enabled() or norm.isfinite():
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return total / machine.micro_steps, norm
+    return total / micro_steps, norm
 
 
 @torch.no_grad()
@@ -265,232 +230,467 @@ def evaluate(model, dataset, settings, machine):
     domains = list(dataset.meta['splits']['validation'])
     sums = torch.zeros(len(domains), 2, device=machine.device)  # loss, tokens
     for i, domain in enumerate(domains):
-        for x, y in validation_batches(dataset, domain, model.config.block_size, settings.batch_size,
-                                       settings.eval_iters, machine.rank, machine.world_size):
+        batches = validation_batches(
+            dataset,
+            domain,
+            model.config.block_size,
+            settings.batch_size,
+            settings.eval_iters,
+            machine.rank,
+            machine.world_size,
+        )
+        for x, y in batches:
             x, y = x.to(machine.device), y.to(machine.device)
             with machine.autocast():
                 _, loss = model(x, y)
             tokens = (y != -1).sum()
             sums[i] += torch.stack((loss * tokens, tokens))
     model.train()
+
     losses = [loss / tokens for loss, tokens in machine.sum(sums).tolist()]
-    return {**dict(zip(domains, losses, strict=True)), 'mean': sum(losses) / len(losses)}
+    result = dict(zip(domains, losses, strict=True))
+    result['mean'] = sum(losses) / len(losses)
+    return result
 
 
-class Signals:
-    """SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on. The handlers before come back at exit."""
-
-    def __enter__(self):
-        self.come = []
-        numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-        self.before = {number: signal.signal(number, lambda n, frame: self.come.append(n)) for number in numbers}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def take(self):
-        """(save?, stop?), each signal once, whenever it comes."""
-        come, self.come = self.come, []
-        return bool(come), any(number != signal.SIGUSR1 for number in come)
+# --- the start of a run: everything that can be refused is refused here ---------------------------
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
+@dataclass
+class Start:
+    """What a run starts from."""
 
-def start_wandb(settings, everything, run_id):
-    try:  # a tracker must never stop training
-        import wandb
-        return wandb.init(project=settings.wandb_project, name=settings.wandb_run_name or Path(settings.out_dir).name,
-                          config=everything, id=run_id, resume='allow', dir=settings.out_dir)
-    except Exception as error:
-        print(f'warning: no wandb: {error}', file=sys.stderr)
+    dataset: Dataset
+    rows: TrainingRows
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    step: int = 0
+    best: float = math.inf  # lowest validation loss
+    skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
+    wandb_id: str | None = None
+    changed: dict = field(default_factory=dict)  # settings that differ from those before the resume
 
 
-def prepare_run(settings, config, machine):
-    """Everything that can be refused is refused here, before a file is written. Returns (dataset, rows, checkpoint)."""
-    dataset = Dataset(settings.dataset)
-    if machine.local_rank == 0:  # once per machine
-        dataset.verify(force=settings.verify_data)
-    vocabulary = dataset.meta['tokenizer']['n_vocab']
-    if vocabulary > config.vocab_size:
-        raise ValueError(f'{dataset.folder} has {vocabulary:,} token ids; vocab_size={config.vocab_size:,} is less')
-    warn = print if machine.is_first else lambda message: None
-    rows = TrainingRows(dataset, config.block_size, settings.seed, settings.domain_weights, warn)
-    if sum(rows.sizes) < settings.rows_per_step:
-        raise ValueError(f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a step '
-                         f'takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps')
+def start_run(settings, config, machine, closing):
+    """The Start of a run, of which all processes agree that it can be. Locks the run's folder."""
     out = Path(settings.out_dir)
-    if settings.init_from != 'resume' and not settings.eval_only and any(out.glob('ckpt*.pt*')):
-        raise ValueError(f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
-                         'another --out_dir, or delete it')
-    if settings.init_from == 'scratch':
-        return dataset, rows, None
-    if settings.init_from != 'resume' and Path(settings.init_from).is_dir():
-        theirs = GPT.from_pretrained(settings.init_from)
-        if theirs.config.block_size < config.block_size:
-            raise ValueError(f'{settings.init_from} takes {theirs.config.block_size} positions, not '
-                             f'block_size={config.block_size}')
-        return dataset, rows, {'model': theirs.state_dict(), 'model_config': asdict(theirs.config),
-                               'path': settings.init_from}
-    return dataset, rows, load_checkpoint(out if settings.init_from == 'resume' else settings.init_from, warn)
-
-
-def run(settings, config, machine, closing):
-    """Returns whether it was interrupted."""
+    writes = machine.is_first and not settings.eval_only
+    checkpoint = start = None
     try:
-        dataset, rows, checkpoint = prepare_run(settings, config, machine)
-        out, resume, changed = Path(settings.out_dir), settings.init_from == 'resume', {}
+        dataset, rows = open_dataset(settings, config, machine)
+        checkpoint = open_checkpoint(settings, config, machine)
         model = GPT(config, settings.seed).to(machine.device)
-        optimizer, scaler = make_optimizer(model, settings), machine.scaler()
+        optimizer = make_optimizer(model, settings)
+        start = Start(dataset, rows, model, optimizer, machine.scaler())
         if checkpoint:
-            with stranger(checkpoint['path']):
-                if resume:
-                    changed = check_resume(checkpoint, settings, config, dataset)
-                load_weights(model, checkpoint)
-                if resume:
-                    load_state(optimizer, scaler, checkpoint)
-        if machine.is_first and not settings.eval_only:
+            take_over(checkpoint, start, settings, config)
+        if writes:
             out.mkdir(parents=True, exist_ok=True)
-            closing.enter_context(lock(out))
-        outcome = start = checkpoint['step'] if resume else 0
+            closing.enter_context(locked(out, 'training in'))
+        outcome = start.step
     except (ValueError, OSError) as error:
         outcome = error
     machine.agree(outcome)
 
-    if resume and machine.is_first and not settings.eval_only:
+    if writes and settings.init_from == 'resume':
         set_aside_newer(checkpoint['path'])
-    state = checkpoint if resume else {}
-    wandb_id, best = state.get('wandb_id'), state.get('best', math.inf)
-    skips = torch.tensor(state.get('skipped', (0, 0)), device=machine.device)  # all, and the last ones in a row
-    del checkpoint, state  # twice the optimizer's memory otherwise
+    return start
+
+
+def open_dataset(settings, config, machine):
+    """(Dataset, TrainingRows), checked against the settings."""
+    dataset = Dataset(settings.dataset)
+    if machine.local_rank == 0:  # once per machine
+        dataset.verify(force=settings.verify_data)
+
+    vocabulary = dataset.meta['tokenizer']['n_vocab']
+    refuse(
+        vocabulary > config.vocab_size,
+        f'{dataset.folder} has {vocabulary:,} token ids; vocab_size={config.vocab_size:,} is less',
+    )
+    warn = print if machine.is_first else silent
+    rows = TrainingRows(dataset, config.block_size, settings.seed, settings.domain_weights, warn)
+    refuse(
+        sum(rows.sizes) < settings.rows_per_step,
+        f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a '
+        f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
+    )
+    return dataset, rows
+
+
+def silent(message):
+    pass
+
+
+def open_checkpoint(settings, config, machine):
+    """What init_from names: None, a checkpoint's dict, or the weights of a Hugging Face folder."""
+    out = Path(settings.out_dir)
+    resumes = settings.init_from == 'resume'
+    refuse(
+        not resumes and not settings.eval_only and any(out.glob('ckpt*.pt*')),
+        f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
+        'another --out_dir, or delete it',
+    )
+    if settings.init_from == 'scratch':
+        return None
+    if resumes or not Path(settings.init_from).is_dir():
+        path = out if resumes else settings.init_from
+        return load_checkpoint(path, print if machine.is_first else silent)
+
+    theirs = load_hub(settings.init_from)
+    refuse(
+        theirs.config.block_size < config.block_size,
+        f'{settings.init_from} takes {theirs.config.block_size} positions, not '
+        f'block_size={config.block_size}',
+    )
+    return {
+        'model': theirs.state_dict(),
+        'model_config': asdict(theirs.config),
+        'path': settings.init_from,
+    }
+
+
+def take_over(checkpoint, start, settings, config):
+    """Fill `start` from a checkpoint: its weights, and everything else of a run that is resumed."""
+    with misfits_named(checkpoint['path']):
+        if settings.init_from != 'resume':
+            load_weights(start.model, checkpoint)
+            return
+        start.changed = check_resume(checkpoint, settings, config, start.dataset)
+        load_weights(start.model, checkpoint)
+        load_state(start.optimizer, start.scaler, checkpoint)
+    start.step = checkpoint['step']
+    start.best = checkpoint.get('best', math.inf)
+    start.skipped = checkpoint.get('skipped', (0, 0))
+    start.wandb_id = checkpoint.get('wandb_id')
+
+
+# --- what a run says and writes, on its first process ---------------------------------------------
+
+
+class Reporter:
+    """The log file, the terminal and wandb. On other processes than the first, it does nothing."""
+
+    def __init__(self, settings, config, machine, start):
+        self.settings = settings
+        self.machine = machine
+        self.active = machine.is_first
+        self.tracker = None
+        self.wandb_id = start.wandb_id
+        self.provenance = provenance(machine)
+        self.tokens_per_step = settings.rows_per_step * config.block_size
+        self.flops_per_token = start.model.flops_per_token(config.block_size)
+        self.peak_flops = machine.peak_flops()
+        if not self.active:
+            return
+
+        out = Path(settings.out_dir)
+        everything = {**asdict(settings), **asdict(config), **self.provenance}
+        for name, value in everything.items():
+            print(f'{name:28} {value}')
+        inner, total = start.model.num_params(), start.model.num_params(False)
+        print(f'{inner:,} parameters without embeddings, {total:,} with\n')
+
+        resumes = settings.init_from == 'resume'
+        self.log = Log(out / 'log.jsonl', start.step if resumes else None)
+        (out / 'config.json').write_text(json.dumps(everything, indent=1) + '\n')
+        if start.changed:
+            print('resumed with other settings:', start.changed)
+            self.log.write({'step': start.step, 'changed': start.changed})
+        if settings.wandb_log:
+            self.start_wandb(everything)
+
+    def start_wandb(self, everything):
+        name = self.settings.wandb_run_name or Path(self.settings.out_dir).name
+        try:
+            import wandb
+
+            self.tracker = wandb.init(
+                project=self.settings.wandb_project,
+                name=name,
+                config=everything,
+                id=self.wandb_id,
+                resume='allow',
+                dir=self.settings.out_dir,
+            )
+            self.wandb_id = self.tracker.id
+        except Exception as error:  # a tracker must never stop training
+            print(f'warning: no wandb: {error}', file=sys.stderr)
+
+    def write(self, entry):
+        """Log an entry. Returns whether its loss is a spike."""
+        spike = self.log.write(entry)
+        if self.tracker:
+            values = entry
+            if 'val' in entry:
+                values = {f'val/{domain}': loss for domain, loss in entry['val'].items()}
+            with contextlib.suppress(Exception):  # never fatal
+                self.tracker.log(values, step=entry['step'])
+        return spike
+
+    def evaluation(self, step, losses, model):
+        if not self.active:
+            return
+        entry = {'step': step, 'val': losses}
+        mixing = model.mixing_weights()
+        if mixing:
+            entry['mixing'] = mixing
+        self.write(entry)
+        print(f'step {step} | validation loss {losses["mean"]:.4f}')
+
+    def step(self, step, loss, norm, lr, scaler, skipped, seconds):
+        """Log one step; seconds: the time that a step takes."""
+        if not self.active:
+            return
+        speed = self.tokens_per_step / seconds
+        mfu = None
+        if self.peak_flops:
+            mfu = self.flops_per_token * speed / self.machine.world_size / self.peak_flops
+        scale = scaler.get_scale() if scaler.is_enabled() else None
+        spike = self.write(
+            {
+                'step': step,
+                'loss': loss,
+                'lr': lr,
+                'grad_norm': norm,
+                'tokens': (step + 1) * self.tokens_per_step,
+                'tok_per_s': round(speed, 1),
+                'mfu': mfu,
+                'scale': scale,
+                'skipped': skipped,
+            }
+        )
+
+        words = [f'step {step}', f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.3f}']
+        if scale is not None:
+            words.append(f'scale {scale:g}')
+        if spike:
+            words.append('loss spike')
+        if skipped:
+            words.append(f'{skipped} steps skipped')
+        words.append(f'{speed:,.0f} tok/s')
+        words.append(f'MFU {mfu:.1%}' if mfu else 'MFU n/a')
+        steps_left = self.settings.max_iters - step - 1
+        words.append(f'{datetime.timedelta(seconds=round(seconds * steps_left))} left')
+        print(' | '.join(words), flush=True)
+
+    def finish(self, step, interrupted):
+        if not self.active:
+            return
+        if interrupted:
+            print(f'interrupted, and saved, at step {step}')
+        else:
+            print(f'finished at step {step}')
+        if self.tracker:
+            with contextlib.suppress(Exception):
+                self.tracker.finish()
+
+
+class Clock:
+    """Seconds per step since the last look, or since the last evaluation."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        self.began = time.perf_counter()
+        self.steps = 0
+
+    def seconds_per_step(self):
+        seconds = (time.perf_counter() - self.began) / self.steps
+        self.restart()
+        return seconds
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def train(settings, config, machine, micro_steps, closing):
+    """Train until max_iters or a signal. Returns whether it was interrupted.
+
+    micro_steps: this process's share of gradient_accumulation_steps.
+    """
+    start = start_run(settings, config, machine, closing)
+    model, optimizer, scaler = start.model, start.optimizer, start.scaler
     if settings.activation_checkpointing:
         checkpoint_blocks(model)
     compiled = torch.compile(model) if settings.compile else model
-    trained = distribute(compiled, machine)
+    wrapped = distribute(compiled, machine)
 
     if settings.eval_only:
-        losses = evaluate(compiled, dataset, settings, machine)
+        losses = evaluate(compiled, start.dataset, settings, machine)
         if machine.is_first:
             print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
-        return
-    origin = provenance(machine)
-    everything = {**asdict(settings), **asdict(config), **origin}
-    log = tracker = None
-    if machine.is_first:
-        print('\n'.join(f'{name:28} {value}' for name, value in everything.items()))
-        print(f'{model.num_params():,} parameters without embeddings, {model.num_params(False):,} with\n')
-        log = Log(out / 'log.jsonl', start if resume else None)
-        (out / 'config.json').write_text(json.dumps(everything, indent=1) + '\n')
-        if changed:
-            print('resumed with other settings:', changed)
-            log.write({'step': start, 'changed': changed})
-        if settings.wandb_log:
-            tracker = start_wandb(settings, everything, wandb_id)
-            wandb_id = tracker.id if tracker else wandb_id
+        return False
 
-    def report(entry):
-        spike = log.write(entry)
-        if tracker:
-            flat = {f'val/{k}': v for k, v in entry['val'].items()} if 'val' in entry else entry
-            with contextlib.suppress(Exception):  # never fatal
-                tracker.log(flat, step=entry['step'])
-        return spike
+    reporter = Reporter(settings, config, machine, start)
+    signals = closing.enter_context(Signals())
+    loader = open_loader(start, settings, machine)
+    best = start.best
+    skips = torch.tensor(start.skipped, device=machine.device)  # in all, and the last in a row
+    save = stop = False
+    clock = Clock()
 
-    signals, save, stop = closing.enter_context(Signals()), False, False
-    loader = Loader(rows, settings.batch_size, settings.gradient_accumulation_steps, start, machine.rank,
-                    machine.world_size, machine.device)
-    tokens_per_step = settings.rows_per_step * config.block_size
-    flops, peak = model.flops_per_token(config.block_size), machine.peak_flops()
-    clock, steps_timed, seconds = time.perf_counter(), 0, None
-    for step in range(start, settings.max_iters + 1):
+    for step in range(start.step, settings.max_iters + 1):
         last = step == settings.max_iters
-        evaluates = last or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
-        if (evaluates or save or step in settings.save_steps) and not (resume and step == start):
-            losses = evaluate(compiled, dataset, settings, machine) if evaluates else None
-            names = [f'ckpt_{step}.pt'] * (step in settings.save_steps)
-            if losses and losses['mean'] < best:
-                best, names = losses['mean'], [*names, 'ckpt_best.pt']
-            if machine.is_first:
-                if losses:
-                    mixing = {name: p.tolist() for name, p in model.named_parameters()
-                              if any(part in name for part in MIXING)}
-                    report({'step': step, 'val': losses, **({'mixing': mixing} if mixing else {})})
-                    print(f'step {step} | validation loss {losses["mean"]:.4f}')
-                os.fsync(log.file)  # lines first, checkpoint then: no step of it can be missing
-                if losses and not math.isfinite(losses['mean']):
-                    print('warning: that is not finite: no checkpoint, the ones before stay', file=sys.stderr)
-                else:
-                    data = {'row': step * settings.rows_per_step, 'sha256': dataset.hashes(),
-                            'tokenizer': {k: dataset.meta['tokenizer'][k] for k in ('name', 'sha256')}}
-                    save_checkpoint(out, {
-                        'model': model.state_dict(), 'optimizer': optimizer.state_dict(),
-                        'scaler': scaler.state_dict(), 'step': step, 'settings': asdict(settings),
-                        'model_config': asdict(config), 'data': data, 'best': best, 'skipped': skips.tolist(),
-                        'wandb_id': wandb_id, 'provenance': origin}, settings.keep_checkpoints, names)
-            save, clock, steps_timed = False, time.perf_counter(), 0
+        at_interval = settings.eval_interval > 0 and step % settings.eval_interval == 0
+        evaluates = last or at_interval
+        resumed_here = settings.init_from == 'resume' and step == start.step
+        if (evaluates or save or step in settings.save_steps) and not resumed_here:
+            losses = None
+            if evaluates:
+                losses = evaluate(compiled, start.dataset, settings, machine)
+                reporter.evaluation(step, losses, model)
+            best = keep(step, losses, best, skips, start, settings, config, reporter)
+            save = False
+            clock.restart()
         if last or stop:
             break
-        if config.dropout:  # its random numbers follow from the step, so that resuming repeats them
-            torch.manual_seed(((settings.seed * 1_000_003 + step) * machine.world_size + machine.rank) % 2**63)
+
+        if config.dropout:
+            seed_dropout(step, settings, machine)
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        loss, norm = train_step(trained, optimizer, scaler, machine, loader.next, settings.grad_clip)
-        steps_timed += 1
+        loss, norm = train_step(
+            wrapped, optimizer, scaler, machine, loader.next, micro_steps, settings.grad_clip
+        )
+        clock.steps += 1
         skipped = ~norm.isfinite()
         skips = torch.stack((skips[0] + skipped, (skips[1] + 1) * skipped))
+
         if step % settings.log_interval == 0:
-            asked = torch.tensor(signals.take(), device=machine.device)
-            loss, save, stop = machine.sum(torch.cat((loss[None], asked))).tolist()  # waits for the device
-            loss /= machine.world_size
-            total, in_a_row = skips.tolist()
-            if scaler.is_enabled() and scaler.get_scale() < 1:  # a floor: below it, gradients vanish
+            flags = torch.tensor(signals.take(), device=machine.device)
+            # This waits for the device.
+            loss, save, stop = machine.sum(torch.cat((loss[None], flags))).tolist()
+            total_skipped, skipped_in_a_row = skips.tolist()
+            if scaler.is_enabled() and scaler.get_scale() < 1:  # below it, gradients vanish
                 scaler.update(1.0)
-            if machine.is_first:
-                seconds = (time.perf_counter() - clock) / steps_timed
-                speed = tokens_per_step / seconds
-                mfu = flops * speed / machine.world_size / peak if peak else None
-                spike = report({'step': step, 'loss': loss, 'lr': lr, 'grad_norm': norm.item(),
-                                'tokens': (step + 1) * tokens_per_step, 'tok_per_s': round(speed, 1), 'mfu': mfu,
-                                'scale': scaler.get_scale() if scaler.is_enabled() else None, 'skipped': total})
-                left = datetime.timedelta(seconds=round(seconds * (settings.max_iters - step - 1)))
-                print(f'step {step} | loss {loss:.4f} | lr {lr:.2e} | norm {norm.item():.3f} | ' +
-                      (f'scale {scaler.get_scale():g} | ' if scaler.is_enabled() else '') +
-                      ('loss spike | ' if spike else '') + (f'{total} steps skipped | ' if total else '') +
-                      f'{speed:,.0f} tok/s | MFU {f"{mfu:.1%}" if mfu else "n/a"} | {left} left', flush=True)
-            if settings.max_skipped and in_a_row >= settings.max_skipped:
-                machine.agree(FloatingPointError(
-                    f'{in_a_row} steps in a row, up to step {step}, had a loss or gradient that is not finite, and '
-                    f'were skipped; resume {out}/ckpt.pt, the last checkpoint, with other settings, or start from '
-                    f'{out}/ckpt_best.pt'))
-            clock, steps_timed = time.perf_counter(), 0
+            seconds = clock.seconds_per_step()
+            loss /= machine.world_size
+            reporter.step(step, loss, norm.item(), lr, scaler, total_skipped, seconds)
+            if settings.max_skipped and skipped_in_a_row >= settings.max_skipped:
+                machine.agree(gave_up(step, skipped_in_a_row, settings))
+
     loader.close()
-    machine.agree(step)  # leave together: torchrun kills those that have not finished soon after the first one left
-    if machine.is_first:
-        print(f'finished at step {step}' if last else f'interrupted, and saved, at step {step}')
-    with contextlib.suppress(Exception):  # there may be none
-        tracker.finish()
+    # Leave together: torchrun kills those that have not finished soon after the first one left.
+    machine.agree(step)
+    reporter.finish(step, interrupted=not last)
     return not last
+
+
+def open_loader(start, settings, machine):
+    return Loader(
+        start.rows,
+        settings.batch_size,
+        settings.gradient_accumulation_steps,
+        start.step,
+        machine.rank,
+        machine.world_size,
+        machine.device,
+    )
+
+
+def seed_dropout(step, settings, machine):
+    """Let dropout's random numbers follow from the step, so that a resumed run repeats them."""
+    number = (settings.seed * 1_000_003 + step) * machine.world_size + machine.rank
+    torch.manual_seed(number % 2**63)
+
+
+def share_of_micro_steps(settings, machine):
+    """How many of a step's micro-batches are this process's."""
+    total, processes = settings.gradient_accumulation_steps, machine.world_size
+    nearest = max(1, round(total / processes)) * processes
+    refuse(
+        total % processes,
+        f'gradient_accumulation_steps={total} counts over all {processes} processes and is not '
+        f'divisible by them; the nearest that is: {nearest}',
+    )
+    return total // processes
+
+
+def keep(step, losses, best, skips, start, settings, config, reporter):
+    """Write the checkpoint of a step, after its log lines. Returns the lowest validation loss."""
+    names = []
+    if step in settings.save_steps:
+        names.append(f'ckpt_{step}.pt')
+    if losses and losses['mean'] < best:
+        best = losses['mean']
+        names.append('ckpt_best.pt')
+    if not reporter.active:
+        return best
+
+    # Log lines first, the checkpoint then: no step of it can be missing from the log.
+    reporter.log.flush()
+    if losses and not math.isfinite(losses['mean']):
+        print('warning: that is not finite: no checkpoint, the ones before stay', file=sys.stderr)
+        return best
+
+    tokenizer = start.dataset.meta['tokenizer']
+    checkpoint = {
+        'model': start.model.state_dict(),
+        'optimizer': start.optimizer.state_dict(),
+        'scaler': start.scaler.state_dict(),
+        'step': step,
+        'settings': asdict(settings),
+        'model_config': asdict(config),
+        'data': {
+            'row': step * settings.rows_per_step,
+            'sha256': start.dataset.hashes(),
+            'tokenizer': {name: tokenizer[name] for name in ('name', 'sha256')},
+        },
+        'best': best,
+        'skipped': skips.tolist(),
+        'wandb_id': reporter.wandb_id,
+        'provenance': reporter.provenance,
+    }
+    save_checkpoint(Path(settings.out_dir), checkpoint, settings.keep_checkpoints, names)
+    return best
+
+
+def gave_up(step, skipped, settings):
+    out = settings.out_dir
+    return FloatingPointError(
+        f'{skipped} steps in a row, up to step {step}, had a loss or gradient that is not finite, '
+        f'and were skipped; resume {out}/ckpt.pt, the last checkpoint, with other settings, or '
+        f'start from {out}/ckpt_best.pt'
+    )
+
+
+def evaluate_tasks(settings):
+    """Run evaluate.py tasks, a program of its own on one device. Returns its exit status."""
+    options = {
+        'out_dir': settings.out_dir,
+        'tasks': settings.eval_tasks,
+        'data_dir': settings.eval_data_dir,
+        'device': settings.device,
+        'dtype': settings.dtype,
+        'out': f'{settings.out_dir}/tasks.json',
+    }
+    command = [sys.executable, Path(__file__).with_name('evaluate.py'), 'tasks']
+    command += [f'--{name}={value}' for name, value in options.items()]
+    environment = dict(os.environ)
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'):
+        environment.pop(name, None)
+    return subprocess.run(command, env=environment).returncode
 
 
 def main():
     with one_line_errors(ValueError, OSError):  # alike on every process
         settings, config = configure(TrainConfig, GPTConfig)
-        machine = Machine(settings)
+        machine = Machine(settings.device, settings.dtype, settings.backend, tf32=True)
+        micro_steps = share_of_micro_steps(settings, machine)
+        if settings.compile:
+            check_compiler(machine)
     errors = one_line_errors(ValueError, OSError, FloatingPointError, everywhere=True)
     with errors, contextlib.ExitStack() as closing:
-        interrupted = run(settings, config, machine, closing)
-        if machine.distributed:
-            dist.destroy_process_group()
+        interrupted = train(settings, config, machine, micro_steps, closing)
+        machine.close()
     if interrupted:
         sys.exit(INTERRUPTED)
-    if settings.eval_tasks and not settings.eval_only and machine.is_first:  # a program of its own, on one device
-        options = {'out_dir': settings.out_dir, 'tasks': settings.eval_tasks, 'data_dir': settings.eval_data_dir,
-                   'device': settings.device, 'dtype': settings.dtype, 'out': f'{settings.out_dir}/tasks.json'}
-        command = [sys.executable, Path(__file__).with_name('evaluate.py'), 'tasks']
-        alone = {name: value for name, value in os.environ.items() if name not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
-        sys.exit(subprocess.run(command + [f'--{k}={v}' for k, v in options.items()], env=alone).returncode)
+    if settings.eval_tasks and not settings.eval_only and machine.is_first:
+        sys.exit(evaluate_tasks(settings))
 
 
 if __name__ == '__main__':

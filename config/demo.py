@@ -1,5 +1,6 @@
-# A small byte model on the Python standard library, for two CPU cores: `make demo` trains it as vanilla, ResFormer and
-# SVFormer on the same batches. 2.0M parameters; 16 * 256 = 4,096 bytes a step.
+# A small byte model on the Python standard library, for two CPU cores: `make demo` trains it as
+# vanilla, ResFormer and SVFormer on the same batches. 2.0M parameters; 16 * 256 = 4,096 bytes a
+# step.
 # $ python prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 # $ python train.py config/demo.py --out_dir=out/demo/resformer --v_residual=True
 out_dir = 'out/demo/vanilla'

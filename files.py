@@ -1,0 +1,77 @@
+"""Files that are there whole or not at all, and folders to which one process at a time writes."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+# The form of data/<dataset>/meta.json and of the token files beside it, which prepare_slimpajama.py
+# writes and data.py reads.
+DATASET_FORMAT = 1
+
+
+def write_whole(path, data):
+    """Write str or bytes so that `path` is there whole or not at all, even when the power fails.
+
+    The temporary file beside it has always the same name, `<name>.tmp`, so that one left there by a
+    killed process is overwritten the next time. Only one process at a time may write a path, for
+    which there is `locked`.
+    """
+    path = Path(path)
+    temporary = path.with_name(f'{path.name}.tmp')
+    raw = data.encode() if isinstance(data, str) else data
+
+    try:
+        with open(temporary, 'wb') as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # A full disk should not hold half a file as well.
+        temporary.unlink(missing_ok=True)
+        raise
+
+    sync_folder(path.parent)
+
+
+def sync_folder(folder):
+    """Put a folder's names on the disk: a renaming may otherwise be lost when the power fails."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def locked(folder, activity, setting='--out_dir'):
+    """Hold a folder during a `with` block, at most until this process ends, however it ends.
+
+    Where another process holds it, raises OSError: `another process is {activity} {folder}; choose
+    another {setting}`. A file system without locks gets a warning.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        message = f'another process is {activity} {folder}; choose another {setting}'
+        raise OSError(message) from None
+    except OSError as error:
+        # Some network file systems have no locks.
+        warning = f'warning: cannot lock {folder} ({error}); let no other process write to it'
+        print(warning, file=sys.stderr)
+
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path):
+    """The hexadecimal sha256 of a file."""
+    with open(path, 'rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()

@@ -1,0 +1,198 @@
+"""
+Where a process runs: its device and precision, the other processes beside it, and the signals it gets.
+
+Nothing here knows of a program's settings: train.py, sample.py, evaluate.py and bench.py all start
+with a Machine.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import shutil
+import signal
+
+import torch
+import torch.distributed as dist
+
+# Exit status after SIGTERM or SIGINT: the run was saved and can be resumed (EX_TEMPFAIL).
+INTERRUPTED = 75
+
+DTYPES = ('auto', 'float16', 'bfloat16', 'float32')
+
+# Dense half-precision tensor FLOP/s of one GPU, from the data sheets.
+PEAK_FLOPS = {
+    'B200': 2250e12,
+    'H[12]00 NVL': 835e12,
+    'H200': 989e12,
+    'H100 PCIe': 756e12,
+    'H100': 989e12,
+    'A100': 312e12,
+    'L40S': 362e12,
+    'RTX 4090': 165e12,
+    'RTX 3090': 71e12,
+    'V100': 125e12,
+    'T4': 65e12,
+}
+
+
+class Machine:
+    """This process's rank, device and precision. Under torchrun, it joins the other processes.
+
+    device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one.
+    dtype: auto, float16, bfloat16 or float32; auto is float16 on CUDA, else float32.
+    backend: of torch.distributed; auto is nccl on CUDA, else gloo.
+    tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
+
+    Raises ValueError for a device, dtype or precision that is not to be had here.
+    """
+
+    def __init__(self, device='auto', dtype='auto', backend='auto', tf32=False):
+        self.distributed = 'RANK' in os.environ  # under torchrun
+        self.rank = int(os.environ.get('RANK', 0))
+        self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
+        self.world_size = int(os.environ.get('WORLD_SIZE', 1))
+        self.is_first = self.rank == 0
+
+        self.kind, self.device = self.choose_device(device)
+        if dtype not in DTYPES:
+            raise ValueError(f'dtype={dtype!r} is not one of {", ".join(map(repr, DTYPES))}')
+        if dtype == 'auto':
+            dtype = 'float16' if self.kind == 'cuda' else 'float32'
+        self.dtype = dtype
+
+        if self.kind == 'cuda':
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision('high' if tf32 else 'highest')
+            has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            if dtype == 'bfloat16' and not has_bfloat16:
+                raise ValueError(f'{self.name()} has no bfloat16; use --dtype=float16')
+
+        if self.distributed:
+            self.join(backend)
+
+    def choose_device(self, device):
+        """(kind, torch.device) of the device asked for."""
+        available = {
+            'cuda': torch.cuda.is_available(),
+            'mps': torch.backends.mps.is_available(),
+            'cpu': True,
+        }
+        usable = [kind for kind, present in available.items() if present]
+        if device == 'auto':
+            device = usable[0]
+        kind, _, index = device.partition(':')
+        if kind not in usable or (index and not index.isdigit()):
+            raise ValueError(
+                f'device={device!r}, but torch {torch.__version__} sees only '
+                f'{" and ".join(usable)} here'
+            )
+        if kind == 'cuda':
+            number = self.local_rank if self.distributed else index or 0
+            device = f'cuda:{number}'
+        return kind, torch.device(device)
+
+    def join(self, backend):
+        if backend == 'auto':
+            backend = 'nccl' if self.kind == 'cuda' else 'gloo'
+        dist.init_process_group(
+            backend,
+            device_id=self.device if backend == 'nccl' else None,
+            timeout=datetime.timedelta(hours=1),  # one process alone verifies the dataset
+        )
+
+    def close(self):
+        """Leave the other processes."""
+        if self.distributed:
+            dist.destroy_process_group()
+
+    def autocast(self):
+        if self.dtype == 'float32':
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, dtype=getattr(torch, self.dtype))
+
+    def scaler(self):
+        return torch.amp.GradScaler(self.kind, enabled=self.dtype == 'float16')
+
+    def sum(self, tensor):
+        """The sum over all processes, in place."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, outcome):
+        """Raise the first error of any process in all of them, so that none waits for one that left.
+
+        outcome: an exception, or the step at which this process would start. Processes that would
+        start at different steps are a ValueError, too.
+        """
+        outcomes = [outcome]
+        if self.distributed:
+            outcomes = [None] * self.world_size
+            dist.all_gather_object(outcomes, outcome)
+
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if not errors and len(set(outcomes)) > 1:
+            errors = [
+                ValueError(
+                    f'processes would start at different steps, {outcomes}: '
+                    'out_dir must be shared by all'
+                )
+            ]
+        if errors:
+            raise errors[0] if self.is_first else SystemExit(1)  # one line is enough
+
+    def name(self):
+        """The GPU's name, or the kind of device."""
+        if self.kind == 'cuda':
+            return torch.cuda.get_device_name(self.device)
+        return self.kind
+
+    def peak_flops(self):
+        """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""
+        if self.kind != 'cuda' or self.dtype == 'float32':
+            return None
+        name = self.name()
+        if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or another one than it sounds
+            return None
+        for pattern, peak in PEAK_FLOPS.items():
+            if re.search(rf'\b{pattern}\b', name):
+                return peak
+        return None
+
+
+def check_compiler(machine):
+    """ValueError where torch.compile cannot work."""
+    compilers = ('g++', 'c++', 'clang++')
+    if machine.kind == 'cpu' and not any(shutil.which(name) for name in compilers):
+        raise ValueError(
+            'compile=True on a CPU needs a C++ compiler; install g++ or use --compile=False'
+        )
+
+
+class Signals:
+    """While it is entered, signals only leave a note, which the training loop takes at its own time.
+
+    SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on.
+    """
+
+    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __enter__(self):
+        self.received = []
+        self.handlers = {number: signal.signal(number, self.receive) for number in self.NUMBERS}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def receive(self, number, frame):
+        self.received.append(number)
+
+    def take(self):
+        """(save?, stop?). Each signal is taken once, whenever it arrives."""
+        received, self.received = self.received, []
+        save = bool(received)
+        stop = any(number != signal.SIGUSR1 for number in received)
+        return save, stop

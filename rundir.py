@@ -1,0 +1,433 @@
+"""
+A run's folder: what train.py writes there, and what every other program reads back.
+
+ckpt.pt, ckpt.pt.1, ...   checkpoints, newest first; ckpt_best.pt, ckpt_<step>.pt
+log.jsonl                 one JSON object per line: training steps, evaluations, changed settings
+config.json               settings, GPTConfig and provenance
+
+load_run(folder) gives the model, its tokenizer and the checkpoint.
+"""
+
+import collections
+import contextlib
+import datetime
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import tokenizer as tokenizers
+from configurator import first_line
+from files import sync_folder, write_whole
+from hub.read import holds_weights
+from hub.read import load as load_hub
+from model import BASE, GPT, MAY_BE_MISSING, GPTConfig
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def checkpoints(folder):
+    """A run's checkpoints to resume from, newest first: ckpt.pt, ckpt.pt.1, ..., ckpt_best.pt."""
+    ages = {'ckpt.pt': 0, 'ckpt_best.pt': math.inf}
+    for path in Path(folder).glob('ckpt.pt.*'):
+        number = path.suffix[1:]
+        if number.isdecimal():
+            ages[path.name] = int(number)
+    paths = [Path(folder, name) for name in sorted(ages, key=ages.get)]
+    return [path for path in paths if path.exists()]
+
+
+def save_checkpoint(folder, checkpoint, keep=1, names=()):
+    """Write, flush, rename: a crash or a full disk leaves the earlier checkpoints whole.
+
+    The last keep - 1 of them stay as ckpt.pt.1, ckpt.pt.2, ... `names`: other names under which the
+    new one stays, too. Raises OSError where it cannot be written.
+    """
+    older = [path for path in checkpoints(folder) if path.name != 'ckpt_best.pt']
+    path = folder / 'ckpt.pt'
+    temporary = folder / 'ckpt.tmp'
+    try:
+        with open(temporary, 'wb') as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+        # The other names come before the renaming: a run killed in between comes here again.
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+            try:
+                os.link(temporary, folder / name)
+            except OSError:  # a file system without links
+                shutil.copyfile(temporary, folder / name)
+
+        for i, old in reversed(list(enumerate(older, 1))):
+            os.replace(old, folder / f'ckpt.pt.{i}')
+        os.replace(temporary, path)
+        sync_folder(folder)
+
+        # The oldest go only now: there was never one fewer.
+        for i in range(keep, len(older) + 1):
+            (folder / f'ckpt.pt.{i}').unlink()
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        temporary.unlink(missing_ok=True)
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        advice = '; the one before is whole: continue with --init_from=resume' if older else ''
+        raise OSError(f'cannot write {path}: {first_line(reason)}{advice}') from error
+
+
+def load_checkpoint(path, warn=print):
+    """A checkpoint's dict, and under 'path' where it is from.
+
+    path: a checkpoint file, or a run's folder, which gives its newest checkpoint that is whole.
+    Raises FileNotFoundError or ValueError where there is none.
+    """
+    path = Path(path)
+    candidates = [path]
+    if path.is_dir():
+        candidates = checkpoints(path) or [path / 'ckpt.pt']
+
+    failure = None
+    for candidate in candidates:
+        try:
+            checkpoint = read_checkpoint(candidate)
+        except FileNotFoundError:
+            raise FileNotFoundError(f'there is no {candidate}: nothing to resume or load') from None
+        except Exception as error:  # zip, pickle and torch each have their own
+            # torch's own advice, to trust the file, is bad advice.
+            failure = failure or ValueError(
+                f'{candidate} is not a checkpoint of train.py, or damaged ({type(error).__name__})'
+            )
+            continue
+        if failure:
+            warn(f'warning: {failure}; going on from {candidate}, step {checkpoint["step"]}')
+        return {**checkpoint, 'path': candidate}
+    raise failure
+
+
+def read_checkpoint(path):
+    """The dict in a checkpoint file. Raises whatever a file that is damaged or foreign provokes."""
+    # torch.load does not look at the check sums.
+    if zipfile.ZipFile(path).testzip():
+        raise ValueError
+    # weights_only: a file from a stranger must not run code.
+    checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    for name in ('model', 'optimizer', 'scaler', 'settings', 'model_config', 'data'):
+        if not isinstance(checkpoint[name], dict):
+            raise TypeError
+    if type(checkpoint['step']) is not int:
+        raise TypeError
+    return checkpoint
+
+
+def set_aside_newer(path):
+    """Rename the checkpoints newer than this one, which are damaged.
+
+    save_checkpoint() does not know their new names; under the old ones they would take the places of
+    whole checkpoints.
+    """
+    for newer in itertools.takewhile(lambda other: other != path, checkpoints(path.parent)):
+        os.replace(newer, newer.with_name(f'damaged_{newer.name}'))
+
+
+@contextlib.contextmanager
+def misfits_named(path):
+    """Turn any error of taking a foreign checkpoint apart into a ValueError that names its file."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        raise ValueError(f'{path} does not fit: {reason}') from error
+
+
+# --- from a checkpoint into a run ----------------------------------------------------------------
+
+
+def check_resume(checkpoint, settings, config, dataset):
+    """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
+    path = checkpoint['path']
+    # Fields that came later have their defaults.
+    old_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
+    for name, value in asdict(config).items():
+        if old_config[name] != value:
+            raise ValueError(
+                f'{path} is a run with {name}={old_config[name]!r}, not {value!r}; resume with its '
+                'own settings, or start another out_dir'
+            )
+
+    tokenizer_sha256 = checkpoint['data']['tokenizer']['sha256']
+    check_tokenizer(
+        path, tokenizer_sha256, dataset.meta['tokenizer']['sha256'], f'that of {dataset.folder}'
+    )
+    if checkpoint['data']['sha256'] != dataset.hashes():
+        raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
+
+    old = checkpoint['settings']
+    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
+    for name in ('seed', 'domain_weights', 'rows_per_step'):
+        value = getattr(settings, name)
+        if old[name] != value:
+            raise ValueError(
+                f'{path} is a run with {name}={old[name]!r}, not {value!r}: its data order would '
+                'change (rows_per_step is gradient_accumulation_steps * batch_size)'
+            )
+    if not 0 <= checkpoint['step'] <= settings.max_iters:
+        raise ValueError(
+            f'{path} is at step {checkpoint["step"]}, max_iters={settings.max_iters} lies before it'
+        )
+
+    changed = {}
+    for name, value in asdict(settings).items():
+        if old.get(name) != value and name not in ('init_from', 'eval_only'):
+            changed[name] = [old.get(name), value]
+    return changed
+
+
+def check_tokenizer(user, sha256, other_sha256, owner):
+    """ValueError where `user`, trained with one tokenizer, meets another, that of `owner`."""
+    if sha256 != other_sha256:
+        raise ValueError(f'{user} was trained with another tokenizer than {owner}')
+
+
+def load_weights(model, checkpoint):
+    """Take over a checkpoint's weights; learned mixtures that it lacks stay as they start.
+
+    Raises ValueError where the weights would mean something else in this model, which the shapes of
+    the tensors alone do not tell, and where they do not fit.
+    """
+    path = checkpoint['path']
+    theirs = meaning(GPTConfig(**checkpoint['model_config']))
+    ours = meaning(model.config)
+    flags = [f'--{name}={value[0]}' for name, value in theirs.items() if value != ours[name]]
+    if flags:
+        raise ValueError(f'{path} does not fit this model; it needs {" ".join(flags)}')
+
+    missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
+    wrong = list(unexpected)
+    for name in missing:
+        if not any(part in name for part in MAY_BE_MISSING):
+            wrong.append(name)
+    if wrong:
+        dots = ' ...' if len(wrong) > 3 else ''
+        raise ValueError(f'{path} does not fit this model: {", ".join(wrong[:3])}{dots}')
+
+
+def meaning(config):
+    """{name: (value to set, what decides)} of the fields that give weights their meaning."""
+    shape = config.shape()
+    del shape['block_size']  # how far positions go; their weights, if any, have a shape
+    fields = {name: (value, value) for name, value in shape.items()}
+    for name in BASE:
+        value = getattr(config, name)
+        fields[name] = (value, value)
+    # Where these are 0, they follow from the width and the heads.
+    fields['n_inner'] = (config.ffn_width, config.ffn_width, config.n_embd)
+    fields['n_kv_head'] = (config.kv_heads, config.kv_heads, config.n_head)
+    return fields
+
+
+def load_state(optimizer, scaler, checkpoint):
+    """AdamW's moments and the loss scale.
+
+    weight_decay and the betas stay those of the settings, which may have changed.
+    """
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    moments = checkpoint['optimizer']['state']
+    for i, state in moments.items():
+        # Unchecked, AdamW itself would write past the end of smaller ones.
+        expected = {'step': (), 'exp_avg': params[i].shape, 'exp_avg_sq': params[i].shape}
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        if shapes != expected:
+            raise ValueError(f'{checkpoint["path"]} has moments that are not of its weights')
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
+    if checkpoint['scaler']:  # empty where the run was not in float16
+        scaler.load_state_dict(checkpoint['scaler'])
+
+
+# --- a run, or a Hugging Face folder, for use ----------------------------------------------------
+
+
+def load_run(path, tokenizer=''):
+    """(model, tokenizer, checkpoint) of a run's folder, a checkpoint file or a Hugging Face folder.
+
+    A Hugging Face folder has no checkpoint: None. tokenizer: where to find it; '': where the run's
+    dataset is. Raises ValueError or OSError where something is missing, and where the tokenizer is
+    not the one that the model was trained with.
+    """
+    path = Path(path)
+    checkpoint = None
+    if holds_weights(path) and not (path / 'ckpt.pt').exists():
+        model = load_hub(path)
+        encoder = tokenizers.load(tokenizer or path)
+    else:
+        # Older checkpoints of a folder are for resuming only.
+        checkpoint = load_checkpoint(path / 'ckpt.pt' if path.is_dir() else path)
+        with misfits_named(path):
+            encoder = load_tokenizer(path, checkpoint, tokenizer)
+            model = GPT(GPTConfig(**checkpoint['model_config']))
+            model.load_state_dict(checkpoint['model'])
+
+    if encoder.n_vocab > model.config.vocab_size:
+        raise ValueError(
+            f'{path}: its tokenizer has {encoder.n_vocab:,} ids, '
+            f'the model {model.config.vocab_size:,}'
+        )
+    return model.eval(), encoder, checkpoint
+
+
+def load_tokenizer(path, checkpoint, where):
+    """The tokenizer that a checkpoint was trained with, from `where` or from its dataset's folder."""
+    trained = checkpoint['data']['tokenizer']
+    if not where and trained['name'] == 'bytes':
+        where = 'bytes'
+    if not where:
+        where = Path('data', checkpoint['settings']['dataset'])
+        if not where.is_dir():  # its name would be taken for a hub id
+            raise FileNotFoundError(f'there is no {where}, with whose tokenizer {path} was trained')
+    encoder = tokenizers.load(where)
+    check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.name)
+    return encoder
+
+
+# --- log and provenance --------------------------------------------------------------------------
+
+
+class Log:
+    """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
+
+    def __init__(self, path, step=None):
+        self.recent = collections.deque(maxlen=100)  # losses
+        lines = []
+        if step is not None and path.exists():
+            lines = self.lines_before(path, step)
+        write_whole(path, ''.join(lines))
+        self.file = open(path, 'a', buffering=1)
+
+    def lines_before(self, path, step):
+        lines = []
+        for line in path.read_text(errors='replace').splitlines():
+            try:
+                entry = json.loads(line)
+                is_evaluation = 'loss' not in entry
+                stays = entry['step'] < step or (entry['step'] == step and is_evaluation)
+            except (ValueError, TypeError, LookupError):  # half a line, written when the run died
+                print(
+                    f'warning: {path} had a damaged line, left out now: {line[:60]}',
+                    file=sys.stderr,
+                )
+                continue
+            if stays:
+                lines.append(line + '\n')
+                self.recent.append(entry.get('loss'))
+        return lines
+
+    def write(self, entry):
+        """Write a line. Returns whether its loss is a spike, which is noted in it: six standard
+        deviations above the mean of the last hundred."""
+        spike = False
+        before = [loss for loss in self.recent if isinstance(loss, float)]
+        if 'loss' in entry and len(before) >= 20:
+            limit = statistics.mean(before) + 6 * statistics.stdev(before)
+            spike = entry['loss'] > limit
+        if spike:
+            entry['spike'] = True
+        # JSON has no NaN: it becomes null.
+        entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
+        self.recent.append(entry.get('loss'))
+        self.file.write(json.dumps(entry) + '\n')
+        return spike
+
+    def flush(self):
+        os.fsync(self.file)
+
+
+def read_entries(run):
+    """The lines of a run's log.jsonl, [{'step': ...}]. ValueError names a line that is none."""
+    path = Path(run, 'log.jsonl')
+    entries = []
+    for number, line in enumerate(path.read_text(errors='replace').splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            raise ValueError(f'{path}, line {number}: not JSON') from None
+        is_entry = (
+            isinstance(entry, dict)
+            and isinstance(entry.get('step'), int)
+            and isinstance(entry.get('loss'), int | float | None)
+        )
+        if not is_entry:
+            raise ValueError(f'{path}, line {number}: not a line of a training log')
+        entries.append(entry)
+    return entries
+
+
+def read_losses(run):
+    """The training loss of a run, {step: loss}, where it is finite."""
+    losses = {}
+    for entry in read_entries(run):
+        loss = entry.get('loss')
+        if loss is not None and math.isfinite(loss):
+            losses[entry['step']] = loss
+    if not losses:
+        raise ValueError(f'{Path(run, "log.jsonl")} holds no training loss yet')
+    return losses
+
+
+def read_run_config(run, *needed):
+    """The settings of a run, {} where it has no config.json; without those `needed`: ValueError."""
+    path = Path(run, 'config.json')
+    if not path.exists() and not needed:
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError:
+        raise ValueError(f'{path}: not JSON') from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{path} holds no settings')
+    for name in needed:
+        if name not in config:
+            raise ValueError(f'{path} does not say {name}')
+    return config
+
+
+def provenance(machine):
+    """What produced a run: commit, versions, hardware, and how busy it was."""
+    commit = ''
+    with contextlib.suppress(OSError):  # no git here
+        command = ['git', 'describe', '--always', '--dirty']
+        folder = Path(__file__).parent
+        commit = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+    return {
+        'commit': commit or 'unknown',
+        'date': datetime.date.today().isoformat(),
+        'device': machine.name(),
+        'cpu': cpu_name(),
+        'threads': torch.get_num_threads(),
+        'load': round(os.getloadavg()[0], 2),
+        'dtype': machine.dtype,
+        'world_size': machine.world_size,
+        'torch': str(torch.__version__),
+        'numpy': np.__version__,
+        'python': sys.version.split()[0],
+    }
+
+
+def cpu_name():
+    """The processor's model and number of cores."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # Linux only
+        models = re.findall(r'^model name\s*: (.*)$', Path('/proc/cpuinfo').read_text(), re.M)
+        if models:
+            name = models[0]
+    return f'{name}, {os.cpu_count()} cores'
