@@ -1,0 +1,347 @@
+"""
+Sources of documents: a hub repository, a folder of rows in SlimPajama's form or of plain text, and
+Python's own library. All of them become a list of units; a unit's documents are read by one worker.
+
+>>> units, shares = find_units('stdlib', revision='', weights={}, seed=1337)
+>>> domain, text = next(units[0].read())                # the first unit's first document
+"""
+
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import sysconfig
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from configurator import first_line
+from tokenizer import HUB_ID
+
+# The paper's Table 2, as printed.
+TABLE_2 = {
+    'CommonCrawl': 0.5,
+    'C4': 0.2,
+    'Github': 0.1,
+    'Book': 0.05,
+    'ArXiv': 0.05,
+    'Wikipedia': 0.05,
+    'StackExchange': 0.05,
+}
+
+# Bytes in a line of .jsonl, characters in a row. SlimPajama's longest books have some 10 MB.
+MAX_LINE = 64 * 2**20
+
+# A hub file that yields nothing new is opened again after 1, 2, 4, ... 32 seconds.
+RETRIES = 6
+
+
+class Unit(NamedTuple):
+    name: str  # path within the source: decides its place in the order and its documents' shuffling
+    split: str  # 'train', 'validation', or 'hash': each document's hash decides
+    size: int  # bytes in the source
+    read: object  # () -> iterator over (domain, text); picklable
+
+
+# ---- Units ---------------------------------------------------------------------------------------
+
+
+def find_units(source, revision, weights, seed):
+    """Return the units of a source in reading order, and the share of each domain.
+
+    source: a hub repository, of which `revision` is read, a folder, or 'stdlib'.
+    weights: {domain: weight}; {}: Table 2, or for plain text each domain's share of the bytes.
+    Units of the validation split come before those of training. The shares, {domain: share}, add
+    up to 1. Raises ValueError where the source or the weights do not fit, OSError where the hub
+    cannot be read.
+    """
+    # Either units of rows in SlimPajama's form, or those of plain text, {domain: units}.
+    rows = []
+    texts = {}
+    if source == 'stdlib':
+        texts = stdlib_units(seed)
+    elif os.path.isdir(source):
+        paths = visible_files(source)
+        rows = folder_units(source, paths)
+        if not rows:
+            texts = text_folder_units(source, paths, seed)
+    elif HUB_ID.fullmatch(source):
+        rows = hub_units(source, revision)
+    else:
+        raise ValueError(
+            f"no source {source!r}: give a folder that is there, a hub repository, or 'stdlib'"
+        )
+
+    natural = {domain: sum(unit.size for unit in units) for domain, units in texts.items()}
+    if not natural:
+        natural = TABLE_2
+    weights = weights or natural
+    missing = [domain for domain in weights if domain not in natural]
+    if missing:
+        raise ValueError(
+            f'--weights names {missing[0]!r}, which the source lacks: it has {", ".join(natural)}'
+        )
+
+    units = [unit for unit in rows if unit.split != 'test']
+    for domain in weights:
+        units += texts.get(domain, [])
+
+    splits = {unit.split for unit in units}
+    if not splits - {'validation'}:
+        raise ValueError(
+            f'{source} has no training file: wanted .jsonl, .jsonl.zst, .parquet or plain text'
+        )
+    if 'validation' not in splits:
+        units = [unit._replace(split='hash') for unit in units]
+
+    units.sort(key=functools.partial(reading_order, seed))
+    total = sum(weights.values())
+    return units, {domain: weight / total for domain, weight in weights.items()}
+
+
+def reading_order(seed, unit):
+    """Validation first, and the files of each split in an order that the seed decides."""
+    return unit.split != 'validation', hash_fraction(seed, unit.name), unit.name
+
+
+def hash_fraction(seed, text):
+    """A number in [0, 1) that depends on (seed, text) only."""
+    raw = text.encode('utf-8', 'surrogatepass')
+    digest = hashlib.blake2b(raw, digest_size=8, salt=seed.to_bytes(16, 'little')).digest()
+    return int.from_bytes(digest, 'little') / 2**64
+
+
+def visible_files(root):
+    """The files of a folder in the order of their paths, without hidden files and folders."""
+    paths = []
+    for folder, _, names in os.walk(root):
+        for path in [Path(folder, name) for name in names]:
+            hidden = any(part.startswith('.') for part in path.relative_to(root).parts)
+            if path.is_file() and not hidden:
+                paths.append(path)
+    return sorted(paths)
+
+
+def folder_units(root, paths):
+    """The units of a folder in SlimPajama's form; none where no file has one of its suffixes."""
+    units = []
+    for path in paths:
+        reader = row_reader(path.name)
+        if reader:
+            name = path.relative_to(root).as_posix()
+            read = functools.partial(documents, reader, str(path))
+            units.append(Unit(name, split_of(name), path.stat().st_size, read))
+    return units
+
+
+def hub_units(source, revision):
+    """The units of a hub repository in SlimPajama's form."""
+    units = []
+    for name, size in list_hub(source, revision):
+        if row_reader(name):
+            read = functools.partial(documents, hub_rows, source, revision, name)
+            units.append(Unit(name, split_of(name), size, read))
+    return units
+
+
+def split_of(name):
+    """The split that a path says, such as 'train/chunk1/example_train_0.jsonl.zst' or
+    'data/train-00000-of-00048.parquet'; 'train' where it says none."""
+    match = re.search(r'(?:^|/)(train|validation|test)', name)
+    return match[1] if match else 'train'
+
+
+def text_folder_units(root, paths, seed):
+    """{domain: units} of a folder of plain text, whose first-level sub-folders are the domains."""
+    files = {}
+    binary = 0
+    for path in paths:
+        with open(path, 'rb') as file:
+            head = file.read(8192)
+        if b'\0' in head:
+            binary += 1
+        elif head:
+            inside = path.relative_to(root).parts
+            domain = inside[0] if len(inside) > 1 else Path(root).resolve().name
+            domain = re.sub(r'[^A-Za-z0-9_.-]|^\.', '_', domain)
+            files.setdefault(domain, []).append(path)
+
+    if binary:
+        print(f'skipped {binary:,} binary files')
+    return {domain: text_units(domain, root, files[domain], seed) for domain in sorted(files)}
+
+
+def stdlib_units(seed):
+    """{domain: units} of Python's own library: its sources, without tests, and help()'s topics."""
+    root = sysconfig.get_paths()['stdlib']
+    skip = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'pydoc_data'}
+    paths = [
+        path for path in Path(root).rglob('*.py') if skip.isdisjoint(path.relative_to(root).parts)
+    ]
+    size = sum(len(text) for _, text in read_topics())
+    return {
+        'Source': text_units('Source', root, paths, seed),
+        'Topics': [Unit('pydoc_data/topics.py', 'hash', size, read_topics)],
+    }
+
+
+def text_units(domain, root, paths, seed):
+    """Shuffle a domain's files, and deal them out to units of about 4 MB."""
+    names = {path.relative_to(root).as_posix(): path for path in paths}
+    order = sorted(names, key=lambda name: (hash_fraction(seed, name), name))
+
+    size = sum(path.stat().st_size for path in paths)
+    number = min(size // 2**22 + 1, len(order))
+    # A document is a twentieth of its domain at most, so that one long file can be split, too.
+    longest = min(max(size // 20, 2**14), 2**22)
+
+    units = []
+    for first in range(number):
+        hand = order[first::number]
+        read = functools.partial(read_text, domain, [names[name] for name in hand], longest)
+        units.append(Unit(hand[0], 'hash', size // number, read))
+    return units
+
+
+# ---- Documents: iterators over (domain, text), whose ValueErrors and OSErrors name the line ------
+
+
+def read_text(domain, paths, longest):
+    """Plain text files, cut at line ends where they are longer than `longest` characters."""
+    for path in paths:
+        with open(path, encoding='utf-8', errors='replace', newline='') as file:
+            while piece := file.read(longest) + file.readline(longest):
+                yield domain, piece
+
+
+def read_topics():
+    from pydoc_data.topics import topics
+
+    return (('Topics', text) for text in topics.values())
+
+
+def documents(rows, *args):
+    """The documents of the rows in SlimPajama's form that `rows(*args)` yields as (where, row)."""
+    for where, row in rows(*args):
+        match row:
+            case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}}:
+                valid = len(text) <= MAX_LINE
+            case _:
+                valid = False
+        if not valid:
+            form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
+            raise ValueError(f'{where} is not {form}, or too long')
+
+        domain = name.removeprefix('RedPajama')
+        if domain not in TABLE_2:
+            domains = ', '.join(TABLE_2)
+            raise ValueError(f'{where}: unknown domain {name!r}, expected RedPajama + {domains}')
+        yield domain, text
+
+
+# ---- Rows: iterators over (where, row) -----------------------------------------------------------
+
+
+def row_reader(name):
+    """The function that reads a file of this name, or None."""
+    for suffix, reader in ROWS.items():
+        if name.endswith(suffix):
+            return reader
+    return None
+
+
+def jsonl_rows(path):
+    if path.endswith('.zst'):
+        # Not the package zstandard, which takes a file that was cut off for a whole one.
+        import pyarrow
+
+        stream = pyarrow.input_stream(path, compression='zstd')
+    else:
+        stream = open(path, 'rb')
+
+    with stream, io.BufferedReader(stream) as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise ValueError(f'line {number} is longer than {MAX_LINE >> 20} MB')
+            if line.isspace():
+                continue
+
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f'line {number} is broken JSON ({error})') from error
+            yield f'line {number}', row
+
+
+def parquet_rows(path):
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = file.schema_arrow.names
+        missing = {'text', 'meta'} - set(columns)
+        if missing:
+            raise ValueError(f'no column {min(missing)}: it has {", ".join(columns)}')
+
+        number = 0
+        # Few rows at a time, because each may be long.
+        for batch in file.iter_batches(batch_size=4, columns=['text', 'meta']):
+            if batch.nbytes > 4 * MAX_LINE:
+                where = f'row {number + 1}, or one of the next three,'
+                raise ValueError(f'{where} is longer than {MAX_LINE >> 20} MB')
+            for row in batch.to_pylist():
+                number += 1
+                yield f'row {number}', row
+
+
+ROWS = {'.jsonl': jsonl_rows, '.jsonl.zst': jsonl_rows, '.parquet': parquet_rows}
+
+
+# ---- The hub -------------------------------------------------------------------------------------
+
+
+def list_hub(source, revision):
+    """[(path, bytes)] of a dataset repository."""
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        tree = api.list_repo_tree(source, repo_type='dataset', revision=revision, recursive=True)
+        # Folders have no size.
+        return [(entry.path, entry.size) for entry in tree if hasattr(entry, 'size')]
+    except Exception as error:
+        reason = first_line(error)
+        raise OSError(f'no folder {source} here, and the hub cannot list it ({reason})') from error
+
+
+def hub_rows(source, revision, path):
+    """Stream a file of a hub repository.
+
+    When the connection fails: wait, open the file again, and go on at the same row.
+    """
+    number = 0
+    failures = 0
+    while True:
+        try:
+            for row in itertools.islice(open_hub(source, revision, path), number, None):
+                yield f'row {number + 1}', row
+                number += 1
+                failures = 0
+            return
+        except Exception as error:  # whatever the hub's client and its HTTP library may raise
+            failures += 1
+            if failures > RETRIES:
+                reason = first_line(error)
+                raise OSError(f'the hub fails, after {RETRIES} retries: {reason}') from error
+            time.sleep(2 ** (failures - 1))
+
+
+def open_hub(source, revision, path):
+    from datasets import load_dataset
+
+    return load_dataset(source, revision=revision, data_files=path, split='train', streaming=True)

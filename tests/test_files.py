@@ -1,0 +1,82 @@
+"""files.py: a file is there whole or not at all, and one process at a time writes a folder."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import files
+
+
+def test_a_file_is_written_whole_as_text_or_bytes(tmp_path):
+    path = tmp_path / 'a'
+    files.write_whole(path, 'naïve\n')
+    assert path.read_bytes() == 'naïve\n'.encode()
+    files.write_whole(str(path), b'\xff\0')
+    assert path.read_bytes() == b'\xff\0'
+    assert os.listdir(tmp_path) == ['a']
+    assert files.sha256_of(path) == hashlib.sha256(b'\xff\0').hexdigest()
+
+
+def test_contents_then_name_then_folder_reach_the_disk(tmp_path, monkeypatch):
+    calls = []
+    replace = os.replace
+    monkeypatch.setattr(os, 'fsync', lambda file: calls.append(os.fstat(file).st_ino))
+    monkeypatch.setattr(os, 'replace', lambda *paths: calls.append('rename') or replace(*paths))
+    files.write_whole(tmp_path / 'a', 'text')
+    assert calls == [(tmp_path / 'a').stat().st_ino, 'rename', tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize('moment', ['fsync', 'replace'])
+def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(tmp_path, monkeypatch, moment):
+    path = tmp_path / 'a'
+    files.write_whole(path, 'old')
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, moment, full)
+    with pytest.raises(OSError, match='No space left'):
+        files.write_whole(path, 'new')
+    assert path.read_text() == 'old'
+    assert os.listdir(tmp_path) == ['a']
+
+
+def test_a_file_left_half_written_by_a_killed_process_is_overwritten(tmp_path):
+    (tmp_path / 'a.tmp').write_text('half a fi')
+    files.write_whole(tmp_path / 'a', 'whole')
+    assert os.listdir(tmp_path) == ['a']
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
+    lines = ['import files', f'with files.locked({str(tmp_path)!r}, ""): print(1), input()']
+    command = [sys.executable, '-u', '-c', '\n'.join(lines)]
+    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        process.stdout.readline()
+        message = f'another process is training in {tmp_path}; choose another --out_dir'
+        with pytest.raises(OSError) as error:
+            with files.locked(tmp_path, 'training in'):
+                pass
+        assert str(error.value) == message
+        process.kill()
+
+    with files.locked(tmp_path, 'training in'):
+        pass
+    with files.locked(tmp_path, 'training in'):
+        pass
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
+    def unsupported(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, 'flock', unsupported)
+    with files.locked(tmp_path, 'training in'):
+        pass
+    assert capsys.readouterr().err.startswith(f'warning: cannot lock {tmp_path} (')
