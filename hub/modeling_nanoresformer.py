@@ -1,8 +1,10 @@
 """
-transformers' side of an exported variant: `hf.py export` puts this file and model.py into the folder.
+transformers' side of an exported variant: `python -m hub.convert export` puts this file and model.py
+into the folder.
 
 >>> model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 """
+
 import torch
 import torch.nn.functional as F
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -17,9 +19,13 @@ class NanoResFormerConfig(PretrainedConfig):
     def __init__(self, gpt=None, **kwargs):
         self.gpt = gpt or {}  # GPTConfig's fields
         config = GPTConfig(**self.gpt)
-        self.hidden_size, self.num_hidden_layers = config.n_embd, config.n_layer
-        self.num_attention_heads, self.max_position_embeddings = config.n_head, config.block_size
-        super().__init__(**{**kwargs, 'vocab_size': config.vocab_size, 'tie_word_embeddings': config.tie_embeddings})
+        self.hidden_size = config.n_embd
+        self.num_hidden_layers = config.n_layer
+        self.num_attention_heads = config.n_head
+        self.max_position_embeddings = config.block_size
+        kwargs['vocab_size'] = config.vocab_size
+        kwargs['tie_word_embeddings'] = config.tie_embeddings
+        super().__init__(**kwargs)
 
 
 class Past(Cache):
@@ -43,7 +49,9 @@ class Past(Cache):
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoResFormerConfig
     base_model_prefix = 'model'
-    accepts_loss_kwargs = False  # the loss is a mean: Trainer divides by its accumulation steps itself
+    accepts_loss_kwargs = (
+        False  # the loss is a mean: Trainer divides by its accumulation steps itself
+    )
     _tied_weights_keys = {'model.lm_head.weight': 'model.transformer.wte.weight'}
 
     def __init__(self, config):
@@ -54,8 +62,9 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module):
         # Weights come from the file, or are as GPT made them. Tables are not in the file.
         if isinstance(module, GPT) and module.config.arch == 'llama':
-            for ours, table in zip((module.cos, module.sin), rope_tables(module.config), strict=True):
-                ours.copy_(table)
+            cos, sin = rope_tables(module.config)
+            module.cos.copy_(cos)
+            module.sin.copy_(sin)
 
     def get_input_embeddings(self):
         return self.model.transformer.wte
@@ -63,37 +72,65 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.model.lm_head
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length,
-                                      *args):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_length, *args
+    ):
         if generation_config.use_cache:
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs['past_key_values'] = self.past(model_kwargs.get('past_key_values'), rows, max_length)
+            copies = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
+            given = model_kwargs.get('past_key_values')
+            model_kwargs['past_key_values'] = self.past(given, batch_size * copies, max_length)
 
     def past(self, given, rows, max_length):
         """The Past that is given, or a new one in place of none and of an empty cache of another kind."""
         if isinstance(given, Past):
             return given
-        if given is not None and not (isinstance(given, Cache) and given.get_seq_length() == 0):
-            raise ValueError(f'this model cannot go on from a {type(given).__name__}: give it none, or its own')
+        is_empty = isinstance(given, Cache) and given.get_seq_length() == 0
+        if given is not None and not is_empty:
+            raise ValueError(
+                f'this model cannot go on from a {type(given).__name__}: give it none, or its own'
+            )
         return Past(self.model.new_cache(rows, min(max_length, self.model.config.block_size)))
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None,
-                use_cache=False, logits_to_keep=0, **kwargs):
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        labels=None,
+        use_cache=False,
+        logits_to_keep=0,
+        **kwargs,
+    ):
         B, T = input_ids.shape
         if attention_mask is not None and not torch.all(attention_mask):
             raise ValueError('this model knows no padding: give sequences of one length')
         if use_cache and past_key_values is None and self.training and torch.is_grad_enabled():
             raise ValueError('a cache keeps no gradients: train with use_cache=False')
+
+        cache, start = None, 0
         if use_cache or past_key_values is not None:
             past_key_values = self.past(past_key_values, B, self.model.config.block_size)
+            cache, start = past_key_values.cache, past_key_values.get_seq_length()
         if position_ids is not None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            expected = torch.arange(seen, seen + T, device=input_ids.device).expand(B, T)
-            if not torch.equal(position_ids.expand(B, -1), expected):
-                raise ValueError(f'position_ids must be {seen} to {seen + T - 1}: this model knows no others')
-        logits, _ = self.model(input_ids, cache=None if past_key_values is None else past_key_values.cache,
-                               last_only=logits_to_keep == 1)
-        logits, loss = logits[:, -logits_to_keep:], None
+            check_positions(position_ids, start, input_ids)
+
+        logits, _ = self.model(input_ids, cache=cache, last_only=logits_to_keep == 1)
+        logits = logits[:, -logits_to_keep:]
+        loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            predictions = logits[:, :-1].flatten(0, 1).float()
+            loss = F.cross_entropy(predictions, labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+def check_positions(position_ids, start, input_ids):
+    """Refuse positions other than those that follow what the cache has seen."""
+    B, T = input_ids.shape
+    expected = torch.arange(start, start + T, device=input_ids.device).expand(B, T)
+    if not torch.equal(position_ids.expand(B, -1), expected):
+        raise ValueError(
+            f'position_ids must be {start} to {start + T - 1}: this model knows no others'
+        )

@@ -1,0 +1,132 @@
+"""Programs called in this process, and small models, runs and damages to call them with."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from conftest import write_dataset
+from runs import call, good, load
+
+import tokenizer
+from model import GPT, GPTConfig
+
+BYTES = tokenizer.load('bytes')
+SIZE = dict(block_size=24, vocab_size=260, n_layer=3, n_head=4, n_embd=32, n_inner=40)
+
+
+def program(main, *words, stdin=''):
+    """(exit status or message, stdout, stderr) of a program's main()."""
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
+        patch.setattr(sys, 'stdin', io.StringIO(stdin))
+        status, out = call(main, *words)
+    return status, out, err.getvalue()
+
+
+def assert_one_line(status, *words):
+    """A program ended with an error message of one line that has these words in it."""
+    assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status, status
+    for word in words:
+        assert str(word) in status, status
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+# --- models and tokenizers -----------------------------------------------------------------------
+
+
+def ours(**changes):
+    """A small GPT, none of whose weights is zero, one, or near it by chance."""
+    config = GPTConfig(**{**SIZE, **changes})
+    return reference.perturb(GPT(config)).eval()
+
+
+def tokens(B=2, T=24, vocabulary=96, seed=0):
+    return torch.randint(vocabulary, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def small_bpe(folder):
+    """A vocabulary of 260 ids, laid out like GPT-2's tokenizer.json."""
+    tokenizers = pytest.importorskip('tokenizers')
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=259, show_progress=False, initial_alphabet=alphabet
+    )
+    bpe.train_from_iterator(['the theory of the other thing, né 😀 日本 '] * 9, trainer)
+    bpe.add_special_tokens(['<|endoftext|>'])
+    folder.mkdir()
+    bpe.save(str(folder / 'tokenizer.json'))
+    return tokenizer.load(folder)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def trained(work):
+    """out/run: two steps of a ResFormer on bytes, by train.py."""
+    folder = Path('data/bytes')
+    meta = write_dataset(folder, {'train': {'A': 3000}, 'validation': {'A': 300}}, n_vocab=257)
+    meta['tokenizer'] = {'name': 'bytes', 'sha256': BYTES.sha256, 'n_vocab': BYTES.n_vocab}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    good('out/run', dataset='bytes', vocab_size=320, max_iters=2, v_residual=True)
+    return 'out/run'
+
+
+def run_with(model, trained, name):
+    """A run's folder like `trained`, with another model in it."""
+    Path(name).mkdir(parents=True)
+    checkpoint = load(f'{trained}/ckpt.pt')
+    checkpoint['model'] = model.state_dict()
+    checkpoint['model_config'] = model.config.__dict__
+    torch.save(checkpoint, f'{name}/ckpt.pt')
+    return name
+
+
+# --- damages -------------------------------------------------------------------------------------
+
+
+def cut(path, part):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def evil_pickle(evil, path):
+    path.write_bytes(pickle.dumps({'model.norm.weight': evil}, 2))
+
+
+def evil_torch_file(evil, path, **options):
+    torch.save({'model.norm.weight': evil}, path, **options)
+
+
+def evil_old_torch_file(evil, path):
+    evil_torch_file(evil, path, _use_new_zipfile_serialization=False)
+
+
+MALICE = {
+    'pickle': evil_pickle,
+    'torch file': evil_torch_file,
+    'torch file from before zip': evil_old_torch_file,
+}

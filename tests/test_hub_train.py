@@ -1,0 +1,183 @@
+"""train.py --init_from=FOLDER: training goes on from a checkpoint of transformers."""
+
+import re
+import shutil
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import SCALING, assert_equal_logits, written
+from programs import BYTES, tokens
+from runs import TINY, evaluations, good, here, load, refused
+
+import data
+import hub.convert
+from model import GPT, GPTConfig
+from rundir import load_weights
+
+quiet = checkpoints.quiet
+
+# The shape of runs.TINY.
+SOURCE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+)
+GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+LLAMA3 = {**SCALING, 'rope_theta': 500000.0}
+
+
+def evaluated(init_from, **options):
+    """The line that --eval_only prints."""
+    status, out = here('out/refused', init_from=init_from, eval_only=True, **options)
+    assert status == 0, status
+    return out
+
+
+def parsed(line):
+    words = line.split()
+    return dict(zip(words[::2], map(float, words[1::2]), strict=True))
+
+
+@torch.no_grad()
+def losses_of(model):
+    """What --eval_only must print, from the logits of transformers' model."""
+    dataset = data.Dataset('tiny')
+    losses = {}
+    for domain in dataset.meta['splits']['validation']:
+        total = count = 0
+        sizes = 32, TINY['batch_size'], TINY['eval_iters'], 0, 1
+        for x, y in data.validation_batches(dataset, domain, *sizes):
+            logits = model(x).logits.flatten(0, 1)
+            total += F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction='sum').item()
+            count += (y != -1).sum().item()
+        losses[domain] = total / count
+    return {**losses, 'mean': sum(losses.values()) / len(losses)}
+
+
+FOLDERS = {
+    'Llama': ({}, {}),
+    'Llama GQA tied': (
+        dict(num_key_value_heads=1, tie_word_embeddings=True),
+        dict(n_kv_head=1, tie_embeddings=True),
+    ),
+    'Llama scaled': (
+        dict(rope_parameters=LLAMA3, max_position_embeddings=64),
+        dict(rope_theta=500000.0, rope_scaling='(8.0,1.0,4.0,16)'),
+    ),
+}
+
+
+@pytest.mark.parametrize('name', FOLDERS)
+def test_training_from_a_folder_begins_with_its_loss(work, name):
+    changes, flags = FOLDERS[name]
+    model = written(Path('from', name), **{**SOURCE, **changes})
+    losses = parsed(evaluated(f'from/{name}', **flags))
+    assert losses == pytest.approx(losses_of(model), abs=2e-4)
+    # log 64 is 4.16: these are the weights, not a new model's.
+    assert max(losses.values()) > 4.3
+
+
+def test_training_from_an_export_begins_with_its_loss(whole):
+    checkpoint = load(f'{whole}/ckpt.pt')
+    model = GPT(GPTConfig(**checkpoint['model_config']))
+    model.load_state_dict(checkpoint['model'])
+    hub.convert.export(model, BYTES, 'from/export')
+    line = evaluated('from/export')
+    assert line == evaluated(f'{whole}/ckpt.pt')
+    assert parsed(line) == pytest.approx(evaluations(whole)[-1]['val'], abs=6e-5)
+
+
+def test_training_goes_on_from_a_folder(work):
+    written(Path('from/to-train'), **SOURCE)
+    good('out/from-folder', init_from='from/to-train', max_iters=2, eval_interval=1)
+    before = parsed(evaluated('from/to-train'))
+    logged = [entry['val']['mean'] for entry in evaluations('out/from-folder')]
+    assert logged[0] == pytest.approx(before['mean'], abs=6e-5) and logged[-1] < logged[0]
+    good('out/from-folder', init_from='resume', max_iters=3, eval_interval=1)
+
+
+OTHERS = [
+    ('llama', dict(rms_norm_eps=1e-6), ['--norm_eps=1e-06']),
+    (
+        'llama',
+        dict(rope_parameters={'rope_type': 'default', 'rope_theta': 500000.0}),
+        ['--rope_theta=500000.0'],
+    ),
+    ('llama', dict(rope_parameters={**SCALING, 'rope_theta': 10000.0}), ['--rope_scaling=']),
+    ('llama', dict(num_hidden_layers=3), ['--n_layer=3']),
+    ('llama', dict(num_attention_heads=4), ['--n_head=4']),
+    ('llama', dict(num_key_value_heads=1), ['--n_kv_head=1']),
+    ('llama', dict(intermediate_size=44), ['--n_inner=44']),
+    ('llama', dict(hidden_size=64, intermediate_size=44), ['--n_embd=64', '--n_inner=44']),
+    ('llama', dict(vocab_size=96), ['--vocab_size=96']),
+    ('llama', dict(tie_word_embeddings=True), ['--tie_embeddings=True']),
+    ('gpt2', GPT2, ['--arch=gpt2', '--n_inner=128']),
+]
+
+
+@pytest.mark.parametrize('kind, changes, words', OTHERS, ids=str)
+def test_another_model_than_asked_for_is_refused_with_the_flags_that_mend_it(
+    work, kind, changes, words
+):
+    folder = Path('from', re.sub(r'\W+', '-', str(changes))[:80])
+    source = SOURCE if kind == 'llama' else {}
+    written(folder, kind, **{**source, **changes})
+    message = refused(folder, *words, init_from=folder)
+    flags = dict(re.findall(r'--(\w+)=(\([^)]*\)|\S+)', message))
+    evaluated(folder, **flags)
+
+
+FOLLOWERS = [dict(hidden_size=64), dict(num_attention_heads=4, num_key_value_heads=2)]
+
+
+@pytest.mark.parametrize('changes', FOLLOWERS, ids=str)
+def test_the_flags_that_mend_it_name_what_they_would_change_by_default(work, changes):
+    """n_inner follows n_embd, n_kv_head follows n_head.
+
+    Equal before, they are not when the flags are given.
+    """
+    folder = Path('from', 'default' + '-'.join(changes))
+    written(folder, **{**SOURCE, **changes})
+    flags = dict(re.findall(r'--(\w+)=(\S+)', refused(folder, init_from=folder)))
+    evaluated(folder, **flags)
+
+
+def test_a_folder_with_fewer_positions_or_fewer_ids_is_refused(work):
+    written(Path('from/short'), **{**SOURCE, 'max_position_embeddings': 16})
+    refused('from/short', '16', 'block_size=32', init_from='from/short')
+    written(Path('from/few'), **{**SOURCE, 'vocab_size': 32})
+    refused('from/few', '--vocab_size=32', init_from='from/few')
+
+    skip = shutil.ignore_patterns('config.json')
+    shutil.copytree('from/short', 'from/short-of-config', ignore=skip)
+    refused('from/short', 'config.json', init_from='from/short-of-config')
+
+
+def test_a_folder_of_gpt2_with_another_number_of_positions_is_refused(work):
+    for positions in (16, 64):
+        folder = f'from/gpt2-{positions}'
+        written(Path(folder), 'gpt2', **{**GPT2, 'n_positions': positions})
+        refused(folder, str(positions), init_from=folder, arch='gpt2', tie_embeddings=True)
+
+
+def test_a_neutral_learned_residual_begins_where_vanilla_ended(work):
+    model = written(Path('from/vanilla'), **SOURCE)
+    neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))
+    line = evaluated('from/vanilla')
+    assert line == evaluated('from/vanilla', **neutral)
+    assert line != evaluated('from/vanilla', v_residual=True)
+
+    vanilla = hub.convert.load('from/vanilla')
+    config = vanilla.config.__dict__
+    residual = GPT(GPTConfig(**{**config, **neutral})).eval()
+    checkpoint = {'model': vanilla.state_dict(), 'model_config': config, 'path': ''}
+    load_weights(residual, checkpoint)
+    idx = tokens(vocabulary=64)
+    assert torch.equal(residual(idx)[0], vanilla(idx)[0])
+    assert_equal_logits(lambda idx: residual(idx % 64), lambda idx: model(idx % 64))
