@@ -1,19 +1,21 @@
 """
-The quality of runs: loss per domain (the paper's Table 5) and six zero-shot tasks (Table 1).
+How good runs are: their loss per domain (the paper's Table 5) and six zero-shot tasks (Table 1).
 
-$ python evaluate.py loss --out_dir=out/vanilla_82m out/resformer_82m out/svformer_82m --out=results/table5.json
-$ torchrun --nproc_per_node=8 evaluate.py loss --out_dir=out/resformer_82m                    # the same figures
+$ python evaluate.py loss --out_dir=out/vanilla_82m out/resformer_82m --out=losses.json
+$ torchrun --nproc_per_node=8 evaluate.py loss out/vanilla_82m out/resformer_82m  # the same numbers
 $ python evaluate.py tasks --out_dir=out/resformer_82m --tasks=hellaswag,piqa --data_dir=FOLDER
+$ python evaluate.py tasks --help                                                 # every setting
 
-The tasks are lm-evaluation-harness's own: its prompts, its scoring. Their data come from the hub, or from --data_dir,
-one folder per task with the files as first published (see FILES).
+A standard error here says how well the text, or the items of a task, measure this one run. It does not
+say how runs of other seeds scatter, which is more: compare.py does. tasks.py says where the tasks'
+items come from.
 """
+
 import json
 import math
 import os
-import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,29 +23,22 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from configurator import configure, one_line_errors
-from data import Dataset
-from model import GPTConfig
-from sample import load_run
-from train import Machine, TrainConfig, provenance
+from configurator import choose, one_line_errors
+from data import Dataset, read_windows, windows
+from machine import Machine
+from model import LOSS_CHUNK
+from rundir import check_tokenizer, load_run, provenance
+from tasks import PUBLISHED, TASKS, harness_tasks
 
-TASKS = ('hellaswag', 'openbookqa', 'winogrande', 'arc_challenge', 'arc_easy', 'piqa')  # Table 1's columns
-SIZES = {'82M': {}, '180M': dict(n_layer=12, n_head=12, n_embd=768), '468M': dict(n_layer=24, n_head=16, n_embd=1024)}
-TABLE_5 = {('Transformer', '82M'): 2.7389, ('Transformer', '180M'): 2.5015, ('Transformer', '468M'): 2.2806,
-           ('ResFormer', '82M'): 2.7117, ('ResFormer', '180M'): 2.4692, ('ResFormer', '468M'): 2.2537}
-TABLE_1 = {('Transformer', '82M', 2048): ((0.263, 0.142, 0.492, 0.199, 0.331, 0.572), 0.333),
-           ('ResFormer', '82M', 2048): ((0.273, 0.148, 0.512, 0.182, 0.414, 0.604), 0.355),
-           ('Transformer', '82M', 64000): ((None,) * 6, 0.328), ('ResFormer', '82M', 64000): ((None,) * 6, 0.350)}
-# A task's files in --data_dir, and how many items they hold when they are whole
-FILES = {'hellaswag': (('hellaswag_val_preprocessed.jsonl',), 10042), 'openbookqa': (('test.jsonl',), 500),
-         'winogrande': (('dev.jsonl',), 1267), 'arc_challenge': (('ARC-Challenge-Test.jsonl',), 1172),
-         'arc_easy': (('ARC-Easy-Test.jsonl',), 2376), 'piqa': (('dev.jsonl', 'dev-labels.lst'), 1838)}
-ROWS = 4096  # whose logits are in memory at once
+# Of what the standard errors are, in every table and JSON file.
+LOSS_ERRORS = 'over windows of one run, not over seeds'
+TASK_ERRORS = 'over items of one run, not over seeds'
 
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = 'out/run'  # the first run; others follow as plain arguments
+    out_dir: str = ''  # the first run; '': the first plain argument, or out/run without any
+    runs: tuple = ()  # the other runs, which are plain arguments
     batch_size: int = 32  # windows or texts at once
     device: str = 'auto'  # as in train.py
     dtype: str = 'auto'  # as in train.py
@@ -52,12 +47,15 @@ class EvaluateConfig:
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f'batch_size={self.batch_size} must be at least 1')
-        if self.out and not Path(self.out).parent.is_dir():
-            raise FileNotFoundError(f'there is no folder {Path(self.out).parent} to write --out to')
+        folder = Path(self.out).parent
+        if self.out and not folder.is_dir():
+            raise FileNotFoundError(f'there is no folder {folder} to write --out to; make it')
 
-    def machine(self):
-        return Machine(TrainConfig(device=self.device, dtype=self.dtype, compile=False,
-                                   gradient_accumulation_steps=int(os.environ.get('WORLD_SIZE', 1))))
+    def all_runs(self):
+        runs = list(self.runs)
+        if self.out_dir:
+            runs.insert(0, self.out_dir)
+        return runs or ['out/run']
 
 
 @dataclass
@@ -75,215 +73,237 @@ class TasksConfig(EvaluateConfig):
         super().__post_init__()
         if self.limit < 0:
             raise ValueError(f'limit={self.limit} must not be negative')
-
-
-def paper_size(config):
-    """('Transformer' or 'ResFormer', size) where the paper has this model, else None."""
-    def normal(c):
-        return replace(c, n_kv_head=c.kv_heads, n_inner=c.ffn_width, block_size=1, vocab_size=1, dropout=0.0)
-    for size, shape in SIZES.items():
-        for name, wiring in (('Transformer', {}), ('ResFormer', dict(v_residual=True))):
-            if normal(config) == normal(GPTConfig(**shape, **wiring)):
-                return name, size
-
-
-@torch.no_grad()
-def hidden_states(model, idx):
-    """What lm_head reads, (B, T, C): the logits themselves would take V / C times its memory."""
-    kept = []
-    hook = model.lm_head.register_forward_pre_hook(lambda module, args: (kept.append(args[0]) or args[0][:, :0],))
-    try:
-        model(idx)
-    finally:
-        hook.remove()
-    return kept[0]
+        unknown = [name for name in self.tasks.split(',') if name not in PUBLISHED]
+        if self.data_dir and unknown:
+            raise ValueError(
+                f'{", ".join(map(repr, unknown))} cannot be read from --data_dir; '
+                f'only {", ".join(PUBLISHED)} can'
+            )
 
 
 def log_probabilities(model, hidden, targets, n_vocab=None):
-    """(log-probability of each target, whether it is the likeliest) of rows hidden (N, C), targets (N,), in fp32 over
-    the first n_vocab ids."""
-    values, likeliest = [], []
-    for h, t in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
-        logits = model.lm_head(h)[:, :n_vocab].float()
-        values.append(-F.cross_entropy(logits, t, reduction='none'))
-        likeliest.append(logits.argmax(dim=1) == t)
-    return torch.cat(values), torch.cat(likeliest)
+    """(log-probability of each target, whether it is the likeliest), each (N,), in fp32.
+
+    hidden (N, C): what lm_head reads; targets (N,); n_vocab: the probability is shared among the
+    first n_vocab ids only.
+    """
+    chunks = hidden.split(LOSS_CHUNK)
+    values, hits = [], []
+    for rows, ids in zip(chunks, targets.split(LOSS_CHUNK), strict=True):
+        logits = model.lm_head(rows)[:, :n_vocab].float()
+        values.append(-F.cross_entropy(logits, ids, reduction='none'))
+        hits.append(logits.argmax(dim=1) == ids)
+    return torch.cat(values), torch.cat(hits)
 
 
-# --- loss per domain -------------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def domain_losses(model, dataset, settings, machine, label=''):
-    """{domain: (windows, 2) float64}: the summed loss and the number of predictions of each window of block_size
-    predictions, over the whole validation split."""
-    T, splits = model.config.block_size, dataset.meta['splits']['validation']
-    windows = {domain: -(-(entry['tokens'] - 1) // T) for domain, entry in splits.items()}
-    losses = {}
-    with tqdm(total=sum(windows.values()), disable=not machine.is_first, unit='window', desc=label) as bar:
-        for domain, count in windows.items():
-            sums = torch.zeros((count, 2), dtype=torch.float64)
-            for first in range(machine.rank * settings.batch_size, count, machine.world_size * settings.batch_size):
-                rows = range(first, min(first + settings.batch_size, count))
-                x = torch.zeros((len(rows), T), dtype=torch.int64)
-                y = torch.full((len(rows), T), -1)
-                for i, row in enumerate(rows):
-                    tokens = torch.from_numpy(dataset.read('validation', domain, row * T, T + 1))
-                    x[i, :len(tokens) - 1], y[i, :len(tokens) - 1] = tokens[:-1], tokens[1:]
-                x, y = x.to(machine.device), y.to(machine.device)
-                with machine.autocast():
-                    hidden = hidden_states(model, x)
-                    values, _ = log_probabilities(model, hidden.flatten(0, 1), y.flatten().clamp(min=0))
-                counted = (y != -1).cpu().double()
-                sums[first:rows.stop, 0] = -(values.view_as(y).cpu() * counted).sum(dim=1)
-                sums[first:rows.stop, 1] = counted.sum(dim=1)
-                bar.update(min(machine.world_size * settings.batch_size, count - first))  # those of all processes
-            losses[domain] = machine.sum(sums.to(machine.device) if machine.distributed else sums).cpu().numpy()
-    return losses
-
-
-def standard_error(sums, counts):
-    """Of the ratio sums.sum() / counts.sum(), over windows, in which longer ones weigh more; None for a single one."""
-    rest = sums - counts * (sums.sum() / counts.sum())
-    return float(rest.std(ddof=1) * math.sqrt(len(rest)) / counts.sum()) if len(rest) > 1 else None
-
-
-def error_of_mean(domains):
-    errors = [d['standard_error'] for d in domains.values()]
-    return math.sqrt(sum(e * e for e in errors)) / len(errors) if None not in errors else None
+# --- loss per domain -----------------------------------------------------------------------------
 
 
 def compare_losses(runs, settings, machine):
-    """Table 5's numbers of several runs, as a dict for JSON."""
-    reports, windows = {}, {}
+    """The losses of several runs, as a dict for JSON: the provenance, and under 'runs' {run: report}.
+
+    A report has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
+    `standard_error` over windows of one run (not over seeds), and the `bits_per_byte`. Runs on the
+    windows of the first one also have their difference to it, `minus_first`, which is paired window
+    by window: most of the spread is common to all runs.
+    """
+    runs = [str(run) for run in runs]
+    first = runs[0]
+    reports, losses = {}, {}
     for run in runs:
+        reports[run], losses[run] = run_losses(run, settings, machine)
+        same_windows = all(
+            reports[run][name] == reports[first][name] for name in ('dataset', 'block_size')
+        )
+        if run != first and same_windows:
+            minus_first = difference(reports[run], losses[run], reports[first], losses[first])
+            reports[run]['minus_first'] = minus_first
+    return {
+        **provenance(machine),
+        'standard_errors': LOSS_ERRORS,
+        'runs': reports,
+    }
+
+
+def run_losses(run, settings, machine):
+    """(the report of a run, a dict for JSON; its domain_losses)."""
+    model, tokenizer, checkpoint = load_run(run)
+    if checkpoint is None and not settings.dataset:
+        raise ValueError(f'{run} is not a run of train.py: say on which --dataset')
+    dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
+    sha256 = dataset.meta['tokenizer']['sha256']
+    check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
+    if machine.is_first:
+        dataset.verify()
+
+    losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
+    domains = {}
+    for domain, sums in losses.items():
+        total, tokens = sums.sum(axis=0)
+        n_bytes = dataset.meta['splits']['validation'][domain]['bytes']
+        domains[domain] = {
+            'loss': total / tokens,
+            'standard_error': standard_error(*sums.T),
+            'bits_per_byte': total / math.log(2) / n_bytes,
+            'tokens': int(tokens),
+        }
+    report = {
+        'domains': domains,
+        'mean': {
+            'loss': mean_of(domains, 'loss'),
+            'bits_per_byte': mean_of(domains, 'bits_per_byte'),
+            'standard_error': error_of_mean(domains),
+        },
+        'dataset': str(dataset.folder),
+        'step': checkpoint['step'] if checkpoint else None,
+        'block_size': model.config.block_size,
+    }
+    return report, losses
+
+
+@torch.no_grad()
+def domain_losses(model, dataset, settings, machine, label=''):
+    """{domain: (windows, 2) float64}: the summed loss and the number of predictions of each window.
+
+    The windows of block_size predictions cover the whole validation split.
+    """
+    T = model.config.block_size
+    domains = dataset.meta['splits']['validation']
+    counts = {domain: windows(dataset, domain, T) for domain in domains}
+    stride = machine.world_size * settings.batch_size
+    losses = {}
+    silent = not machine.is_first
+    with tqdm(total=sum(counts.values()), disable=silent, unit='window', desc=label) as bar:
+        for domain, count in counts.items():
+            sums = torch.zeros((count, 2), dtype=torch.float64)
+            for first in range(machine.rank * settings.batch_size, count, stride):
+                rows = range(first, min(first + settings.batch_size, count))
+                x, y = read_windows(dataset, domain, rows, T)
+                sums[first : rows.stop] = window_losses(model, x, y, machine)
+                bar.update(min(stride, count - first))  # those of all processes
+            if machine.distributed:
+                sums = machine.sum(sums.to(machine.device)).cpu()
+            losses[domain] = sums.numpy()
+    return losses
+
+
+def window_losses(model, x, y, machine):
+    """(B, 2) float64: the summed loss and the number of predictions of windows x, y (B, T)."""
+    x, y = x.to(machine.device), y.to(machine.device)
+    with machine.autocast():
+        hidden = model.hidden(x).flatten(0, 1)
+        values, _ = log_probabilities(model, hidden, y.flatten().clamp(min=0))
+    is_prediction = (y != -1).cpu().double()
+    losses = -(values.view_as(y).cpu() * is_prediction)
+    return torch.stack((losses.sum(dim=1), is_prediction.sum(dim=1)), dim=1)
+
+
+def standard_error(sums, counts):
+    """The standard error of sums.sum() / counts.sum() over windows, of which longer ones weigh more.
+
+    None for a single window.
+    """
+    if len(sums) < 2:
+        return None
+    residuals = sums - counts * (sums.sum() / counts.sum())
+    return float(residuals.std(ddof=1) * math.sqrt(len(residuals)) / counts.sum())
+
+
+def mean_of(domains, name):
+    return float(np.mean([entry[name] for entry in domains.values()]))
+
+
+def error_of_mean(domains):
+    """The standard error of the mean over domains; None where a domain has none."""
+    errors = [entry['standard_error'] for entry in domains.values()]
+    if None in errors:
+        return None
+    return math.sqrt(sum(error * error for error in errors)) / len(errors)
+
+
+def difference(report, losses, first_report, first_losses):
+    """{domain or 'mean': loss and standard error} of a run minus those of the first run."""
+    domains = {}
+    for domain, sums in losses.items():
+        differences = sums[:, 0] - first_losses[domain][:, 0]
+        first_loss = first_report['domains'][domain]['loss']
+        domains[domain] = {
+            'loss': report['domains'][domain]['loss'] - first_loss,
+            'standard_error': standard_error(differences, sums[:, 1]),
+        }
+    mean = {
+        'loss': report['mean']['loss'] - first_report['mean']['loss'],
+        'standard_error': error_of_mean(domains),
+    }
+    return {**domains, 'mean': mean}
+
+
+# --- zero-shot tasks -----------------------------------------------------------------------------
+
+
+def evaluate_tasks(runs, settings, machine):
+    """Zero-shot scores of several runs: (a dict for JSON, {run: the harness's samples}).
+
+    The dict has the provenance, and under 'runs' the scores of each run: for each of its `tasks`, and
+    as their `average`, the accuracy. Standard errors are over items of one run, not over seeds.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise OSError(
+            'evaluate.py tasks needs lm-evaluation-harness: pip install lm_eval'
+        ) from None
+
+    names = settings.tasks.split(',')
+    limit = settings.limit or None
+    manager = TaskManager()
+    reports, samples = {}, {}
+    for run in map(str, runs):
         model, tokenizer, checkpoint = load_run(run)
-        if checkpoint is None and not settings.dataset:
-            raise ValueError(f'{run} is not a run of train.py: say which --dataset')
-        dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
-        if dataset.meta['tokenizer']['sha256'] != tokenizer.sha256:
-            raise ValueError(f'{run} was trained with another tokenizer than that of {dataset.folder}')
-        if machine.is_first:
-            dataset.verify()
-        losses = domain_losses(model.to(machine.device), dataset, settings, machine, str(run))
-        splits, domains = dataset.meta['splits']['validation'], {}
-        for domain, sums in losses.items():
-            total, tokens = sums.sum(axis=0)
-            domains[domain] = {
-                'loss': total / tokens, 'standard_error': standard_error(*sums.T),
-                'bits_per_byte': total / math.log(2) / splits[domain]['bytes'], 'tokens': int(tokens)}
-        means = {key: float(np.mean([d[key] for d in domains.values()])) for key in ('loss', 'bits_per_byte')}
-        reports[str(run)] = {'domains': domains, 'mean': {**means, 'standard_error': error_of_mean(domains)},
-                             'dataset': str(dataset.folder), 'step': checkpoint and checkpoint['step'],
-                             'block_size': model.config.block_size, 'paper': paper_size(model.config)}
-        windows[str(run)] = losses
-        first = next(iter(reports))
-        same = all(reports[first][key] == reports[str(run)][key] for key in ('dataset', 'block_size'))
-        if str(run) != first and same:
-            differences = {}  # window by window: most of the spread is common to all runs
-            for domain, sums in losses.items():
-                differences[domain] = {
-                    'loss': domains[domain]['loss'] - reports[first]['domains'][domain]['loss'],
-                    'standard_error': standard_error(sums[:, 0] - windows[first][domain][:, 0], sums[:, 1])}
-            reports[str(run)]['minus_first'] = {**differences, 'mean': {
-                'loss': means['loss'] - reports[first]['mean']['loss'], 'standard_error': error_of_mean(differences)}}
-    return {**provenance(machine), 'runs': reports}
+        lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                tasks = harness_tasks(names, settings.data_dir, folder, manager)
+            except ConnectionError as error:
+                reason = ' '.join(str(error).split())[:200]
+                raise OSError(
+                    f'cannot get {settings.tasks} from the hub ({reason}); give local files with '
+                    '--data_dir'
+                ) from error
+            output = simple_evaluate(lm, tasks=tasks, limit=limit, task_manager=manager)
+
+        samples[run] = output['samples']
+        scores = {name: task_scores(output, name) for name in names}
+        reports[run] = {
+            'tasks': scores,
+            'average': mean_of(scores, 'acc'),
+            'step': checkpoint['step'] if checkpoint else None,
+            'block_size': model.config.block_size,
+        }
+    numbers = {
+        **provenance(machine),
+        'standard_errors': TASK_ERRORS,
+        'limit': settings.limit,
+        'data': Path(settings.data_dir).name if settings.data_dir else 'hub',
+        'runs': reports,
+    }
+    return numbers, samples
 
 
-def print_losses(numbers):
-    reports = numbers['runs']
-    print('\n| domain | ' + ' | '.join(
-        run + ('' if r['step'] is None else f', step {r["step"]:,}') + ' | bits/byte'
-        + (' | minus first' if 'minus_first' in r else '') for run, r in reports.items()) + ' |')
-    print('|---|' + ''.join('---:|' * (3 if 'minus_first' in r else 2) for r in reports.values()))
-    domains = list(dict.fromkeys(domain for r in reports.values() for domain in r['domains']))
-    for domain in [*domains, 'mean']:
-        cells = []
-        for r in reports.values():
-            d = r['mean'] if domain == 'mean' else r['domains'].get(domain, {})
-            cells += [pm(d.get('loss'), d.get('standard_error')), pm(d.get('bits_per_byte'), None)]
-            if 'minus_first' in r:
-                cells.append(pm(r['minus_first'][domain]['loss'], r['minus_first'][domain]['standard_error'], '+'))
-        print(f'| {domain} | ' + ' | '.join(cells) + ' |')
-    for run, r in reports.items():
-        if r['paper'] in TABLE_5:
-            print(f'{run}: the paper has {TABLE_5[r["paper"]]} for {" ".join(r["paper"])} (Table 5), after 20B tokens')
-
-
-def pm(value, error, sign='', digits=4):
-    return 'n/a' if value is None else f'{value:{sign}.{digits}f}' + ('' if error is None else f' ± {error:.{digits}f}')
-
-
-# --- zero-shot tasks -------------------------------------------------------------------------------------------------
-
-def read_items(task, data_dir):
-    """A task's items from its published files, as rows of the dataset that the harness's definition of it reads."""
-    names, whole = FILES[task]
-    columns = []
-    for name in names:
-        path = Path(data_dir, task, name)
-        if not path.is_file():
-            raise FileNotFoundError(f'there is no {path}: --data_dir needs {", ".join(f"{task}/{n}" for n in names)}')
-        columns.append([line for line in path.read_text(errors='replace').split('\n') if line.strip()])
-        if len(columns[-1]) != whole:
-            raise ValueError(f'{path} has {len(columns[-1])} lines, the set {whole}: half a download?')
-    rows = []
-    for item, (line, *labels) in enumerate(zip(*columns, strict=True), 1):
-        try:
-            rows.append(to_row(task, json.loads(line), *labels))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f'{" or ".join(str(Path(data_dir, task, name)) for name in names)}, item {item}: '
-                             f'half a download, or laid out otherwise ({type(error).__name__}: {error})') from None
-    return rows
-
-
-def to_row(task, r, label=None):
-    """An item, and its label where that has a file of its own, as a row. ValueError without a right answer."""
-    if task == 'hellaswag':  # preprocessed as the harness does, but for the case of the context's second half
-        row = {'ctx_a': r['ctx'], 'ctx_b': '', 'activity_label': r['activity_label'], 'endings': r['endings'],
-               'label': str(r['label'])}
-        answer, allowed = row['label'], [str(n) for n in range(len(r['endings']))]
-    elif task == 'piqa':
-        row = {**{key: r[key] for key in ('goal', 'sol1', 'sol2')}, 'label': int(label)}
-        answer, allowed = row['label'], [0, 1]
-    elif task == 'winogrande':
-        row = {key: r[key] for key in ('sentence', 'option1', 'option2', 'answer')}
-        answer, allowed = row['answer'], ['1', '2']
-    else:
-        question, choices = 'question_stem' if task == 'openbookqa' else 'question', r['question']['choices']
-        row = {question: r['question']['stem'], 'answerKey': r['answerKey'],
-               'choices': {key: [choice[key] for choice in choices] for key in ('text', 'label')}}
-        answer, allowed = row['answerKey'], row['choices']['label']
-    if answer not in allowed:
-        raise ValueError(f'the answer {answer!r} is not one of {allowed}')
-    return row
-
-
-def harness_tasks(names, data_dir, folder, manager=None):
-    """The harness's tasks; with a data_dir its definitions, on the rows of local files, which go through `folder`."""
-    import datasets
-    from lm_eval.tasks import TaskManager
-    datasets.disable_progress_bars()
-    manager = manager or TaskManager()
-    if unknown := [name for name in names if name not in manager.task_index]:
-        raise ValueError(f'lm-evaluation-harness has no task {", ".join(unknown)}')
-    specs = names
-    if data_dir:
-        specs = [str(Path(folder, f'{name}.yaml')) for name in names]
-        for name, spec in zip(names, specs, strict=True):
-            rows = Path(folder, f'{name}.jsonl')
-            rows.write_text(''.join(json.dumps(row) + '\n' for row in read_items(name, data_dir)))
-            Path(spec).write_text(json.dumps({  # JSON is YAML
-                'include': str(manager.task_index[name].yaml_path), 'dataset_path': 'json', 'dataset_name': None,
-                'dataset_kwargs': {'data_files': dict.fromkeys(('train', 'validation', 'test'), str(rows)),
-                                   'cache_dir': str(folder)}}))
-    tasks = manager.load(specs)['tasks']
-    if set(tasks) != set(names):
-        raise ValueError(f'tasks={",".join(names)} names a group; name its tasks: {", ".join(tasks)[:200]}')
-    return list(tasks.values())
+def task_scores(output, name):
+    """What the harness says of one task, and what guessing would score there."""
+    choices = [len(sample['arguments']) for sample in output['samples'][name]]
+    scores = {'items': len(choices), 'chance': float(np.mean([1 / n for n in choices]))}
+    for metric in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr'):
+        value = output['results'][name].get(f'{metric},none')
+        if isinstance(value, float):  # the error of a single item is 'N/A'
+            scores[metric] = value
+    return scores
 
 
 def make_lm(model, tokenizer, settings, machine):
-    """The model as the harness's LM. Contexts longer than block_size lose their left, as in its own wrapper."""
+    """The model as the harness's LM."""
     from lm_eval.api.model import TemplateLM
 
     class LM(TemplateLM):
@@ -292,30 +312,11 @@ def make_lm(model, tokenizer, settings, machine):
         def tok_encode(self, string, add_special_tokens=None, **_):
             return tokenizer.encode(string).tolist()
 
-        @torch.no_grad()
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-            T = model.config.block_size
-            texts = [(context + continuation)[-(T + 1):] for _, context, continuation in requests]
-            scored = [min(len(request[2]), len(text) - 1) for request, text in zip(requests, texts, strict=True)]
-            order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # the largest batch first
-            answers = [None] * len(texts)
-            for first in tqdm(range(0, len(order), settings.batch_size), disable=disable_tqdm, unit='batch'):
-                batch = order[first:first + settings.batch_size]
-                idx = torch.zeros((len(batch), max(1, len(texts[batch[0]]) - 1)), dtype=torch.int64)
-                for i, n in enumerate(batch):
-                    idx[i, :len(texts[n]) - 1] = torch.tensor(texts[n][:-1])
-                ends, counts = [len(texts[n]) - 1 for n in batch], [scored[n] for n in batch]
-                targets = [token for n in batch for token in texts[n][len(texts[n]) - scored[n]:]]
-                targets = torch.tensor(targets, dtype=torch.int64, device=machine.device)
-                with machine.autocast():
-                    hidden = hidden_states(model, idx.to(machine.device))
-                    hidden = torch.cat([hidden[i, end - count:end] for i, (end, count) in enumerate(zip(
-                        ends, counts, strict=True))])
-                    values, hits = log_probabilities(model, hidden, targets, tokenizer.n_vocab)
-                values, hits = values.double().cpu().split(counts), hits.cpu().split(counts)
-                for n, value, hit in zip(batch, values, hits, strict=True):
-                    answers[n] = value.sum().item(), bool(hit.all())
-            return answers
+            pairs = [(context, continuation) for _, context, continuation in requests]
+            return score_continuations(
+                model, pairs, tokenizer.n_vocab, settings.batch_size, machine, disable_tqdm
+            )
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             raise NotImplementedError('perplexity of texts: evaluate.py loss')
@@ -326,89 +327,143 @@ def make_lm(model, tokenizer, settings, machine):
     return LM()
 
 
-def evaluate_tasks(runs, settings, machine):
-    """Table 1's numbers of several runs, as a dict for JSON; with the harness's samples apart: (numbers, samples)."""
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise OSError('evaluate.py tasks needs lm-evaluation-harness: pip install lm_eval') from None
-    names = settings.tasks.split(',')
-    if settings.data_dir and (unknown := [name for name in names if name not in FILES]):
-        raise ValueError(f'no local form of {", ".join(unknown)} is known; there are {", ".join(FILES)}')
-    reports, samples, manager = {}, {}, TaskManager()
-    for run in runs:
-        model, tokenizer, checkpoint = load_run(run)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                tasks = harness_tasks(names, settings.data_dir, folder, manager)
-            except ConnectionError as error:
-                raise OSError(f'cannot get {settings.tasks} from the hub ({" ".join(str(error).split())[:200]}); give '
-                              'local files: --data_dir') from error
-            found = simple_evaluate(make_lm(model.to(machine.device), tokenizer, settings, machine), tasks=tasks,
-                                    limit=settings.limit or None, task_manager=manager)
-        scores = {}
-        for name in names:
-            result, choices = found['results'][name], [len(s['arguments']) for s in found['samples'][name]]
-            scores[name] = {'items': len(choices), 'chance': float(np.mean([1 / n for n in choices])),
-                            **{key: value for key in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr')
-                               if isinstance(value := result.get(f'{key},none'), float)}}  # one item's error is 'N/A'
-        reports[str(run)] = {'tasks': scores, 'average': float(np.mean([score['acc'] for score in scores.values()])),
-                             'step': checkpoint and checkpoint['step'], 'block_size': model.config.block_size,
-                             'paper': paper_size(model.config)}
-        samples[str(run)] = found['samples']
-    data = Path(settings.data_dir).name if settings.data_dir else 'hub'
-    return {**provenance(machine), 'limit': settings.limit, 'data': data, 'runs': reports}, samples
+def score_continuations(model, pairs, n_vocab, batch_size, machine, silent=False):
+    """[(log-probability of a continuation, whether each of its tokens is the likeliest)].
+
+    pairs: [(tokens of the context, of the continuation)]. Of texts longer than block_size, the model
+    sees the end, as in the harness's own wrapper.
+    """
+    longest = model.config.block_size + 1
+    texts = [(context + continuation)[-longest:] for context, continuation in pairs]
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # the largest batch first
+    answers = [None] * len(texts)
+    for first in tqdm(range(0, len(order), batch_size), disable=silent, unit='batch'):
+        batch = order[first : first + batch_size]
+        counts = [min(len(pairs[i][1]), len(texts[i]) - 1) for i in batch]
+        scores = score_batch(model, [texts[i] for i in batch], counts, n_vocab, machine)
+        for i, score in zip(batch, scores, strict=True):
+            answers[i] = score
+    return answers
+
+
+@torch.no_grad()
+def score_batch(model, texts, counts, n_vocab, machine):
+    """[(log-probability of the last counts[i] tokens of texts[i], whether each is the likeliest)]."""
+    width = max(1, max(len(text) for text in texts) - 1)
+    idx = torch.zeros((len(texts), width), dtype=torch.int64)
+    targets = []
+    for row, text, count in zip(idx, texts, counts, strict=True):
+        row[: len(text) - 1] = torch.tensor(text[:-1])
+        targets += text[len(text) - count :]
+    targets = torch.tensor(targets, dtype=torch.int64, device=machine.device)
+
+    with machine.autocast():
+        hidden = model.hidden(idx.to(machine.device))
+        ends = []
+        for row, text, count in zip(hidden, texts, counts, strict=True):
+            end = len(text) - 1
+            ends.append(row[end - count : end])
+        values, hits = log_probabilities(model, torch.cat(ends), targets, n_vocab)
+
+    values = values.double().cpu().split(counts)
+    hits = hits.cpu().split(counts)
+    return [(value.sum().item(), bool(hit.all())) for value, hit in zip(values, hits, strict=True)]
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def print_losses(numbers):
+    """A Markdown table: a row per domain, and per run its loss, bits per byte and difference."""
+    reports = numbers['runs'].values()
+    head = ['domain']
+    for run, report in numbers['runs'].items():
+        step = report['step']
+        head.append(run if step is None else f'{run}, step {step:,}')
+        head.append('bits/byte')
+        if 'minus_first' in report:
+            head.append('minus first')
+
+    rows = []
+    domains = dict.fromkeys(domain for report in reports for domain in report['domains'])
+    for domain in [*domains, 'mean']:
+        row = [domain]
+        for report in reports:
+            entry = report['mean'] if domain == 'mean' else report['domains'].get(domain, {})
+            row.append(pm(entry.get('loss'), entry.get('standard_error')))
+            row.append(pm(entry.get('bits_per_byte'), None))
+            if 'minus_first' in report:
+                entry = report['minus_first'][domain]
+                row.append(pm(entry['loss'], entry['standard_error'], '+'))
+        rows.append(row)
+    print_table(head, rows)
+    print(f'\n±: standard errors {LOSS_ERRORS}.')
 
 
 def print_tasks(numbers):
+    """A Markdown table: a column per task, two rows per run, and what guessing would score."""
     reports = numbers['runs']
-    first = next(iter(reports.values()))['tasks']
+    tasks = next(iter(reports.values()))['tasks']
+    rows = []
+    for run, report in reports.items():
+        for metric in ('acc', 'acc_norm'):
+            row = [f'{run}, {metric}']
+            for scores in report['tasks'].values():
+                text = ''  # winogrande has no acc_norm
+                if metric in scores:
+                    text = pm(scores[metric], scores.get(f'{metric}_stderr'), digits=3)
+                row.append(text)
+            row.append(pm(report['average'], None, digits=3) if metric == 'acc' else '')
+            rows.append(row)
+    chances = [scores['chance'] for scores in tasks.values()]
+    chances.append(mean_of(tasks, 'chance'))
+    rows.append(['chance', *(pm(chance, None, digits=3) for chance in chances)])
 
-    def line(name, cells, average):
-        print(f'| {name} | ' + ' | '.join(cells) + f' | {average} |')
+    print_table(['', *tasks, 'average'], rows)
+    print(f'\n±: standard errors {TASK_ERRORS}.')
+    if 'hellaswag' in tasks and numbers['data'] != 'hub':
+        advice = 'comparable with other programs on the same file only'
+        print(f'HellaSwag from a preprocessed file: {advice}.')
 
-    print('\n| | ' + ' | '.join(first) + ' | average |\n|---|' + '---:|' * (len(first) + 1))
-    for run, r in reports.items():
-        scores = r['tasks'].values()
-        for key, average in (('acc', f'{r["average"]:.3f}'), ('acc_norm', '')):
-            line(f'{run}, {key}', [pm(s[key], s.get(f'{key}_stderr'), digits=3) if key in s else '' for s in scores],
-                 average)
-        values, average = TABLE_1.get((*(r['paper'] or ()), r['block_size']), ((), None))
-        if average:
-            paper = dict(zip(TASKS, values, strict=True))
-            line('the paper, ' + ' '.join(r['paper']),
-                 [f'{paper[name]:.3f}' if paper.get(name) else '' for name in first],
-                 average if set(first) == set(TASKS) else '')
-    line('chance', [f'{s["chance"]:.3f}' for s in first.values()],
-         f'{np.mean([s["chance"] for s in first.values()]):.3f}')
-    if 'hellaswag' in first and numbers['data'] != 'hub':
-        print('\nHellaSwag from a preprocessed file: comparable with other programs on the same file only.')
+
+def print_table(head, rows):
+    print()
+    print('| ' + ' | '.join(head) + ' |')
+    print('|---|' + '---:|' * (len(head) - 1))
+    for row in rows:
+        print('| ' + ' | '.join(row) + ' |')
+
+
+def pm(value, error, sign='', digits=4):
+    """'1.8145 ± 0.0033', without an error '1.8145', without a value 'n/a'."""
+    if value is None:
+        return 'n/a'
+    text = f'{value:{sign}.{digits}f}'
+    return text if error is None else f'{text} ± {error:.{digits}f}'
 
 
 def main():
     with one_line_errors(ValueError, OSError):
-        mode = sys.argv[1] if len(sys.argv) > 1 else ''
-        if mode not in ('loss', 'tasks'):
-            print(__doc__.strip())
-            sys.exit(0 if mode in ('--help', '-h') else 2)
+        modes = {'loss': (LossConfig,), 'tasks': (TasksConfig,)}
+        mode, (settings,) = choose(modes, __doc__, plain='runs')
         if mode == 'tasks' and int(os.environ.get('WORLD_SIZE', 1)) > 1:
-            raise ValueError('evaluate.py tasks is one process, on one device: start it without torchrun')
-        options = [argument for argument in sys.argv[2:] if argument.startswith('-')]
-        (settings,) = configure(LossConfig if mode == 'loss' else TasksConfig, argv=options)
-        runs = [settings.out_dir, *(argument for argument in sys.argv[2:] if not argument.startswith('-'))]
-        machine = settings.machine()
+            raise ValueError(
+                'evaluate.py tasks is one process, on one device: start it without torchrun'
+            )
+        machine = Machine(settings.device, settings.dtype)
+
     with one_line_errors(ValueError, OSError, everywhere=True):
         if mode == 'loss':
-            numbers = compare_losses(runs, settings, machine)
+            numbers = compare_losses(settings.all_runs(), settings, machine)
+            show = print_losses
         else:
-            numbers, _ = evaluate_tasks(runs, settings, machine)
+            numbers, _ = evaluate_tasks(settings.all_runs(), settings, machine)
+            show = print_tasks
         if machine.is_first:
             if settings.out:
                 Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
-            (print_losses if mode == 'loss' else print_tasks)(numbers)
-    if machine.distributed:
-        torch.distributed.destroy_process_group()
+            show(numbers)
+    machine.close()
 
 
 if __name__ == '__main__':

@@ -1,0 +1,62 @@
+"""Runs of small models on random bytes, for the tests of evaluate.py."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from conftest import write_dataset
+from programs import BYTES, ours
+from runs import good, load
+
+# 257 ids and a padding.
+SIZE = dict(n_layer=2, n_head=2, n_embd=32, n_inner=0, block_size=32, vocab_size=272)
+RESFORMER = dict(v_residual=True)
+
+
+def random_model(**changes):
+    """A model whose predictions are far from uniform."""
+    return ours(**{**SIZE, **changes})
+
+
+def write_byte_dataset(folder, validation, encoder=BYTES):
+    """A dataset of random ids of a tokenizer. validation: {domain: number of tokens}"""
+    splits = {'train': {'A': 5000}, 'validation': validation}
+    meta = write_dataset(folder, splits, n_vocab=encoder.n_vocab)
+    meta['tokenizer'] = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab')}
+    for i, entry in enumerate(meta['splits']['validation'].values()):
+        entry['bytes'] = 3 * entry['tokens'] + i
+    (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+def train_once():
+    """Train a run of one step on data/bytes. Returns its checkpoint.
+
+    The domains of data/bytes end with a short window, with none, and with one of one prediction; two
+    domains of data/short have a single window.
+    """
+    write_byte_dataset(Path('data/bytes'), {'A': 700, 'B': 321, 'C': 130})
+    write_byte_dataset(Path('data/short'), {'A': 700, 'B': 21, 'C': 2})
+    good('out/trained', **SIZE, dataset='bytes', max_iters=1, save_steps=())
+    return load('out/trained/ckpt.pt')
+
+
+def write_run(checkpoint, name, dataset='bytes', **changes):
+    """The same run with the weights of random_model(**changes). Returns its out_dir."""
+    model = random_model(**changes)
+    folder = Path('out', name)
+    folder.mkdir(exist_ok=True)
+    new = {
+        'model': model.state_dict(),
+        'model_config': asdict(model.config),
+        'settings': {**checkpoint['settings'], 'dataset': dataset},
+    }
+    torch.save({**checkpoint, **new}, folder / 'ckpt.pt')
+    return str(folder)
+
+
+def table(text):
+    """The cells of the table in a program's output."""
+    rows = [line[1:-1].split('|') for line in text.splitlines() if line.startswith('|')]
+    assert len({len(row) for row in rows}) == 1, text
+    return [[cell.strip() for cell in row] for row in rows]
