@@ -679,10 +679,11 @@ def evaluate_tasks(settings):
 def main():
     with one_line_errors(ValueError, OSError):  # alike on every process
         settings, config = configure(TrainConfig, GPTConfig)
-        machine = Machine(settings.device, settings.dtype, settings.backend, tf32=True)
+        machine = Machine(settings.device, settings.dtype, backend='', tf32=True)
         micro_steps = share_of_micro_steps(settings, machine)
         if settings.compile:
             check_compiler(machine)
+        machine.join(settings.backend)
     errors = one_line_errors(ValueError, OSError, FloatingPointError, everywhere=True)
     with errors, contextlib.ExitStack() as closing:
         interrupted = train(settings, config, machine, micro_steps, closing)

@@ -1,0 +1,1 @@
+"""The parts of compare.py: a plan, its trainings, their numbers, the verdict and the report."""

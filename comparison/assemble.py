@@ -1,0 +1,346 @@
+"""
+From runs to everything that a report shows: losses, verdicts, domains, costs and curves, as one dict.
+
+compare_plan() is for a plan and its runs, compare_runs() for runs that exist without one.
+"""
+
+import os
+import re
+import statistics
+from pathlib import Path
+
+from comparison import measures
+from comparison.plan import Run, decisive_settings, parse_contrasts, same_value
+from comparison.results import read_state
+from comparison.verdict import describe, judge, paired_differences, worth_of_cost
+from model import GPTConfig
+from train import TrainConfig
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def compare_plan(plan, results, record, timing):
+    """Everything the report shows of a planned comparison.
+
+    record: what plan.json holds. timing: from measures.measure_steps(), or None.
+    """
+    arms = {name: planned_arm(plan, results, name) for name in plan.arms}
+    incomplete = {}
+    for ours, theirs in plan.contrasts:
+        reason = why_incomplete(arms, ours, theirs, len(plan.options.seeds))
+        if reason:
+            incomplete[f'{ours}-{theirs}'] = reason
+    comparison = assemble(arms, plan.contrasts, incomplete, timing)
+
+    states = {run.name: results.state(run) for run in results.all_runs()}
+    sweeps = {}
+    if plan.options.rates:
+        sweeps = {arm: results.tune(arm) for arm in plan.arms}
+    waiting = any(state.kind in ('missing', 'unfinished') for state in states.values())
+    ladder = ladder_losses(results, arms[plan.baseline])
+    for arm in comparison['arms'].values():
+        arm['worth_of_cost'] = worth_of_cost(arm['ratio'], ladder) if arm['ratio'] else None
+    return comparison | {
+        'title': plan.folder.name,
+        'plan': record,
+        'tuning': sweeps,
+        'equal': plan.options.equal,
+        'problems': problems(states),
+        'finished': not waiting,
+        'seconds': sum(measures.seconds_of(state.entries) for state in states.values()),
+        'provenance': origins(states.values()),
+    }
+
+
+def planned_arm(plan, results, name):
+    """What assemble() needs to know of an arm."""
+    rate = results.rate(name)
+    example = Run(name, rate or 1.0, plan.options.seeds[0])
+    runs = results.test_runs(name)
+    return {
+        'words': ' '.join(plan.arms[name].words),
+        'from_files': plan.arms[name].from_files,
+        'settings': plan.settings_of(example),
+        'rate': rate,
+        'states': {seed: results.state(run) for seed, run in runs.items()},
+        'cost': measures.of_model(plan.configs(example)[1]),
+    }
+
+
+def ladder_losses(results, baseline):
+    """{steps: mean loss} of the baseline's runs of different lengths that have all finished."""
+    states = {baseline['settings']['max_iters']: list(baseline['states'].values())}
+    for steps, runs in results.ladder_runs().items():
+        states[steps] = [results.state(run) for run in runs.values()]
+    ladder = {}
+    for steps, each in states.items():
+        if each and all(state.kind == 'finished' for state in each):
+            ladder[steps] = statistics.fmean(state.loss for state in each)
+    return ladder
+
+
+def why_incomplete(arms, ours, theirs, seeds):
+    """Why a contrast has no verdict yet; '' where every test seed of both arms has finished."""
+    for name in (ours, theirs):
+        if not arms[name]['states']:
+            return f'the learning rate of {name} is not known yet'
+        for seed, state in arms[name]['states'].items():
+            if state.kind in ('failed', 'diverged', 'damaged', 'foreign'):
+                return f'{name} with seed {seed} is {state.kind}: {state.detail}'
+    complete = 0
+    for seed in arms[ours]['states']:
+        complete += all(arms[name]['states'][seed].kind == 'finished' for name in (ours, theirs))
+    return f'{complete} of {seeds} seeds have finished' if complete < seeds else ''
+
+
+def assemble(arms, contrasts, incomplete, timing):
+    """Losses, verdicts, domains, costs and curves of arms, {name: see planned_arm()}.
+
+    incomplete: {contrast: why it has no verdict}.
+    """
+    losses = {name: losses_of(arm, 'mean') for name, arm in arms.items()}
+    differences, domains = {}, {}
+    for ours, theirs in contrasts:
+        key = f'{ours}-{theirs}'
+        differences[key] = paired_differences(losses[ours], losses[theirs])
+        domains[key] = {}
+        for domain in domains_of(arms):
+            pair = [losses_of(arms[name], domain) for name in (ours, theirs)]
+            domains[key][domain] = describe(paired_differences(*pair))
+    verdicts = judge(differences, incomplete)
+    for ours, theirs in contrasts:
+        verdicts[f'{ours}-{theirs}'] |= {'ours': ours, 'theirs': theirs}
+
+    baseline = next(iter(arms))
+    table = {}
+    for name, arm in arms.items():
+        step_time = measures.step_time(timing, name, baseline)
+        table[name] = {**arm_numbers(arm, losses[name]), **step_time}
+    return {
+        'baseline': baseline,
+        'arms': table,
+        'contrasts': verdicts,
+        'domains': domains,
+        'timing': timing,
+        'evaluation': describe_evaluation(arms[baseline]['settings']),
+        'settings': settings_that_differ(arms),
+        'curves': measures.relative(arms, table, baseline),
+        'norms': measures.gradient_norms(arms),
+    }
+
+
+def losses_of(arm, domain):
+    """{seed: validation loss} of the runs that have finished; domain: or 'mean'."""
+    losses = {}
+    for seed, state in arm['states'].items():
+        if domain in state.losses:
+            losses[seed] = state.losses[domain]
+    return losses
+
+
+def domains_of(arms):
+    names = {}
+    for arm in arms.values():
+        for state in arm['states'].values():
+            names |= state.losses
+    return [name for name in names if name != 'mean']
+
+
+def arm_numbers(arm, losses):
+    """An arm's line in the tables."""
+    settings, values = arm['settings'], list(losses.values())
+    rows = settings['gradient_accumulation_steps'] * settings['batch_size']
+    return {
+        'words': arm['words'],
+        'from_files': arm.get('from_files', {}),
+        'rate': arm['rate'],
+        'steps': settings['max_iters'],
+        'tokens_per_step': rows * settings['block_size'],
+        'losses': losses,
+        'mean': statistics.fmean(values) if values else None,
+        'sd': statistics.stdev(values) if len(values) > 1 else None,
+        'cost': arm['cost'],
+        **measures.trouble(arm['states'].values()),
+    }
+
+
+def settings_that_differ(arms):
+    """{setting: {arm: value}}."""
+    rates_are_known = all(arm['rate'] is not None for arm in arms.values())
+    names = set(next(iter(arms.values()))['settings']) - {'seed'}
+    if not rates_are_known:
+        names -= {'learning_rate', 'min_lr'}
+    result = {}
+    for name in sorted(names):
+        values = {arm: data['settings'][name] for arm, data in arms.items()}
+        first = next(iter(values.values()))
+        if not all(same_value(value, first) for value in values.values()):
+            result[name] = values
+    return result
+
+
+def describe_evaluation(settings):
+    iters = settings['eval_iters']
+    if not iters:
+        return 'on the whole validation split'
+    rows = iters * settings['batch_size']
+    length = settings['block_size']
+    return f'on up to {rows:,} sequences of {length:,} tokens per domain (eval_iters={iters})'
+
+
+def problems(states):
+    """{run: what is wrong with it}, for those that will not simply finish."""
+    texts = {}
+    for name, state in states.items():
+        if state.kind in ('failed', 'damaged', 'foreign', 'diverged'):
+            texts[name] = f'{state.kind}: {state.detail}'
+    return texts
+
+
+def origins(states):
+    """{fact: values} of what the runs were made with, from their config.json."""
+    facts = {}
+    for state in states:
+        for name in ('commit', 'device', 'cpu', 'threads', 'dtype', 'world_size', 'torch', 'load'):
+            value = state.config.get(name)
+            if value is not None:
+                values = facts.setdefault(name, [])
+                values += [value] if value not in values else []
+    return {name: sorted(values, key=str) for name, values in facts.items()}
+
+
+# --- runs that exist ------------------------------------------------------------------------------
+
+
+def group_runs(folders):
+    """Runs whose settings differ in the seed alone: {arm: {'settings', 'states': [State]}}."""
+    defaults = decisive_settings(TrainConfig(), GPTConfig())
+    del defaults['seed']
+    groups = []
+    for folder in folders:
+        if not Path(folder, 'log.jsonl').exists():
+            raise FileNotFoundError(f'{folder} is not a run: it has no log.jsonl')
+        state = read_state(Path(folder))
+        if not state.config:
+            raise ValueError(f'{folder}: {state.detail}')
+        # A setting that config.json lacks came later, with a default that changed nothing.
+        settings = {name: state.config.get(name, value) for name, value in defaults.items()}
+        group = next((group for group in groups if group['settings'] == settings), None)
+        if not group:
+            group = {'settings': settings, 'states': []}
+            groups.append(group)
+        group['states'].append(state)
+
+    if len(groups) < 2:
+        raise ValueError('these runs differ in nothing but their seeds: nothing to compare')
+    arms = {}
+    for group in groups:
+        arms[group_name(group['states'], arms)] = group
+    return arms
+
+
+def group_name(states, others):
+    """What the names of a group's folders have in common, without the seed at their end."""
+    names = [state.folder.resolve().name for state in states]
+    common = names[0]
+    if len(names) > 1:
+        common = os.path.commonprefix(names).rstrip('0123456789')
+        common = re.sub(r'[_-]?(seed|s)?$', '', common)
+    choices = [re.sub(r'[_-](seed|s)?\d+$', '', common), names[0], str(states[0].folder)]
+    for choice in choices:
+        if choice and choice not in others:
+            return choice
+    return f'{names[0]} {len(others) + 1}'
+
+
+def compare_runs(options):
+    """Everything the report shows of runs that exist; options: a CompareConfig."""
+    groups = group_runs(options.runs)
+    base = next(iter(groups.values()))['settings']
+    arms = {name: existing_arm(group, base) for name, group in groups.items()}
+    contrasts = parse_contrasts(options.contrasts, arms)
+    incomplete = {}
+    for ours, theirs in contrasts:
+        reason = why_incomparable(arms, ours, theirs)
+        if reason:
+            incomplete[f'{ours}-{theirs}'] = reason
+
+    seconds = {}
+    for name, arm in arms.items():
+        seconds[name] = measures.logged_seconds(arm['states'].values())
+    timing = {'how': 'as logged in each run, not in turns', 'seconds': seconds}
+    states = [state for group in groups.values() for state in group['states']]
+    return assemble(arms, contrasts, incomplete, timing) | {
+        'title': default_title(options),
+        'plan': None,
+        'tuning': {},
+        'equal': 'steps',
+        'problems': existing_problems(groups, arms),
+        'finished': True,
+        'seconds': sum(measures.seconds_of(state.entries) for state in states),
+        'provenance': origins(states),
+    }
+
+
+def existing_arm(group, base):
+    """What assemble() needs to know of an arm; see planned_arm(). base: the baseline's settings."""
+    settings, states = group['settings'], {}
+    for state in group['states']:
+        states.setdefault(state.config['seed'], state)
+    words = []
+    for name, value in settings.items():
+        if not same_value(value, base[name]):
+            words.append(f'{name}={value}')
+    return {
+        'words': ' '.join(words),
+        'settings': settings,
+        'rate': settings['learning_rate'],
+        'states': states,
+        'cost': measures.of_model(model_config(settings, group['states'][0].folder)),
+    }
+
+
+def existing_problems(groups, arms):
+    """{folder: what is wrong with it}: what problems() names, and what is left out."""
+    texts = {}
+    for name, group in groups.items():
+        for state in group['states']:
+            folder, seed = str(state.folder), state.config['seed']
+            texts |= problems({folder: state})
+            if state.kind == 'unfinished':
+                texts[folder] = f'unfinished: {state.detail}'
+            if arms[name]['states'][seed] is not state:
+                texts[folder] = f'left out: another run of {name} has seed {seed}, too'
+    return texts
+
+
+def model_config(settings, folder):
+    names = vars(GPTConfig())
+    try:
+        return GPTConfig(**{name: value for name, value in settings.items() if name in names})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{folder}/config.json: {error}') from error
+
+
+def why_incomparable(arms, ours, theirs):
+    """Why two groups of runs have no verdict, or ''."""
+    a, b = arms[ours]['settings'], arms[theirs]['settings']
+    for name in ('dataset', 'domain_weights', 'block_size', 'eval_iters', 'max_iters'):
+        if not same_value(a[name], b[name]):
+            return f'they differ in {name}: {a[name]!r} and {b[name]!r}'
+    common = arms[ours]['states'].keys() & arms[theirs]['states'].keys()
+    if not common:
+        return 'they have no seed in common'
+    for name in (ours, theirs):
+        for seed in common:
+            state = arms[name]['states'][seed]
+            if state.kind != 'finished':
+                return f'{state.folder} is {state.kind}: {state.detail}'
+    return ''
+
+
+def default_title(options):
+    if options.name:
+        return options.name
+    parents = {Path(run).resolve().parent.name for run in options.runs}
+    return f'{parents.pop()}_runs' if len(parents) == 1 else 'runs'

@@ -1,0 +1,238 @@
+"""
+Many trainings of train.py, side by side: one thread each on a CPU, one GPU (or --gpus) each elsewhere.
+
+Every training is a process of its own with its output in <folder>/train.log. One that fails leaves
+its reason in <folder>/failed.txt, and the others go on. One that is interrupted saves itself, and the
+next start resumes it, because each is started with --init_from=auto.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from files import locked, write_whole
+from machine import INTERRUPTED
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Job:
+    """One training: the arguments of train.py, and the folder to which it writes."""
+
+    name: str
+    arguments: list
+    folder: Path
+    process: subprocess.Popen = field(default=None, repr=False)
+    slot: int = 0
+    log_start: int = 0  # where this attempt begins in train.log
+
+
+def command(arguments, gpus=1):
+    """The words of a shell command that trains with these arguments."""
+    start = ['python']
+    if gpus > 1:
+        # standalone: several of them on one machine must not share a port.
+        torchrun = f'-m torch.distributed.run --standalone --nproc_per_node={gpus}'
+        start += torchrun.split()
+    return [*start, 'train.py', *arguments]
+
+
+def shell_line(arguments, gpus=1):
+    return shlex.join(command(arguments, gpus))
+
+
+def find_slots(device, jobs=0, gpus=1):
+    """The environments of trainings that may run at the same time, [{variable: value}].
+
+    On GPUs, each has `gpus` of them; on a CPU each has one thread. jobs: how many; 0: as many as
+    there are GPUs or cores. Raises ValueError where there are fewer GPUs than asked for.
+    """
+    visible = visible_gpus() if device in ('auto', 'cuda') else []
+    if not visible:
+        if gpus > 1:
+            raise ValueError(f'gpus={gpus}, but torch sees no GPU for device={device}')
+        cores = 1 if device.startswith(('cuda', 'mps')) else os.cpu_count() or 1
+        return [{'OMP_NUM_THREADS': '1'}] * (jobs or cores)
+
+    if gpus > len(visible):
+        raise ValueError(f'gpus={gpus}, but torch sees {len(visible)} of them')
+    slots = []
+    for start in range(0, len(visible) - gpus + 1, gpus):
+        slots.append({'CUDA_VISIBLE_DEVICES': ','.join(visible[start : start + gpus])})
+    return slots[: jobs or None]
+
+
+def visible_gpus():
+    """What CUDA_VISIBLE_DEVICES may list, as strings."""
+    import torch
+
+    listed = os.environ.get('CUDA_VISIBLE_DEVICES')
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = listed.split(',') if listed else [str(i) for i in range(count)]
+    return names[:count]
+
+
+def launch(jobs, slots, gpus=1, tick=lambda running: None):
+    """Train until no job is left.
+
+    jobs: a function that gives those still to be trained, most urgent first. It is called again
+    after each training, because the next may depend on its result; none is tried twice.
+    tick(running): called a few times a second with the jobs under way.
+
+    Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
+    """
+    running, attempts = [], set()
+    queue = list(jobs())
+    try:
+        while True:
+            free = set(range(len(slots))) - {job.slot for job in running}
+            for job in list(queue):
+                if not free:
+                    break
+                if busy_elsewhere(job.folder):
+                    continue
+                queue.remove(job)
+                job.slot = min(free)
+                free.remove(job.slot)
+                attempts.add(job.name)
+                start(job, slots[job.slot], gpus)
+                running.append(job)
+
+            ended = [job for job in running if job.process.poll() is not None]
+            for job in ended:
+                running.remove(job)
+                record(job)
+            if ended or (queue and not running):
+                queue = [job for job in jobs() if job.name not in attempts]
+            tick(running)
+            if not running and not queue:
+                return
+            time.sleep(0.2)
+    except BaseException:
+        stop(running)
+        raise
+
+
+def busy_elsewhere(folder):
+    """Whether another process is training in a folder, such as one left by a killed compare.py."""
+    if not folder.exists():
+        return False
+    try:
+        with locked(folder, 'training in'):
+            return False
+    except OSError:
+        return True
+
+
+def start(job, environment, gpus):
+    job.folder.mkdir(parents=True, exist_ok=True)
+    failure_file(job.folder).unlink(missing_ok=True)
+    words = command(job.arguments, gpus)
+    words[0] = sys.executable
+    words[words.index('train.py')] = str(ROOT / 'train.py')
+
+    # A file, not a pipe, at which a training would die with this process. A session of its own,
+    # so that Ctrl-C in a terminal reaches it once, from here.
+    with open(job.folder / 'train.log', 'a') as log:
+        job.log_start = log.tell()
+        job.process = subprocess.Popen(
+            words,
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def stop(running):
+    """Let each training save itself, and wait for it."""
+    for job in running:
+        job.process.terminate()
+    for job in running:
+        job.process.wait()
+
+
+def failure_file(folder):
+    return folder / 'failed.txt'
+
+
+def record(job):
+    """Keep the reason where a training failed; one that was interrupted is not a failure."""
+    status = job.process.returncode
+    if status in (0, INTERRUPTED, -signal.SIGTERM):
+        return
+    reason = f'exit status {status}'
+    if status < 0:
+        memory = ', perhaps for lack of memory' if status == -signal.SIGKILL else ''
+        reason = f'killed by {signal.Signals(-status).name}{memory}'
+    else:
+        output = (job.folder / 'train.log').read_bytes()[job.log_start :]
+        lines = output.decode(errors='replace').strip().splitlines()
+        if lines:
+            reason = lines[-1].removeprefix('error: ')[:300]
+    write_whole(failure_file(job.folder), reason + '\n')
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def last_step(folder):
+    """The last step that a run's log tells of; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        with open(folder / 'log.jsonl', 'rb') as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 20_000))
+            lines = file.read().split(b'\n')
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                return int(json.loads(line)['step'])
+    return 0
+
+
+class Progress:
+    """One line on the terminal: runs, steps, time left. Where there is no terminal, a line per run."""
+
+    def __init__(self, stream=sys.stderr):
+        self.stream = stream
+        self.is_terminal = stream.isatty()
+        self.begin = time.monotonic()
+        self.first_steps = None
+        self.shown_runs = -1
+        self.last_time = 0.0
+
+    def show(self, runs, all_runs, steps, all_steps, note=''):
+        """runs of all_runs have finished; steps of all_steps have been taken, in runs under way, too."""
+        now = time.monotonic()
+        if self.first_steps is None:
+            self.first_steps = steps
+        too_soon = now - self.last_time < 1
+        if too_soon or (not self.is_terminal and runs == self.shown_runs):
+            return
+        self.last_time, self.shown_runs = now, runs
+
+        left = 'time left unknown'
+        taken = steps - self.first_steps
+        if taken > 0:
+            seconds = (all_steps - steps) * (now - self.begin) / taken
+            left = f'{datetime.timedelta(seconds=round(seconds))} left'
+        blocks = round(20 * steps / max(1, all_steps))
+        bar = '#' * blocks + '.' * (20 - blocks)
+        text = f'[{bar}] {runs} of {all_runs} runs, {steps:,} of {all_steps:,} steps, {left}{note}'
+        if self.is_terminal:
+            self.stream.write(f'\r\033[K{text[:150]}')
+        else:
+            self.stream.write(text + '\n')
+        self.stream.flush()
+
+    def close(self):
+        if self.is_terminal and self.shown_runs >= 0:
+            self.stream.write('\n')

@@ -1,0 +1,303 @@
+"""
+What is measured of arms and their runs: cost, step time, curves, skipped steps.
+
+Nothing here judges: steps of one run are not independent of each other, and verdicts come from
+verdict.py alone.
+"""
+
+import contextlib
+import json
+import math
+import statistics
+import sys
+import time
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from bench import BenchConfig, Row, attempt
+from comparison.verdict import LEAST_SEEDS, t_test
+from files import write_whole
+from levers import Levers, Recipe
+from machine import Machine
+from model import GPT
+
+WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and time for all of them
+POINTS = 150  # of a curve that is drawn
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def of_model(config):
+    """What an arm costs, counted: parameters, training FLOPs a token, bytes of KV cache a token."""
+    with torch.device('meta'):
+        model = GPT(config)
+        cache = model.new_cache(1, config.block_size, torch.float16)
+    return {
+        'parameters': model.num_params(non_embedding=False),
+        'without_embeddings': model.num_params(),
+        'flops_per_token': model.flops_per_token(config.block_size),
+        'cache_bytes_per_token': cache.nbytes / config.block_size,
+    }
+
+
+def measure_steps(configs, path):
+    """Step times of arms on this machine, measured in turns: {'seconds': {arm: [...]}, ...}.
+
+    configs: {arm: (TrainConfig, GPTConfig)}. Kept in `path`: where the same arms were measured on
+    the same machine before, the result is taken from there.
+    """
+    settings = next(iter(configs.values()))[0]
+    machine = Machine(settings.device, settings.dtype, tf32=True)
+    if machine.kind == 'cpu':
+        torch.set_num_threads(1)  # as the runs have
+    about = {'device': machine.name(), 'arms': {name: repr(c) for name, (_, c) in configs.items()}}
+    if path.exists():
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: measured again
+            timing = json.loads(path.read_text())
+            if timing['about'] == about:
+                return timing
+    print(f'measuring the step times of {", ".join(configs)}', file=sys.stderr)
+    seconds, problems, peaks = time_steps(configs, machine)
+    timing = {
+        'how': f'{machine.name()}, measured in turns on one micro-batch',
+        'about': about,
+        'seconds': seconds,
+        'problems': problems,
+        'peak_bytes': peaks,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(timing, indent=1) + '\n')
+    return timing
+
+
+def time_steps(configs, machine):
+    """({arm: [seconds]}, {arm: problem}, {arm: bytes}), by bench.py's rows.
+
+    They take turns, A B C A B C, so that whatever else the machine does hits all arms. One that fails
+    keeps no other from being timed.
+    """
+    torch._dynamo.config.recompile_limit = 64  # to the compiler, all arms are one piece of code
+    rows, batches = [], {}
+    for name, (settings, config) in configs.items():
+        row = Row('vanilla', config)
+        levers = Levers(['checkpointed'] if settings.activation_checkpointing else [])
+        row.name, row.recipe = name, Recipe(name, config, levers)
+        attempt(row, row.build, BenchConfig(**asdict(settings)), machine)
+        rows.append(row)
+        size = (2, settings.batch_size, config.block_size)
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randint(config.vocab_size, size, generator=generator).to(machine.device)
+        batches[name] = tuple(batch)
+
+    start = time.monotonic()
+    for number in range(WARMUP + ROUNDS):
+        for row in rows:
+            attempt(row, row.step, lambda: batches[row.name], number >= WARMUP)  # noqa: B023
+        if number >= WARMUP + 4 and time.monotonic() - start > SECONDS:
+            break
+    seconds = {row.name: [] if row.problem else row.seconds for row in rows}
+    problems = {row.name: row.problem for row in rows if row.problem}
+    for row in rows:
+        row.drop()
+    if machine.kind == 'cuda':
+        torch.cuda.empty_cache()  # the trainings that follow need it
+    return seconds, problems, {row.name: row.peak for row in rows}
+
+
+def step_time(timing, name, baseline):
+    """{'ms': median step, 'ratio': to the baseline's, its 'quartiles', 'peak_bytes'}; None where unknown."""
+    seconds = timing['seconds'] if timing else {}
+    own, other = seconds.get(name), seconds.get(baseline)
+    result = dict.fromkeys(('ms', 'ratio', 'quartiles', 'peak_bytes'))
+    if own:
+        result['ms'] = 1e3 * statistics.median(own)
+        result['peak_bytes'] = timing.get('peak_bytes', {}).get(name)
+    if own and other:
+        result['ratio'] = statistics.median(own) / statistics.median(other)
+        in_turns = 'about' in timing
+        if in_turns and name != baseline:  # round by round
+            ratios = [a / b for a, b in zip(own, other, strict=True)]
+            low, result['ratio'], high = statistics.quantiles(ratios, n=4)
+            result['quartiles'] = [low, high]
+    return result
+
+
+# --- from the logs --------------------------------------------------------------------------------
+
+
+def training(entries):
+    return [entry for entry in entries if entry.get('loss') is not None]
+
+
+def seconds_of(entries):
+    """How long a run has trained, by its log; 0 where that does not tell."""
+    seconds, tokens = 0.0, 0
+    for entry in training(entries):
+        if entry.get('tok_per_s') and entry.get('tokens'):
+            seconds += (entry['tokens'] - tokens) / entry['tok_per_s']
+            tokens = entry['tokens']
+    return seconds
+
+
+def logged_seconds(states):
+    """Median seconds a step of each run."""
+    medians = []
+    for state in states:
+        steps = []
+        for entry in training(state.entries):
+            if entry.get('tok_per_s') and entry.get('tokens'):
+                steps.append(entry['tokens'] / (entry['step'] + 1) / entry['tok_per_s'])
+        if steps:
+            medians.append(statistics.median(steps))
+    return medians
+
+
+def trouble(states):
+    """{'skipped': steps without a finite gradient, 'spikes': of the training loss}, over all runs."""
+    skipped, spikes = 0, 0
+    for state in states:
+        skipped += max((entry.get('skipped') or 0 for entry in state.entries), default=0)
+        spikes += sum(bool(entry.get('spike')) for entry in state.entries)
+    return {'skipped': skipped, 'spikes': spikes}
+
+
+def series(state, name):
+    """(steps, values) of what a run logged while training, as arrays."""
+    pairs = [(e['step'], e[name]) for e in training(state.entries) if e.get(name) is not None]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(steps, dtype=float), np.array(values, dtype=float)
+
+
+def trailing_mean(steps, values):
+    """Means over a fiftieth of the points. Each belongs to its last step: it knows no future."""
+    window = max(1, len(values) // 50)
+    if len(values) <= window:
+        return steps, values
+    means = np.convolve(values, np.ones(window) / window, mode='valid')
+    return steps[window - 1 :], means
+
+
+def logarithmic(steps):
+    """Up to POINTS of a run's steps, evenly spaced on a logarithmic axis."""
+    if len(steps) <= POINTS:
+        return steps
+    marks = np.geomspace(steps[0] + 1, steps[-1] + 1, POINTS) - 1
+    return np.unique(steps[np.searchsorted(steps, marks).clip(max=len(steps) - 1)])
+
+
+def relative(arms, table, baseline):
+    """{arm: curve} of the training loss minus the baseline's of the same seed, smoothed.
+
+    A curve: {'steps', 'seeds': {seed: [...]}, 'mean', 'half': half width of the 95% t interval or
+    None}, and under 'time' and 'flops' the mean at equal cost. Where an arm has another number of
+    steps, both are taken at the same share of their schedules.
+    """
+    base = arms[baseline]
+    smooth = {seed: trailing_mean(*series(s, 'loss')) for seed, s in base['states'].items()}
+    slope = BaselineSlope(smooth.values())
+    curves = {}
+    for name, arm in arms.items():
+        if name == baseline:
+            continue
+        stretch = table[baseline]['steps'] / table[name]['steps']
+        pairs = {}
+        for seed in paired_seeds(arm['states'], base['states']):
+            steps, values = trailing_mean(*series(arm['states'][seed], 'loss'))
+            if len(steps) > 1 and len(smooth[seed][0]) > 1:
+                pairs[seed] = (steps * stretch, values), smooth[seed]
+        if not pairs:
+            continue
+
+        # The steps that all seeds have, of the first one's log.
+        end = min(min(ours[0][-1], theirs[0][-1]) for ours, theirs in pairs.values())
+        begin = max(max(ours[0][0], theirs[0][0]) for ours, theirs in pairs.values())
+        grid = next(iter(pairs.values()))[0][0]
+        marks = logarithmic(grid[(grid >= begin) & (grid <= end)])
+        if len(marks) < 2:
+            continue
+
+        each = {}
+        for seed, (ours, theirs) in pairs.items():
+            each[seed] = np.interp(marks, *ours) - np.interp(marks, *theirs)
+        curves[name] = summary(marks, each)
+        if stretch == 1:
+            curves[name] |= at_equal_cost(marks, curves[name]['mean'], slope, table, name, baseline)
+    return curves
+
+
+def paired_seeds(ours, theirs):
+    """The seeds that have finished in both arms; as long as none has, those that are under way."""
+    both = [seed for seed in ours if seed in theirs]
+    complete = [s for s in both if ours[s].kind == 'finished' and theirs[s].kind == 'finished']
+    return complete or both
+
+
+def summary(marks, each):
+    values = np.array(list(each.values()))
+    half = None
+    if len(values) >= LEAST_SEEDS:
+        half = t_test(values.T)[2].tolist()
+    return {
+        'steps': marks.tolist(),
+        'seeds': {seed: curve.tolist() for seed, curve in each.items()},
+        'mean': values.mean(axis=0).tolist(),
+        'half': half,
+    }
+
+
+def at_equal_cost(marks, mean, slope, table, name, baseline):
+    """The mean curve against the baseline at the step that it reaches for the same time or FLOPs.
+
+    The pairing by batches is kept: the difference at the same step, plus what the baseline changes
+    between that step and the one it reaches, from a line through its mean curve nearby.
+    """
+    flops = [table[arm]['cost']['flops_per_token'] for arm in (name, baseline)]
+    ratios = {'time': table[name]['ratio'], 'flops': flops[0] / flops[1]}
+    result = {}
+    for kind, ratio in ratios.items():
+        if ratio is None:
+            continue
+        inside = (marks > 0) & (marks * ratio <= slope.end)
+        steps = marks[inside]
+        change = np.array([slope.at(step) - slope.at(step * ratio) for step in steps])
+        values = np.array(mean)[inside] + change
+        result[kind] = {'steps': steps.tolist(), 'mean': values.tolist(), 'ratio': ratio}
+    return result
+
+
+class BaselineSlope:
+    """The baseline's mean training loss as a smooth function of the step."""
+
+    def __init__(self, curves):
+        curves = [curve for curve in curves if len(curve[0]) > 1]
+        self.end = min((curve[0][-1] for curve in curves), default=0)
+        if curves:
+            steps = curves[0][0]
+            self.steps = steps[(steps > 0) & (steps <= self.end)]
+            self.values = np.mean([np.interp(self.steps, *curve) for curve in curves], axis=0)
+
+    def at(self, step):
+        """A line through the points within a fifth of the step, over its logarithm."""
+        near = np.abs(np.log(self.steps / step)) <= math.log(1.2)
+        if near.sum() < 3:
+            return float(np.interp(step, self.steps, self.values))
+        slope, level = np.polyfit(np.log(self.steps[near] / step), self.values[near], 1)
+        return float(level)
+
+
+def gradient_norms(arms):
+    """{arm: {'steps', 'mean'}}: the gradient norm, smoothed, mean over seeds."""
+    curves = {}
+    for name, arm in arms.items():
+        seeds = paired_seeds(arm['states'], arm['states'])
+        each = [trailing_mean(*series(arm['states'][seed], 'grad_norm')) for seed in seeds]
+        each = [curve for curve in each if len(curve[0]) > 1]
+        if each:
+            end = min(curve[0][-1] for curve in each)
+            steps = each[0][0]
+            marks = logarithmic(steps[steps <= end])
+            mean = np.mean([np.interp(marks, *curve) for curve in each], axis=0)
+            curves[name] = {'steps': marks.tolist(), 'mean': mean.tolist()}
+    return curves

@@ -1,0 +1,518 @@
+"""
+What a comparison will do, written down before its first result: arms, rates, seeds, and the test.
+
+An arm is a name and settings on top of the config that is given for all: --key=value pairs, config
+files, or both. Of a config file only the wiring counts (every field of GPTConfig that is not its
+shape), so that `resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and
+data; the report says what was taken.
+
+A run is (arm, rate, seed), trained by train.py in out/compare/<name>/<arm>_lr<rate>_seed<seed>.
+plan.json holds all that decides a result, its hash, the commit and the diff of the work tree.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import itertools
+import json
+import math
+import platform
+import re
+import subprocess
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from comparison.verdict import LEVEL, RULE, distributions
+from configurator import configure, read_settings, sort_arguments
+from files import write_whole
+from model import GPTConfig
+from train import INCIDENTAL, TrainConfig
+
+ROOT = Path(__file__).parent.parent
+
+# Settings that compare.py itself chooses.
+CHOSEN = set('seed out_dir init_from eval_only'.split())
+# What all arms have in common, or their losses would be those of different texts.
+COMMON = 'dataset domain_weights block_size eval_iters'.split()
+
+METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
+
+
+@dataclass
+class CompareConfig:
+    arms: str = ''  # 'vanilla; mine: v_residual=True neutreno=0.2; ...': the first is the baseline
+    seeds: int | tuple = 5  # test seeds: 1 to 5, or a tuple of them
+    rates: tuple = ()  # learning rates that every arm tries on the tuning seeds; (): untuned
+    tuning_seeds: tuple = (101, 102)  # none of them may be a test seed
+    contrasts: str = ''  # more of them than each arm against the baseline: 'mine-resformer, a-b'
+    equal: str = 'steps'  # or time, flops: each arm has the steps that fit the baseline's budget
+    baseline_steps: tuple = ()  # also train the baseline this long, to say what extra cost is worth
+    name: str = ''  # its folder in out/compare; '': named for the config or the runs
+    jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
+    gpus: int = 1  # GPUs of each training, by torchrun
+    print: bool = False  # write the commands still to be run, one a line, and train nothing
+    watch: bool = False  # train nothing, and redraw the report while runs are under way elsewhere
+    timing: bool = True  # measure step times, in turns, on this machine
+    runs: tuple = ()  # folders of runs that exist, to be compared as they are
+
+    def __post_init__(self):
+        if self.equal not in ('steps', 'time', 'flops'):
+            raise ValueError(f"equal={self.equal!r} is not one of 'steps', 'time', 'flops'")
+        if self.jobs < 0 or self.gpus < 1:
+            raise ValueError('jobs must be at least 0, and gpus at least 1')
+        if isinstance(self.seeds, int):
+            self.seeds = tuple(range(1, self.seeds + 1))
+        check_numbers('seeds', self.seeds, int, 0)
+        check_numbers('tuning_seeds', self.tuning_seeds, int, 0)
+        check_numbers('baseline_steps', self.baseline_steps, int, 1)
+        check_numbers('rates', self.rates, (int, float), 1e-12)
+        if len({f'{rate:g}' for rate in self.rates}) < len(self.rates):
+            raise ValueError(f'rates={self.rates} must differ in their first six digits')
+        if not self.seeds:
+            raise ValueError('seeds must be at least 1')
+        if len(self.rates) == 1:
+            raise ValueError(f'rates={self.rates} is no choice; for one, give --learning_rate')
+        if self.rates and not self.tuning_seeds:
+            raise ValueError('rates are tried on tuning seeds: give --tuning_seeds')
+        both = sorted(set(self.seeds) & set(self.tuning_seeds))
+        if self.rates and both:
+            raise ValueError(
+                f'seeds {both} would both choose the rates and judge the arms; '
+                'choose other --tuning_seeds'
+            )
+
+
+def key_of(flag):
+    """The name of --name=value."""
+    return flag[2:].partition('=')[0]
+
+
+def check_numbers(name, values, kind, least):
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+            raise ValueError(f'{name}={values} must be numbers, each at least {least}')
+    if len(set(values)) < len(values):
+        raise ValueError(f'{name}={values} names one twice')
+
+
+# --- arms -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arm:
+    name: str
+    words: list  # as given: config files and key=value
+    flags: list  # what they come to, as --key=value
+    seed_offset: int = 0  # 'again: seed_offset=1000' is the same arm under other seeds
+    from_files: dict = field(default_factory=dict)  # {config file: the wiring taken from it}
+
+    def keys(self):
+        return {key_of(flag) for flag in self.flags}
+
+
+def parse_arms(text):
+    """{name: Arm} of --arms. Raises ValueError where it cannot be read."""
+    arms = {}
+    for part in text.split(';'):
+        if not part.strip():
+            continue
+        name, _, words = part.partition(':')
+        name = name.strip()
+        if not re.fullmatch(r'\w[\w.+-]*', name):
+            raise ValueError(
+                f'arms: {name!r} is not a name; write "vanilla; mine: v_residual=True neutreno=0.2"'
+            )
+        if name in arms:
+            raise ValueError(f'arms: {name} is there twice')
+        arms[name] = make_arm(name, split_words(words))
+    if len(arms) < 2:
+        raise ValueError('arms must be at least two: --arms="vanilla; mine: v_residual=True"')
+    return arms
+
+
+def split_words(text):
+    """The words of an arm. A value may hold spaces: residual_lambda=(5.0, 1.0)."""
+    words = re.split(r'\s+(?=(?:--)?[a-z]\w*=|\S+\.py(?:\s|$))', text.strip())
+    return [word.removeprefix('--') for word in words if word]
+
+
+def make_arm(name, words):
+    arm = Arm(name, words, [])
+    for word in words:
+        key, equals, value = word.partition('=')
+        if word.endswith('.py') and not equals:
+            wiring = read_wiring(word)
+            arm.flags += [f'--{key}={value}' for key, value in wiring.items()]
+            arm.from_files[word] = wiring
+        elif not equals:
+            raise ValueError(f'arm {name}: {word!r} is neither key=value nor a config file')
+        elif key in CHOSEN:
+            raise ValueError(f'arm {name}: {key} is not for an arm; compare.py chooses it')
+        elif key == 'seed_offset':
+            if not value.isdecimal():
+                raise ValueError(f'arm {name}: seed_offset={value} must be a number of seeds')
+            arm.seed_offset = int(value)
+        else:
+            arm.flags.append(f'--{word}')
+    return arm
+
+
+def read_wiring(path):
+    """{field: value} of the fields of GPTConfig that a config file sets, without the shape."""
+    names = {item.name for item in fields(GPTConfig)} - GPTConfig().shape().keys()
+    return {name: value for name, value in read_settings(path).items() if name in names}
+
+
+def parse_contrasts(text, arms):
+    """[(arm, arm)]: each arm against the first, then those of --contrasts, such as 'mine-resformer'."""
+    baseline = next(iter(arms))
+    contrasts = [(name, baseline) for name in arms if name != baseline]
+    for word in re.split(r'[\s,;]+', text.strip()):
+        if not word:
+            continue
+        pairs = [(a, b) for a in arms for b in arms if f'{a}-{b}' == word and a != b]
+        if not pairs:
+            raise ValueError(f'contrasts: {word!r} is not ARM-ARM of {", ".join(arms)}')
+        if pairs[0] not in contrasts and pairs[0][::-1] not in contrasts:
+            contrasts.append(pairs[0])
+    return contrasts
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    arm: str
+    rate: float
+    seed: int
+    steps: int = 0  # of --baseline_steps; 0: the arm's own number
+
+    @property
+    def name(self):
+        steps = f'_steps{self.steps}' if self.steps else ''
+        return f'{self.arm}_lr{self.rate:g}{steps}_seed{self.seed}'
+
+
+class Plan:
+    """A comparison's arms and runs. options: the CompareConfig that the command line argv gives.
+
+    Raises ValueError or OSError for whatever can be refused before the first training.
+    """
+
+    def __init__(self, options, argv):
+        self.options = options
+        self.files, _, flags = sort_arguments(argv, 'runs')
+        own = {item.name for item in fields(CompareConfig)}
+        self.flags = [flag for flag in flags if key_of(flag) not in own]
+        self.keys = {key_of(flag) for flag in self.flags}
+        if self.keys & CHOSEN:
+            name = min(self.keys & CHOSEN)
+            raise ValueError(f'{name} is chosen by compare.py; give --seeds and --name')
+
+        self.arms = parse_arms(options.arms)
+        self.baseline = next(iter(self.arms))
+        self.contrasts = parse_contrasts(options.contrasts, self.arms)
+        self.folder = Path('out', 'compare', options.name or self.default_name())
+        self.settings, _ = self.configure()
+        self.steps = dict.fromkeys(self.arms)  # from share_budget(); None: as the settings say
+        self.cache = {}
+        self.check_arms()
+        self.check_seeds()
+
+    def default_name(self):
+        if not self.files:
+            raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
+        return '_'.join(Path(path).stem for path in self.files)
+
+    def configure(self, arm=None, more=()):
+        """(TrainConfig, GPTConfig) of what all arms have, of what an arm adds, and of more flags."""
+        flags = self.arms[arm].flags if arm else []
+        return configure(TrainConfig, GPTConfig, argv=[*self.files, *self.flags, *flags, *more])
+
+    # --- what is refused ---
+
+    def check_arms(self):
+        """Refuse arms that cannot be trained, and arms that cannot be compared."""
+        settings = {}
+        for name in self.arms:
+            try:
+                self.check_arm(name)
+                settings[name] = self.settings_of(Run(name, self.own_rate(name), 0))
+            except (ValueError, OSError) as error:
+                raise type(error)(f'arm {name}: {error}') from error
+
+        base = settings[self.baseline]
+        common = list(COMMON)
+        if base['eval_iters']:  # so many batches, of batch_size rows
+            common.append('batch_size')
+        for name in self.arms:
+            for key in common:
+                if settings[name][key] != base[key]:
+                    raise ValueError(
+                        f'arm {name}: {key}={settings[name][key]!r}, but {self.baseline} has '
+                        f'{base[key]!r}: their losses would be those of different texts'
+                    )
+        for one, other in itertools.combinations(self.arms, 2):
+            same_seeds = self.arms[one].seed_offset == self.arms[other].seed_offset
+            if same_seeds and settings[one] == settings[other]:
+                raise ValueError(f'arms {one} and {other} have the same settings')
+        if base['max_iters'] in self.options.baseline_steps:
+            raise ValueError('baseline_steps are other numbers than that of the baseline itself')
+
+    def check_arm(self, name):
+        keys, options = self.arms[name].keys(), self.options
+        if options.rates and 'learning_rate' in keys:
+            raise ValueError('learning_rate is tuned with --rates; drop one')
+        if options.equal != 'steps' and 'max_iters' in keys:
+            raise ValueError(f'max_iters follows from --equal={options.equal}; drop it')
+
+    def check_seeds(self):
+        """No seed that judges an arm may have chosen its rate, nor belong to two pairs."""
+        for name, arm in self.arms.items():
+            seeds = {seed + arm.seed_offset for seed in self.options.seeds}
+            if self.options.rates and seeds & set(self.options.tuning_seeds):
+                raise ValueError(f'arm {name}: with its seed_offset, a test seed is a tuning seed')
+            if arm.seed_offset and seeds & set(self.options.seeds):
+                raise ValueError(f'arm {name}: seed_offset must exceed the test seeds')
+
+    # --- what train.py is told ---
+
+    def own_rate(self, arm):
+        """The learning rate of an arm that is not tuned."""
+        settings, _ = self.configure(arm)
+        return settings.learning_rate
+
+    def min_rate(self, arm, rate):
+        """min_lr for a learning rate: in the config's proportion, or the arm's, if it has a min_lr."""
+        settings = self.settings
+        if 'min_lr' in self.arms[arm].keys():
+            settings, _ = self.configure(arm)
+        if not settings.learning_rate:
+            return 0.0
+        return rate * settings.min_lr / settings.learning_rate
+
+    def own_flags(self, run):
+        """What compare.py chooses for a run, as --key=value."""
+        flags = {
+            'seed': run.seed,
+            'learning_rate': f'{run.rate:.12g}',
+            'min_lr': f'{self.min_rate(run.arm, run.rate):.12g}',
+        }
+        # All of the validation split, once, unless the command line says otherwise.
+        for name in ('eval_iters', 'eval_interval'):
+            if name not in self.keys:
+                flags[name] = 0
+        steps = run.steps or self.steps[run.arm]
+        if steps:
+            flags['max_iters'] = steps
+            if self.settings.lr_decay_iters:
+                share = steps / self.settings.max_iters
+                flags['lr_decay_iters'] = max(1, round(share * self.settings.lr_decay_iters))
+        flags |= {'init_from': 'auto', 'out_dir': self.run_folder(run)}
+        return [f'--{name}={value}' for name, value in flags.items()]
+
+    def arguments(self, run):
+        """The arguments of train.py for a run."""
+        return self.files + self.flags + self.arms[run.arm].flags + self.own_flags(run)
+
+    def configs(self, run):
+        """(TrainConfig, GPTConfig) of a run."""
+        if run not in self.cache:
+            self.cache[run] = self.configure(run.arm, self.own_flags(run))
+        return self.cache[run]
+
+    def settings_of(self, run):
+        """{setting: value} that a run's config.json must show, as JSON has them."""
+        return decisive_settings(*self.configs(run))
+
+    def max_iters(self, run):
+        return self.configs(run)[0].max_iters
+
+    def run_folder(self, run):
+        return self.folder / run.name
+
+    def share_budget(self, cost):
+        """Give each arm the steps that fit the baseline's budget; cost: {arm: of a step}."""
+        for name in self.arms:
+            steps = self.settings.max_iters * cost[self.baseline] / cost[name]
+            self.steps[name] = max(1, math.floor(steps + 1e-9))
+        self.cache.clear()
+
+    # --- plan.json ---
+
+    def contents(self):
+        """What decides the results, as JSON: the part of plan.json that its hash covers."""
+        options = self.options
+        arms = {}
+        base = self.settings_of(Run(self.baseline, 1.0, 0))
+        for name, arm in self.arms.items():
+            settings = self.settings_of(Run(name, 1.0, 0))
+            arms[name] = {
+                'words': ' '.join(arm.words),
+                'differs': {k: v for k, v in settings.items() if v != base[k]},
+                'rate': None if options.rates else self.own_rate(name),
+                'seed_offset': arm.seed_offset,
+                'steps': settings['max_iters'],
+            }
+        varying = {'seed', 'learning_rate', 'min_lr'}  # from run to run
+        return as_json(
+            {
+                'metric': METRIC,
+                'baseline': self.baseline,
+                'arms': arms,
+                'contrasts': [f'{a}-{b}' for a, b in self.contrasts],
+                'seeds': options.seeds,
+                'rates': options.rates,
+                'tuning_seeds': options.tuning_seeds if options.rates else (),
+                'equal': options.equal,
+                'baseline_steps': options.baseline_steps,
+                'level': LEVEL,
+                'rule': RULE,
+                'settings': {k: v for k, v in base.items() if k not in varying},
+            }
+        )
+
+    def write(self, results, trains=True):
+        """Write plan.json where it is new or has changed; returns what it holds.
+
+        results: {'tuning': runs finished, 'test': ...} before. What changes after results exist, in
+        the plan or in the code that is to train more, is kept, and the report shows it.
+        """
+        path = self.folder / 'plan.json'
+        contents = self.contents()
+        old = read_plan(path)
+        changes = plan_changes(old['plan'], contents) if old else {}
+        same_plan = old is not None and not changes
+        code = code_state()
+        same_code = old is not None and all(old[name] == code[name] for name in code)
+        if same_plan and (same_code or not trains):
+            return old
+
+        now = datetime.datetime.now().isoformat(' ', 'seconds')
+        if same_plan:
+            contents = old['plan']
+        plan = {'hash': hash_of(contents), 'date': now, 'results_before': results}
+        history, code_changes = [], []
+        if old:
+            history, code_changes = old['history'], old['code_changes']
+            plan['results_before'] = old['results_before']
+        if old and same_plan:
+            plan['date'] = old['date']
+        if old and not same_plan and any(results.values()):
+            entry = {'hash': old['hash'], 'date': old['date'], 'until': now, 'results': results}
+            history = [*history, {**entry, 'changes': changes}]
+        if old and not same_code and any(results.values()):
+            code_changes = [
+                *code_changes,
+                {'date': now, 'results': results, **code_change(old, code)},
+            ]
+        plan |= {
+            'history': history,
+            'code_changes': code_changes,
+            'plan': contents,
+            **code,
+            'versions': versions(),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(plan, indent=1) + '\n')
+        return plan
+
+
+def decisive_settings(settings, config):
+    """{setting: value} of a run's settings that decide its numbers, as JSON has them."""
+    values = {**asdict(settings), **asdict(config)}
+    return as_json({name: value for name, value in values.items() if name not in INCIDENTAL})
+
+
+def as_json(value):
+    """As it comes back from a JSON file: lists for tuples, None for what is not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
+def same_value(a, b):
+    """Whether two settings are the same, but for the last bits of a float."""
+    both_numbers = isinstance(a, int | float) and isinstance(b, int | float)
+    if both_numbers and not isinstance(a, bool) and not isinstance(b, bool):
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
+    return a == b
+
+
+def hash_of(contents):
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_plan(path):
+    if not path.exists():
+        return None
+    try:
+        plan = json.loads(path.read_text())
+        for name in ('hash', 'date', 'plan', 'history', 'code_changes', 'results_before'):
+            plan[name]
+        for name in ('commit', 'diff'):
+            plan[name]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f'{path} is damaged; move it away, to write the plan again') from None
+    return plan
+
+
+def plan_changes(old, new):
+    """What differs in two plans. A setting that the old one lacks came later, and changed nothing."""
+    changes = changes_between(old, new)
+    for name in new['settings'].keys() - old['settings'].keys():
+        changes.pop(f'settings.{name}', None)
+    return changes
+
+
+def changes_between(old, new, prefix=''):
+    """{name: [old value, new value]} of two plans, nested names joined by dots."""
+    changes = {}
+    for name in {**old, **new}:
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changes |= changes_between(a, b, f'{prefix}{name}.')
+        elif a != b:
+            changes[f'{prefix}{name}'] = [a, b]
+    return changes
+
+
+# --- what it is run with --------------------------------------------------------------------------
+
+
+def code_state():
+    """The commit, and the diff of the work tree's Python files: the idea is a change of the code."""
+    paths = ['--', '*.py', *(f':!{folder}' for folder in ('tests', 'paper', 'results'))]
+
+    def git(*words):
+        done = subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout
+
+    commit, diff = '', ''
+    with contextlib.suppress(OSError):  # no git here
+        commit = git('rev-parse', 'HEAD').strip()
+        diff = git('diff', 'HEAD', *paths)
+        for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
+            diff += git('diff', '--no-index', '/dev/null', name)
+    return {'commit': commit or 'unknown', 'diff': diff}
+
+
+def code_change(old, new):
+    """What became of the code, and the diff it had."""
+    what = f'commit {old["commit"][:12]} became {new["commit"][:12]}'
+    if old['commit'] == new['commit']:
+        what = 'the diff of the work tree is another'
+    return {'what': what, 'commit': old['commit'], 'diff': old['diff']}
+
+
+def versions():
+    import numpy
+    import scipy
+    import torch
+
+    distributions()
+    return {
+        'python': platform.python_version(),
+        'torch': str(torch.__version__),
+        'numpy': numpy.__version__,
+        'scipy': scipy.__version__,
+    }

@@ -1,0 +1,236 @@
+"""
+What has arrived of a comparison's runs, and what is still to be trained.
+
+Everything is read from the runs' own folders: nothing is lost when compare.py is killed, and it does
+not matter who trained them.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comparison import launch
+from comparison.plan import Run, same_value
+from configurator import first_line
+from model import GPTConfig
+from rundir import read_entries, read_run_config
+from train import TrainConfig
+
+# --- what a run's folder holds --------------------------------------------------------------------
+
+# finished: its last evaluation is there. diverged: it is not finite. unfinished, missing: to be
+# trained. failed, damaged, foreign (a run with other settings): named in the report.
+STATES = ('finished', 'diverged', 'unfinished', 'missing', 'failed', 'damaged', 'foreign')
+
+
+@dataclass
+class State:
+    folder: Path
+    kind: str  # of STATES
+    detail: str = ''
+    entries: list = field(default_factory=list)
+    config: dict = field(default_factory=dict)
+    # At the end of training: {domain: validation loss, ..., 'mean': mean over domains}
+    losses: dict = field(default_factory=dict)
+
+    @property
+    def loss(self):
+        return self.losses.get('mean')
+
+
+def read_state(folder, settings=None):
+    """The State of a run. settings: those that it must have, from Plan.settings_of()."""
+    failure = launch.failure_file(folder)
+    failed = failure.read_text().strip() if failure.exists() else ''
+    log = folder / 'log.jsonl'
+    if not log.exists() or not log.stat().st_size:
+        return State(folder, 'failed' if failed else 'missing', failed)
+    try:
+        config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
+        difference = first_difference(config, settings or {})
+        if difference:
+            return State(folder, 'foreign', difference, config=config)
+        entries = read_entries(folder)
+        losses = final_losses(entries, config['max_iters'])
+    except (ValueError, OSError) as error:
+        return State(folder, 'failed' if failed else 'damaged', failed or first_line(error))
+
+    state = State(folder, 'unfinished', '', entries, config)
+    if losses is None:
+        if failed:
+            state.kind, state.detail = 'failed', failed
+        step = max((entry['step'] for entry in entries), default=0)
+        state.detail = state.detail or f'step {step} of {config["max_iters"]}'
+    elif not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses.values()):
+        state.kind, state.detail = 'diverged', 'its validation loss is not finite'
+    else:
+        state.kind, state.losses = 'finished', losses
+    return state
+
+
+def first_difference(config, settings):
+    """How a run differs from the one that is asked for, or ''."""
+    for name, value in settings.items():
+        # A setting that config.json lacks came later, with a default that changed nothing.
+        default = getattr(TrainConfig, name, getattr(GPTConfig, name, None))
+        own = config.get(name, json.loads(json.dumps(default)))
+        if name == 'domain_weights':
+            own = own or {}
+        if not same_value(own, value):
+            return f'a run with {name}={own!r}, not {value!r}'
+    return ''
+
+
+def final_losses(entries, steps):
+    """The last evaluation, {domain: loss, ..., 'mean': ...}; None where it is not there yet."""
+    for entry in reversed(entries):
+        if 'val' in entry and entry['step'] == steps:
+            losses = entry['val']
+            if not isinstance(losses, dict) or 'mean' not in losses:
+                raise ValueError(f'the evaluation at step {steps} is damaged')
+            return losses
+    return None
+
+
+# --- the runs of a plan ---------------------------------------------------------------------------
+
+
+class Results:
+    """What has arrived of a plan's runs, and what is still to be trained."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.cache = {}
+
+    def state(self, run):
+        """The State of a run; its folder is read again only where its files have changed."""
+        folder = self.plan.run_folder(run)
+        stamps = []
+        for name in ('log.jsonl', 'config.json', 'failed.txt'):
+            path = folder / name
+            stamps.append((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None)
+        if self.cache.get(run.name, (None,))[0] != stamps:
+            self.cache[run.name] = stamps, read_state(folder, self.plan.settings_of(run))
+        return self.cache[run.name][1]
+
+    def tuning_runs(self, arm, rate):
+        return [Run(arm, rate, seed) for seed in self.plan.options.tuning_seeds]
+
+    def try_rate(self, arm, rate):
+        """{'losses': {seed: loss}, 'mean': ..., 'complete': whether all are there}.
+
+        A run that failed or diverged has an infinite loss.
+        """
+        losses, complete = {}, True
+        for run in self.tuning_runs(arm, rate):
+            state = self.state(run)
+            if state.kind in ('missing', 'unfinished'):
+                complete = False
+            elif state.kind == 'finished':
+                losses[run.seed] = state.loss
+            else:
+                losses[run.seed] = math.inf
+        mean = statistics.fmean(losses.values()) if complete else None
+        return {'losses': losses, 'mean': mean, 'complete': complete}
+
+    def tune(self, arm):
+        """An arm's rates and the best of them, or None where the rates are given.
+
+        Where the best is the lowest or the highest, one more step of the grid is tried, once.
+        """
+        rates = sorted(self.plan.options.rates)
+        if not rates:
+            return None
+        trials = {rate: self.try_rate(arm, rate) for rate in rates}
+        best = best_rate(trials)
+        extension = None
+        if best in (rates[0], rates[-1]):
+            extension = next_rate(rates, best)
+            trials[extension] = self.try_rate(arm, extension)
+            best = best_rate(trials)
+        edge = best in (min(trials), max(trials))
+        return {
+            'trials': dict(sorted(trials.items())),
+            'best': best,
+            'edge': edge,
+            'extension': extension,
+        }
+
+    def rate(self, arm):
+        """The learning rate of an arm's test runs; None while it is not known."""
+        sweep = self.tune(arm)
+        return sweep['best'] if sweep else self.plan.own_rate(arm)
+
+    def test_runs(self, arm):
+        """{test seed: Run}; {} while the arm's rate is not known."""
+        rate = self.rate(arm)
+        if rate is None:
+            return {}
+        offset = self.plan.arms[arm].seed_offset
+        return {seed: Run(arm, rate, seed + offset) for seed in self.plan.options.seeds}
+
+    def ladder_runs(self):
+        """{steps: {test seed: Run}} of the baseline, trained shorter or longer."""
+        baseline, options = self.plan.baseline, self.plan.options
+        rate = self.rate(baseline)
+        if rate is None:
+            return {}
+        ladder = {}
+        for steps in options.baseline_steps:
+            ladder[steps] = {seed: Run(baseline, rate, seed, steps) for seed in options.seeds}
+        return ladder
+
+    def all_runs(self):
+        """Every run that is known of, in the order of training: seed by seed, all arms of a seed."""
+        options = self.plan.options
+        runs = []
+        if options.rates:
+            trials = {arm: self.tune(arm)['trials'] for arm in self.plan.arms}
+            rates = sorted(set().union(*trials.values()))
+            for seed in options.tuning_seeds:
+                for rate in rates:
+                    runs += [Run(arm, rate, seed) for arm in trials if rate in trials[arm]]
+
+        test_runs = [self.test_runs(arm) for arm in self.plan.arms]
+        test_runs += self.ladder_runs().values()
+        for seed in options.seeds:
+            runs += [by_seed[seed] for by_seed in test_runs if by_seed]
+        return runs
+
+    def jobs(self):
+        """What is still to be trained, as launch.Job.
+
+        A run that failed is tried again; a foreign one is never touched.
+        """
+        jobs = []
+        for run in self.all_runs():
+            if self.state(run).kind not in ('finished', 'diverged', 'foreign'):
+                folder = self.plan.run_folder(run)
+                jobs.append(launch.Job(run.name, self.plan.arguments(run), folder))
+        return jobs
+
+    def counts(self):
+        """{'tuning': runs, 'test': runs} that have finished in the comparison's folder, of any plan."""
+        tuning_seeds = self.plan.options.tuning_seeds if self.plan.options.rates else ()
+        counts = {'tuning': 0, 'test': 0}
+        for log in sorted(self.plan.folder.glob('*/log.jsonl')):
+            state = read_state(log.parent)
+            if state.kind in ('finished', 'diverged'):
+                counts['tuning' if state.config['seed'] in tuning_seeds else 'test'] += 1
+        return counts
+
+
+def best_rate(trials):
+    """The rate of the lowest mean loss; None while one is missing, or where none has a loss."""
+    if not all(result['complete'] for result in trials.values()):
+        return None
+    best = min(trials, key=lambda rate: (trials[rate]['mean'], rate))
+    return best if math.isfinite(trials[best]['mean']) else None
+
+
+def next_rate(rates, edge):
+    """One more step of a sorted grid, beyond its edge, by the ratio of its last two."""
+    inner = rates[1] if edge == rates[0] else rates[-2]
+    return float(f'{edge * edge / inner:.6g}')

@@ -1,0 +1,525 @@
+"""compare.py: arms, rates, seeds and plan; what it trains, collects, refuses and reports."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+from conftest import ROOT, write_dataset
+
+import compare
+import train
+from comparison import launch, report
+from comparison.assemble import compare_plan, compare_runs
+from comparison.plan import CompareConfig, Plan, Run, parse_arms
+from comparison.results import Results, next_rate, read_state
+from configurator import configure
+from files import locked
+from model import GPTConfig
+from train import TrainConfig
+
+SIZE = """
+dataset = 'chain'
+n_layer, n_head, n_embd = 2, 2, 32
+block_size, vocab_size = 32, 64
+batch_size, gradient_accumulation_steps = 8, 1
+max_iters, warmup_iters = 30, 3
+learning_rate, min_lr = 2e-2, 2e-3
+device, compile = 'cpu', False
+"""
+ARMS = '--arms=vanilla; resformer: v_residual=True; svformer: share_v=True'
+
+
+def chain(length, seed):
+    """Tokens that mostly follow from the one before: more to learn than there is time for."""
+    random = np.random.RandomState(seed)
+    following = np.random.RandomState(0).permutation(64)
+    tokens = random.randint(0, 64, length)
+    for i in np.flatnonzero(random.rand(length) < 0.8):
+        tokens[i] = following[tokens[i - 1]]
+    return tokens
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with small.py and data/chain, in which the test runs; trainings are in this process."""
+    monkeypatch.chdir(tmp_path)
+    make_place(tmp_path)
+    monkeypatch.setattr(launch, 'launch', launch_here)
+    return tmp_path
+
+
+def make_place(folder):
+    splits = {
+        'train': {'A': chain(20_000, 1), 'B': chain(10_000, 2)},
+        'validation': {'A': chain(700, 3), 'B': chain(300, 4)},
+    }
+    write_dataset(folder / 'data' / 'chain', splits)
+    (folder / 'small.py').write_text(SIZE)
+
+
+def launch_here(jobs, slots, gpus=1, tick=None):
+    """launch.launch() without processes, which take seconds to start."""
+    attempts = set()
+    while queue := [job for job in jobs() if job.name not in attempts]:
+        job = queue[0]
+        attempts.add(job.name)
+        status, _ = runs.call(train.main, *job.arguments)
+        if status:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            launch.failure_file(job.folder).write_text(str(status).removeprefix('error: '))
+
+
+def make_plan(*words):
+    argv = ['small.py', '--timing=False', *words]
+    options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, argv=argv, plain='runs')
+    return Plan(options, argv)
+
+
+def pretend(plan, run, loss, norm=0.5):
+    """The folder of a run as train.py would have left it."""
+    folder = plan.run_folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, config = plan.configs(run)
+    everything = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
+    (folder / 'config.json').write_text(json.dumps(everything))
+    steps = plan.max_iters(run)
+    tokens = settings.rows_per_step * config.block_size
+    lines = []
+    for step in range(steps):
+        value = loss + 3 * math.exp(-step / 5)
+        entry = {'step': step, 'loss': value, 'grad_norm': norm, 'tokens': (step + 1) * tokens}
+        lines.append({**entry, 'tok_per_s': 1000.0, 'skipped': 0})
+    lines.append({'step': steps, 'val': {'A': loss - 0.1, 'B': loss + 0.1, 'mean': loss}})
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return folder
+
+
+def pretend_all(plan, loss_of):
+    """Train everything that a plan wants, in no time; loss_of(run) is its validation loss."""
+    results = Results(plan)
+    while jobs := results.jobs():
+        known = {run.name: run for run in results.all_runs()}
+        for job in jobs:
+            pretend(plan, known[job.name], loss_of(known[job.name]))
+    return results
+
+
+def scatter(seed, name=''):
+    random = np.random.default_rng([seed, *name.encode()])
+    return 2.0 + 0.01 * random.normal()
+
+
+def compare_command(*words):
+    return runs.call(compare.main, 'small.py', '--timing=False', *words)
+
+
+# --- arms and plan --------------------------------------------------------------------------------
+
+
+def test_arms_are_names_with_settings(place):
+    (place / 'wiring.py').write_text('neutreno = 0.4\nn_layer = 5\n')
+    text = 'vanilla; a: residual_lambda=(5.0, 1.0) v_residual=True; b: wiring.py --norm_eps=1e-6'
+    arms = parse_arms(text)
+    assert arms['vanilla'].flags == []
+    assert arms['a'].flags == ['--residual_lambda=(5.0, 1.0)', '--v_residual=True']
+    # Of a config file the wiring, not the size.
+    assert arms['b'].flags == ['--neutreno=0.4', '--norm_eps=1e-6']
+    assert arms['b'].from_files == {'wiring.py': {'neutreno': 0.4}}
+
+
+def test_a_run_is_what_train_would_be_told(place):
+    plan = make_plan('--arms=vanilla; slow: learning_rate=5e-3', '--weight_decay=0.2', '--seeds=3')
+    settings, config = plan.configs(Run('slow', plan.own_rate('slow'), 2))
+    assert (settings.seed, settings.weight_decay, config.n_embd) == (2, 0.2, 32)
+    assert (settings.learning_rate, settings.min_lr) == (5e-3, 5e-4)  # the config's ratio
+    assert (settings.eval_iters, settings.eval_interval) == (0, 0)
+    assert settings.out_dir == 'out/compare/small/slow_lr0.005_seed2'
+
+
+@pytest.mark.parametrize(
+    'words, message',
+    [
+        (['--arms=vanilla'], 'at least two'),
+        (['--arms=vanilla; vanilla: share_v=True'], 'there twice'),
+        (['--arms=vanilla; a b: share_v=True'], 'is not a name'),
+        (['--arms=vanilla; a: share_v'], 'neither key=value nor'),
+        (['--arms=vanilla; a: shared_v=True'], "unknown setting 'shared_v'"),
+        (['--arms=vanilla; a: seed=3'], 'compare.py chooses it'),
+        (['--arms=vanilla; a: weight_decay=0.1'], 'have the same settings'),
+        (['--arms=vanilla; a: block_size=16'], 'those of different texts'),
+        (['--arms=vanilla; a: share_v=True v_residual=True'], 'arm a: '),
+        (['--arms=vanilla; a: no.py'], "no config file 'no.py'"),
+        ([ARMS, '--contrasts=svformer-mine'], 'is not ARM-ARM'),
+        ([ARMS, '--seed=3'], 'chosen by compare.py'),
+        ([ARMS, '--seeds=0'], 'at least 1'),
+        ([ARMS, '--seeds=(1, 1)'], 'names one twice'),
+        ([ARMS, '--equal=money'], 'equal='),
+        ([ARMS, '--rates=(1e-3,)'], 'is no choice'),
+        (['--arms=vanilla; a: learning_rate=1', '--rates=(1e-3, 2e-3)'], 'tuned with --rates'),
+        (['--arms=vanilla; a: seed_offset=2'], 'must exceed the test seeds'),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_written(place, words, message):
+    status, _ = compare_command(*words)
+    assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status
+    assert message in status
+    assert not Path('out').exists()
+
+
+def test_an_arm_cannot_be_tuned_on_its_test_seeds(place):
+    for seeds, tuning in (('102', '(101, 102)'), ('(7, 9)', '(8, 9)')):
+        with pytest.raises(ValueError, match='would both choose the rates and judge'):
+            make_plan(ARMS, f'--seeds={seeds}', f'--tuning_seeds={tuning}', '--rates=(1e-3, 2e-3)')
+    with pytest.raises(ValueError, match='a test seed is a tuning seed'):
+        arms = '--arms=vanilla; again: seed_offset=100'
+        make_plan(arms, '--seeds=3', '--rates=(1e-3, 2e-3)')
+    plan = make_plan(ARMS, '--seeds=3', '--rates=(1e-2, 2e-2, 4e-2)')
+    results = pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    for run in results.all_runs():
+        tuned = run.seed in plan.options.tuning_seeds
+        assert tuned != (run.seed in plan.options.seeds)
+
+
+def test_each_arm_goes_on_at_its_own_best_rate(place):
+    best = {'vanilla': 2e-2, 'resformer': 4e-2, 'svformer': 1e-2}
+
+    def loss(run):
+        return scatter(run.seed) + abs(math.log(run.rate / best[run.arm]))
+
+    plan = make_plan(ARMS, '--seeds=3', '--rates=(1e-2, 2e-2)')
+    results = pretend_all(plan, loss)
+    assert {arm: results.rate(arm) for arm in best} == best
+    # The best of two is at an edge: one more step, once.
+    sweeps = {arm: results.tune(arm) for arm in best}
+    assert list(sweeps['vanilla']['trials']) == [1e-2, 2e-2, 4e-2]
+    assert list(sweeps['resformer']['trials']) == [1e-2, 2e-2, 4e-2]
+    assert list(sweeps['svformer']['trials']) == [5e-3, 1e-2, 2e-2]
+    assert {arm: sweep['edge'] for arm, sweep in sweeps.items()} == {
+        'vanilla': False,
+        'resformer': True,
+        'svformer': False,
+    }
+    text = report.markdown(compare_plan(plan, results, plan.write({}), None))
+    assert 'best learning rate of resformer, 0.04, is at the edge' in text
+    assert next_rate([1.5e-3, 3e-3, 6e-3], 6e-3) == 1.2e-2
+
+
+def test_the_plan_comes_first_and_its_changes_are_shown(place):
+    plan = make_plan(ARMS, '--seeds=3')
+    record = plan.write(Results(plan).counts())
+    assert record['plan']['contrasts'] == ['resformer-vanilla', 'svformer-vanilla']
+    assert 'diff' in record and record['commit']
+    # Before any result, it may change without a word.
+    plan = make_plan(ARMS, '--seeds=4')
+    record = plan.write(Results(plan).counts())
+    assert record['history'] == []
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    assert plan.write(Results(plan).counts()) == record
+    # A setting that train.py has learned since is no change of the plan.
+    path = plan.folder / 'plan.json'
+    older = json.loads(path.read_text())
+    del older['plan']['settings']['grad_clip']
+    path.write_text(json.dumps(older))
+    assert plan.write(Results(plan).counts())['history'] == []
+
+    later = make_plan(ARMS, '--seeds=5', '--contrasts=svformer-resformer')
+    results = pretend_all(later, lambda run: scatter(run.seed, run.arm))
+    record = later.write({'tuning': 0, 'test': 12})
+    (entry,) = record['history']
+    assert entry['changes']['seeds'] == [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
+    text = report.markdown(compare_plan(later, results, record, None))
+    assert 'was changed at' in text and 'after 12 test runs' in text
+
+
+def test_equal_flops_gives_a_cheaper_arm_more_steps(place):
+    plan = make_plan(ARMS, '--equal=flops', '--max_iters=300')
+    compare.share_budget(plan)
+    steps = {arm: plan.max_iters(Run(arm, 1.0, 1)) for arm in plan.arms}
+    assert steps['vanilla'] == steps['resformer'] == 300 < steps['svformer']
+    cost = compare_plan(plan, Results(plan), plan.write({}), None)['arms']
+    for arm in steps:
+        spent = steps[arm] * cost[arm]['cost']['flops_per_token']
+        assert spent <= 300 * cost['vanilla']['cost']['flops_per_token'] * (1 + 1e-9)
+
+
+# --- what has arrived -----------------------------------------------------------------------------
+
+
+def collect(plan):
+    results = Results(plan)
+    return compare_plan(plan, results, plan.write(results.counts()), None)
+
+
+def test_every_bad_run_is_named_and_the_others_stand(place):
+    arms = '; '.join(f'a{i}: neutreno=0.{i}' for i in range(1, 8))
+    plan = make_plan(f'--arms=vanilla; {arms}', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    folders = {arm: plan.folder / f'{arm}_lr0.02_seed2' for arm in plan.arms}
+    log = folders['a1'] / 'log.jsonl'
+    log.write_text(log.read_text()[:-60])  # the last line cut
+    shutil.rmtree(folders['a2'])
+    lines = (folders['a3'] / 'log.jsonl').read_text().splitlines(keepends=True)
+    (folders['a3'] / 'log.jsonl').write_text(''.join(lines[:12]))
+    config = json.loads((folders['a4'] / 'config.json').read_text())
+    (folders['a4'] / 'config.json').write_text(json.dumps({**config, 'weight_decay': 0.3}))
+    (folders['a5'] / 'log.jsonl').write_text('')
+    (folders['a5'] / 'failed.txt').write_text('CUDA out of memory\n')
+    text = (folders['a6'] / 'log.jsonl').read_text()
+    (folders['a6'] / 'log.jsonl').write_text(re.sub(r'"mean": [\d.]+', '"mean": null', text))
+
+    comparison = collect(plan)
+    reasons = {name: c['reason'] for name, c in comparison['contrasts'].items()}
+    assert 'damaged' in reasons['a1-vanilla'] and 'not JSON' in reasons['a1-vanilla']
+    assert reasons['a2-vanilla'] == reasons['a3-vanilla'] == '2 of 3 seeds have finished'
+    assert 'foreign: a run with weight_decay=0.3, not 0.1' in reasons['a4-vanilla']
+    assert 'CUDA out of memory' in reasons['a5-vanilla']
+    assert 'diverged' in reasons['a6-vanilla']
+    for i in range(1, 7):
+        assert comparison['contrasts'][f'a{i}-vanilla']['verdict'] == 'undecided'
+    assert comparison['contrasts']['a7-vanilla']['p_holm'] is not None
+    assert not comparison['finished']
+    assert {name.split('_')[0] for name in comparison['problems']} == {'a1', 'a4', 'a5', 'a6'}
+    for text in (report.markdown(comparison), report.html(comparison)):
+        assert 'CUDA out of memory' in text and 'weight_decay=0.3' in text
+
+    # Trained again is what can be; a foreign run is never touched.
+    wanted = {job.name.split('_')[0] for job in Results(plan).jobs()}
+    assert wanted == {'a1', 'a2', 'a3', 'a5'}
+    assert read_state(folders['a3']).detail == 'step 11 of 30'
+
+
+def test_no_verdict_before_every_planned_seed(place):
+    plan = make_plan('--arms=vanilla; better: share_v=True', '--seeds=5')
+    gain = {'vanilla': 0.0, 'better': -1.0}
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gain[run.arm])
+    (contrast,) = collect(plan)['contrasts'].values()
+    assert contrast['verdict'] == 'better' and contrast['p_holm'] < 1e-6
+    shutil.rmtree(plan.folder / 'better_lr0.02_seed5')
+    (contrast,) = collect(plan)['contrasts'].values()
+    assert contrast['verdict'] == 'undecided' and contrast['seeds'] == 4
+    assert contrast['reason'] == '4 of 5 seeds have finished'
+
+
+def test_a_diverging_rate_loses_and_an_arm_without_a_rate_is_named(place):
+    plan = make_plan(ARMS, '--seeds=3', '--rates=(1e-2, 2e-2, 4e-2)')
+    for run in Results(plan).all_runs():
+        folder = pretend(plan, run, scatter(run.seed))
+        if run.rate > 1e-2 or run.arm == 'svformer':
+            text = (folder / 'log.jsonl').read_text()
+            (folder / 'log.jsonl').write_text(re.sub(r'"mean": [\d.]+', '"mean": null', text))
+    results = Results(plan)
+    # 1e-2 is an edge: below it, one more is tried.
+    assert list(results.tune('vanilla')['trials']) == [5e-3, 1e-2, 2e-2, 4e-2]
+    assert results.rate('svformer') is None
+    text = report.markdown(collect(plan))
+    assert 'The learning rate of svformer is not known yet' in text
+    assert 'svformer_lr0.01_seed101: diverged' in text
+
+
+def test_what_extra_cost_is_worth_comes_from_whole_runs_alone(place):
+    plan = make_plan('--arms=vanilla; mine: neutreno=0.4', '--seeds=3', '--baseline_steps=(15,)')
+
+    def loss(run):
+        shorter = 0.2 if run.steps == 15 else 0.0
+        return scatter(run.seed) + shorter - 0.1 * (run.arm == 'mine')
+
+    results = pretend_all(plan, loss)
+    assert (plan.folder / 'vanilla_lr0.02_steps15_seed1').exists()
+    timing = {'how': 'by hand', 'about': {}, 'seconds': {'vanilla': [1.0] * 4, 'mine': [1.1] * 4}}
+    comparison = compare_plan(plan, results, plan.write({}), timing)
+    worth = comparison['arms']['mine']['worth_of_cost']
+    assert math.isclose(worth, 0.2 * math.log2(1.1), rel_tol=1e-6)
+    assert f'about {worth:.4f} nats, 28% of the gain' in report.markdown(comparison)
+
+
+# --- runs that exist ------------------------------------------------------------------------------
+
+
+def test_existing_runs_are_grouped_by_all_but_the_seed(place):
+    plan = make_plan(ARMS, '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) - 0.5 * (run.arm == 'resformer'))
+    folders = sorted(str(log.parent) for log in plan.folder.glob('*/log.jsonl'))
+    folders.sort(key=lambda name: 'vanilla' not in name)
+    status, text = runs.call(compare.main, *folders, '--contrasts=svformer_lr0.02-resformer_lr0.02')
+    assert status == 0
+    comparison = compare_runs(CompareConfig(runs=tuple(folders)))
+    assert list(comparison['arms']) == ['vanilla_lr0.02', 'resformer_lr0.02', 'svformer_lr0.02']
+    assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'
+    assert 'not planned as a comparison' in report.markdown(comparison)
+    assert Path('out/compare/small_runs/report.html').exists()
+
+
+def test_one_seed_says_what_it_cannot_say(place):
+    plan = make_plan(ARMS, '--seeds=1')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    folders = [str(plan.run_folder(Run(arm, 0.02, 1))) for arm in plan.arms]
+    status, text = runs.call(compare.main, *folders, '--name=one')
+    assert status == 0
+    assert 'undecided' in text and 'One seed does not tell' in text
+    words = Path('out/compare/one/report.md').read_text()
+    assert '1 of at least 3 seeds' in words and 'better than' not in words
+
+
+def test_existing_runs_that_cannot_be_compared_have_no_verdict(place):
+    plan = make_plan('--arms=vanilla; longer: max_iters=40', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    folders = [str(log.parent) for log in sorted(plan.folder.glob('*/log.jsonl'))]
+    (contrast,) = compare_runs(CompareConfig(runs=tuple(folders)))['contrasts'].values()
+    assert contrast['verdict'] == 'undecided' and 'they differ in max_iters' in contrast['reason']
+    for words, message in (
+        ([folders[0]], 'nothing to compare'),
+        (['out'], 'is not a run'),
+        ([*folders, '--seeds=3'], '--seeds is for runs to be trained'),
+        ([*folders, 'small.py'], 'not both'),
+        ([*folders, '--name=small'], 'holds a planned comparison'),
+    ):
+        if words[-1] == '--name=small':
+            plan.write({})
+        status, _ = runs.call(compare.main, *words)
+        assert message in str(status)
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_the_report_needs_no_network_and_begins_with_the_verdicts(place):
+    plan = make_plan(ARMS, '--seeds=5', '--contrasts=svformer-resformer')
+    gains = {'vanilla': 0.0, 'resformer': -0.2, 'svformer': -0.2}
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
+    comparison = collect(plan)
+    page, text = report.html(comparison), report.markdown(comparison)
+    assert page.count('<svg') >= 4
+    for link in re.findall(r'(?:src|href)="([^"]*)"', page):
+        assert link.startswith('#'), link
+    assert 'Better: resformer against vanilla, svformer against vanilla.' in text
+    assert text.index('Better:') < text.index('## Arms')
+    assert 'Undecided: svformer against resformer.' in text
+    # No color that only one of light and dark could show.
+    assert not re.search(r'(?:fill|stroke): #', page)
+    assert '<' not in re.sub(r'<[^<>]*>', '', page[page.index('<body') :])
+
+
+def test_commands_for_any_scheduler(place):
+    words = (ARMS, '--seeds=2', '--rates=(1e-2, 2e-2)', '--print=True')
+    status, text = compare_command(*words)
+    assert status == 0
+    lines = text.splitlines()
+    assert len(lines) == len(set(lines)) == 3 * 2 * 2
+    assert all(line.startswith('python train.py small.py ') for line in lines)
+    status, text = compare_command(*words, '--gpus=8')
+    assert '-m torch.distributed.run --standalone --nproc_per_node=8 train.py' in text
+    # What has arrived is not asked for again, and nobody waits for it.
+    plan = make_plan(*words)
+    pretend_all(plan, lambda run: scatter(run.seed))
+    assert compare_command(*words) == (0, '')
+    status, text = compare_command(*words[:-1], '--watch=True')
+    assert status == 0 and 'small: vanilla, resformer, svformer\n' in text
+
+
+def test_on_a_cpu_each_training_has_one_thread():
+    assert launch.find_slots('cpu', 3) == [{'OMP_NUM_THREADS': '1'}] * 3
+    assert len(launch.find_slots('cpu')) == os.cpu_count()
+    with pytest.raises(ValueError, match='sees no GPU'):
+        launch.find_slots('cpu', gpus=2)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(tmp_path):
+    assert not launch.busy_elsewhere(tmp_path / 'new')
+    with locked(tmp_path, 'training in'):
+        assert launch.busy_elsewhere(tmp_path)
+    assert not launch.busy_elsewhere(tmp_path)
+
+
+def test_gpus_are_dealt_out(monkeypatch):
+    monkeypatch.setattr(launch, 'visible_gpus', lambda: ['4', '5', '6', '7'])
+    name = 'CUDA_VISIBLE_DEVICES'
+    assert [slot[name] for slot in launch.find_slots('auto')] == ['4', '5', '6', '7']
+    assert [slot[name] for slot in launch.find_slots('cuda', gpus=2)] == ['4,5', '6,7']
+    assert len(launch.find_slots('auto', jobs=2)) == 2
+
+
+# --- really run -----------------------------------------------------------------------------------
+
+
+def test_vanilla_is_vanilla_and_a_third_of_the_best_rate_is_worse(place):
+    """On a model that is trained for real: again, the same arm under other seeds, is undecided."""
+    arms = '--arms=vanilla; again: seed_offset=50; slow: learning_rate=6.7e-3'
+    status, text = compare_command(arms, '--seeds=3')
+    assert status == 0
+    contrasts = json.loads(Path('out/compare/small/report.json').read_text())['contrasts']
+    assert contrasts['again-vanilla']['verdict'] == 'undecided'
+    assert contrasts['slow-vanilla']['verdict'] == 'worse'
+    assert 'slow is worse than vanilla' in text
+
+    # Nothing is left to train, and the report is the same.
+    before = runs.snapshot('out/compare/small')
+    assert compare_command(arms, '--seeds=3') == (0, text)
+    assert runs.snapshot('out/compare/small') == before
+
+
+def without_times(folder):
+    """A report's text without its times: the last section, dates; nor what code the tests are part of,
+    which somebody may be changing right now."""
+    texts = []
+    for name in ('report.md', 'report.html'):
+        text = (folder / name).read_text()
+        text = re.sub(r'written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d', '', text)
+        text = re.sub(r'## Time\n.*|<h2>Time</h2><dl>.*?</dl>', '', text, flags=re.DOTALL)
+        text = re.sub(r'- The code was changed.*\n|- code: .*\n', '', text)
+        text = re.sub(r'<li>The code was changed.*?</li>', '', text)
+        text = re.sub(r'<dt>code</dt><dd>.*?</dd>|<details>.*</details>', '', text, flags=re.DOTALL)
+        texts.append(text)
+    return texts
+
+
+def kill_trainings(folder):
+    """Those that a killed compare.py has left behind: as if the machine had crashed."""
+    for process in Path('/proc').glob('[0-9]*'):
+        with contextlib.suppress(OSError):
+            if (process / 'cwd').resolve() == folder:
+                if b'train.py' in (process / 'cmdline').read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
+
+
+def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory, monkeypatch):
+    """Processes as a user starts them; one arm fails, and the others stand."""
+    words = ['small.py', '--timing=False', '--seeds=1', '--max_iters=120']
+    words.append('--arms=vanilla; resformer: v_residual=True; broken: vocab_size=63')
+    assert runs.call(compare.main, *words)[0] == 0
+    whole = without_times(Path('out/compare/small'))
+
+    other = tmp_path_factory.mktemp('killed')
+    monkeypatch.chdir(other)
+    make_place(other)
+    folder = Path('out/compare/small')
+    for number in (signal.SIGKILL, signal.SIGTERM, None):
+        jobs = 1 if number else 2  # fewer processes to start
+        process = runs.start(ROOT / 'compare.py', *words, f'--jobs={jobs}')
+        process.stderr.readline()  # the first word of its progress: it has begun
+        deadline = time.time() + 60
+        while number and time.time() < deadline and process.poll() is None:
+            steps = [launch.last_step(log.parent) for log in folder.glob('*/log.jsonl')]
+            if any(5 < step < 100 for step in steps):
+                process.send_signal(number)
+                break
+            time.sleep(0.05)
+        status, _, err = runs.finish(process)
+        if number == signal.SIGKILL:
+            kill_trainings(other)
+        if number == signal.SIGTERM:
+            assert status == 75 and 'the same command goes on' in err
+    assert status == 0, err
+    assert without_times(folder) == whole
+    assert 'broken_lr0.02_seed1: failed: ' in whole[0]
+    assert 'vocab_size=63' in whole[0]
+    (contrast,) = [c for c in whole[0].splitlines() if c.startswith('- **resformer against')]
+    assert '1 of at least 3 seeds' in contrast
