@@ -1,29 +1,39 @@
 """
-Throughput, side by side: training steps of the variants and of Hugging Face's Llama; decoding with the KV cache.
+Throughput, side by side: training steps of the variants and of Hugging Face's Llama, and decoding
+with the KV cache.
 
-$ python bench.py                                                                  # 82M: vanilla, ResFormer, SVFormer
+The 82M vanilla, ResFormer and SVFormer; all variants of another size, and transformers' Llama; a
+size for two CPU cores; decoding:
+$ python bench.py
 $ python bench.py config/vanilla_180m.py --variants=all --peers=hf --out=results/bench.json
-$ python bench.py --batch_size=2 --block_size=512 --peers=hf                       # a size for two CPU cores
+$ python bench.py --batch_size=2 --block_size=512 --peers=hf
 $ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --block_size=65536
 
-A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take turns (A B C A B C),
-so that whatever else the machine does hits all of them; ratios are medians over rounds of one row against another.
-A variant is what config/NAME_82m.py changes besides the shape, which the command line's config gives to all rows, and
-more flags, as in vanilla+q_residual=True. Levers come after colons, as in vanilla:flash:chunk=8192:
+A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take
+turns (A B C A B C), so that whatever else the machine does hits all of them; ratios are medians
+over rounds of one row against another. --out is written again after each round: where a bench is
+interrupted, it holds the rounds that were finished.
+
+A variant is what config/NAME_82m.py changes besides the shape, which all rows have from the command
+line's config, and more fields, as in vanilla+q_residual=True. Levers come after colons, as in
+vanilla:flash:chunk=8192:
 eager                   not compiled
-mode=reduce-overhead    torch.compile's mode: this one is CUDA graphs; max-autotune-no-cudagraphs
+mode=reduce-overhead    torch.compile's mode; this one is CUDA graphs, which cannot sum gradients
+                        over several micro-steps. mode=max-autotune-no-cudagraphs
+budget=0.9              the compiler keeps this share of what the backward pass reads, and computes
+                        the rest again
 flash, cudnn, efficient the attention kernel
 chunk=8192              rows of logits that are in memory at once
 checkpointed            train.py's --activation_checkpointing
-ddp-first               under torchrun: compile what DistributedDataParallel has wrapped, not the other way round
-bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100 MB; its static_graph
+ddp-first               under torchrun: compile what DistributedDataParallel has wrapped, not the
+                        other way round
+bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100 MB; static_graph
 """
+
 import contextlib
-import functools
 import gc
 import json
 import os
-import re
 import statistics
 import sys
 import time
@@ -32,293 +42,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import model as model_file
-from configurator import configure, one_line_errors
+from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
-from model import GPT, GPTConfig
-from train import Machine, TrainConfig, checkpoint_blocks, distribute, make_optimizer, provenance, train_step
+from files import write_whole
+from levers import VARIANTS, read_name
+from machine import Machine, check_compiler
+from model import GPTConfig, refuse
+from rundir import provenance
+from train import TrainConfig, checkpoint_blocks, distribute, make_optimizer, train_step
 
-SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')  # what all rows share
-VARIANTS = {path.stem.removesuffix('_82m'): path for path in sorted(Path(__file__).parent.glob('config/*_82m.py'))}
+# --- settings ------------------------------------------------------------------------------------
 
 
 @dataclass
 class BenchConfig(TrainConfig):
-    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py's, or all; NAME+flag=value; NAME:lever
+    variants: str = 'vanilla,resformer,svformer'  # config/NAME_82m.py, or all; +field=value; :lever
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     micro_steps: int = 1  # micro-batches a step, in place of gradient_accumulation_steps
     rounds: int = 10  # timed steps of each row
     warmup: int = 3  # untimed steps before; the first compiles
     real_data: bool = False  # batches of the dataset, and the time spent waiting for them
-    profile: str = ''  # a folder for a trace of one more step of each row; prints its ten costliest kernels
+    profile: str = ''  # a folder for a trace of one more step; prints the ten costliest kernels
     out: str = ''  # write the table's numbers here, as JSON
 
-
-class HuggingFaceLlama(nn.Module):
-    """transformers' Llama behind our call, loss as it computes it."""
-
-    def __init__(self, config):
-        super().__init__()
-        try:
-            from transformers import LlamaConfig, LlamaForCausalLM
-        except ImportError:
-            raise OSError('--peers=hf needs transformers: pip install -r requirements-dev.txt') from None
-        self.llama = LlamaForCausalLM(LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.n_embd, intermediate_size=config.ffn_width,
-            num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.block_size, rms_norm_eps=config.norm_eps, use_cache=False))
-
-    def forward(self, idx, targets):
-        return None, self.llama(input_ids=idx, labels=targets, use_cache=False).loss
-
-
-KERNELS = {'flash': SDPBackend.FLASH_ATTENTION, 'cudnn': SDPBackend.CUDNN_ATTENTION,
-           'efficient': SDPBackend.EFFICIENT_ATTENTION}
-
-
-class Levers:
-    """What a row's name asks for after its first colon."""
-
-    def __init__(self, words):
-        self.name, flags = ':'.join(words), {'eager', 'checkpointed', 'ddp-first', 'static', *KERNELS}
-        modes, values = torch._inductor.list_mode_options(), {}
-        for word in words:
-            name, _, value = word.partition('=')
-            if name in ('chunk', 'bucket') and value.isdecimal() and int(value) or name == 'mode' and value in modes:
-                values[name] = value
-            elif word not in flags:
-                raise ValueError(f'no lever {word!r}; there are {", ".join(sorted(flags))}, chunk=N, bucket=N and '
-                                 f'mode={" or ".join(modes)}')
-        self.eager, self.ddp_first, self.checkpointed = (n in words for n in ('eager', 'ddp-first', 'checkpointed'))
-        self.kernels = [KERNELS[word] for word in words if word in KERNELS]
-        self.mode, self.chunk = values.get('mode'), int(values.get('chunk', model_file.LOSS_CHUNK))
-        self.ddp = {'bucket_cap_mb': int(values.get('bucket', 25)), 'static_graph': 'static' in words}
-
-    def compile(self, model, settings):
-        if self.eager or not settings.compile:
-            return model
-        # What is compiled with equal options is shared by all rows: so, an option of no effect that tells them apart.
-        options = torch._inductor.list_mode_options(self.mode) if self.mode else {}
-        options = {**options, 'trace.debug_dir': self.name}
-        return torch.compile(model, options=options)
-
-    @contextlib.contextmanager
-    def pulled(self):
-        """While a row takes a step: others in the same process have theirs."""
-        before, model_file.LOSS_CHUNK = model_file.LOSS_CHUNK, self.chunk
-        try:
-            with sdpa_kernel(self.kernels) if self.kernels else contextlib.nullcontext():
-                yield
-        finally:
-            model_file.LOSS_CHUNK = before
-
-
-def build(name, settings, config):
-    """(model, GPT of its shape to count FLOPs with, levers) of a row's name."""
-    kind, *words = name.split(':')
-    kind, *flags = kind.split('+')
-    if kind == 'hf':
-        with torch.device('meta'):
-            counted = GPT(config)
-        levers = Levers(words)
-        if levers.checkpointed:
-            raise ValueError('checkpointed is a lever of our own rows, not of hf')
-        return HuggingFaceLlama(config), counted, levers
-    if kind not in VARIANTS:
-        raise ValueError(f'no variant {kind!r}; there are {", ".join(VARIANTS)}')
-    flags = [f'{name}={getattr(config, name)}' for name in SHAPE] + flags
-    _, variant = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *(f'--{flag}' for flag in flags)])
-    model = GPT(variant, settings.seed)
-    return model, model, Levers(words)
-
-
-class Row:
-    """One line of the training table: a model, its optimizer, its times."""
-
-    def __init__(self, name, problem=None):
-        self.name, self.problem = name, problem
-
-    def build(self, settings, config, machine):
-        before = allocated(machine)
-        model, counted, self.levers = build(self.name, settings, config)
-        self.machine, self.settings = machine, settings
-        self.flops = counted.flops_per_token(config.block_size)
-        model.to(machine.device)
-        self.optimizer, self.scaler = make_optimizer(model, settings), machine.scaler()
-        if self.levers.checkpointed:
-            checkpoint_blocks(model)
-        if self.levers.ddp_first:
-            self.model = self.levers.compile(distribute(model, machine, **self.levers.ddp), settings)
-        else:
-            self.model = distribute(self.levers.compile(model, settings), machine, **self.levers.ddp)
-        self.static = allocated(machine) - before
-        self.seconds, self.waiting, self.peak, self.first = [], [], None, None
-
-    def step(self, next_batch, timed=False):
-        waited = 0.0
-
-        def batch():
-            nonlocal waited
-            start = time.perf_counter()
-            x, y = next_batch()
-            waited += time.perf_counter() - start
-            return x, y
-
-        others = allocated(self.machine) - self.static
-        if self.machine.kind == 'cuda':
-            torch.cuda.reset_peak_memory_stats()
-        with self.levers.pulled():
-            seconds = stopwatch(self.machine)
-            train_step(self.model, self.optimizer, self.scaler, self.machine, batch, self.settings.grad_clip)
-            elapsed = seconds()
-        if self.machine.kind == 'cuda':
-            # The optimizer's state comes with the first step: from then on it belongs to this row, too.
-            self.peak = torch.cuda.max_memory_allocated() - others
-            self.static = allocated(self.machine) - others
-        self.first = self.first or elapsed
-        if timed:
-            self.seconds.append(elapsed)
-            self.waiting.append(waited / elapsed)
-
-    def profile(self, next_batch, folder):
-        """Trace a step into folder/<name>.json, and print its ten costliest kernels."""
-        from torch.profiler import ProfilerActivity, profile
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.machine.kind == 'cuda')
-        with profile(activities=kinds) as trace:
-            self.step(next_batch)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
-        by = 'self_device_time_total' if self.machine.kind == 'cuda' else 'self_cpu_time_total'
-        ours = torch.autograd.DeviceType.CUDA if self.machine.kind == 'cuda' else torch.autograd.DeviceType.CPU
-        events = sorted((event for event in trace.key_averages() if event.device_type == ours  # no time counted twice
-                         and not event.is_user_annotation), key=lambda event: -getattr(event, by))
-        total = sum(getattr(event, by) for event in events)
-        print(f'\n| {self.name}: kernel | ms | share | calls |\n|---|---:|---:|---:|')
-        for event in events[:10]:
-            spent = getattr(event, by)
-            print(f'| `{event.key[:90]}` | {spent / 1e3:,.1f} | {spent / total:.1%} | {event.count} |')
-
-    def report(self, tokens, peak_flops, reference):
-        """The numbers of a row; `reference`: {name: row} to compare with."""
-        median, spread = middle(self.seconds)
-        ratios = {name: statistics.median(a / b for a, b in zip(row.seconds, self.seconds, strict=True))
-                  for name, row in reference.items()}
-        return {'name': self.name, 'ms_per_step': 1e3 * median, 'spread': spread,
-                'tok_per_s': tokens / median, 'mfu': self.flops * tokens / median / peak_flops if peak_flops else None,
-                'peak_gib': self.peak / 2**30 if self.peak else None, 'speed_relative_to': ratios,
-                'first_step_s': self.first, 'waiting_for_data': statistics.median(self.waiting),
-                'seconds': self.seconds}
-
-
-def stopwatch(machine):
-    """A function that gives the device's seconds from here to its call: by events on its stream, if it has one."""
-    if machine.kind != 'cuda':
-        start = time.perf_counter()
-        return lambda: time.perf_counter() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-
-    def seconds():
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    return seconds
-
-
-def allocated(machine):
-    return torch.cuda.memory_allocated() if machine.kind == 'cuda' else 0
-
-
-def names(settings):
-    variants = list(VARIANTS) if settings.variants == 'all' else settings.variants.split(',')
-    if settings.peers not in ('', 'hf'):
-        raise ValueError(f"peers={settings.peers!r} is not '' or 'hf'")
-    return variants + (['hf', 'hf:eager'] if settings.peers else [])
-
-
-def shape_of(config):
-    shape = GPTConfig(**{name: getattr(config, name) for name in SHAPE})
-    for name, value in asdict(config).items():
-        if value != getattr(shape, name):
-            print(f'note: all rows share the shape, but not {name}: --variants=vanilla+{name}={value}', file=sys.stderr)
-    return shape
-
-
-def attempt(row, act, *args):
-    """Let a row do something. Where it fails, nothing stays of it but its problem: too little memory, or a kernel that
-    this device does not take, must not lose the other rows."""
-    try:
-        return act(*args)
-    except RuntimeError as error:
-        name, problem = row.name, (str(error).strip() or type(error).__name__).splitlines()[0][:100]
-        traceback.print_exc()
-    vars(row).clear()
-    row.__init__(name, problem)
-    gc.collect()  # its parts refer to each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def write(settings, numbers):
-    """The table's numbers as JSON. ValueError where no row has any."""
-    if settings.out and os.environ.get('RANK', '0') == '0':
-        Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
-    if all('problem' in row for row in numbers['rows']):
-        raise ValueError(f'no row could be timed: {numbers["rows"][0]["problem"]}')
-    return numbers
-
-
-def bench_training(settings, config):
-    machine, config = Machine(settings), shape_of(config)
-    machine.micro_steps = settings.micro_steps
-    rows = [Row(name) for name in names(settings)]
-    for row in rows:
-        attempt(row, row.build, settings, config, machine)
-    micro_batches = settings.micro_steps * machine.world_size  # of a step, over all processes
-    fixed = torch.randint(config.vocab_size, (2, settings.batch_size, config.block_size), device=machine.device)
-    loader = Loader(TrainingRows(Dataset(settings.dataset), config.block_size, settings.seed, settings.domain_weights),
-                    settings.batch_size, micro_batches, rank=machine.rank, world_size=machine.world_size,
-                    device=machine.device) if settings.real_data else None
-    next_batch = loader.next if loader else lambda: fixed
-    for timed, count in ((False, settings.warmup), (True, settings.rounds)):
-        for _ in range(count):
-            for row in rows:
-                if not row.problem:
-                    attempt(row, row.step, next_batch, timed)
-
-    tokens = micro_batches * settings.batch_size * config.block_size
-    whole = {row.name: row for row in rows if not row.problem}
-    reference = {name: whole[name] for name in ('vanilla', 'hf', 'hf:eager') if name in whole}
-    peak = machine.peak_flops() and machine.peak_flops() * machine.world_size
-    reports = [{'name': row.name, 'problem': row.problem} if row.problem else row.report(tokens, peak, reference)
-               for row in rows]
-    about = {**provenance(machine), 'compile': settings.compile, 'batch_size': settings.batch_size,
-             **{name: getattr(config, name) for name in SHAPE}}
-    print('  '.join(f'{k}={v}' for k, v in about.items()) + '\n')
-    columns = ['row', 'ms/step', 'spread', 'first step s', 'tok/s', 'MFU', 'peak GiB', *(f'x {n}' for n in reference)]
-    print(f'| {" | ".join(columns)} |\n|---|{"---:|" * (len(columns) - 1)}')
-    for r in reports:
-        if 'problem' in r:
-            print(f'| {r["name"]} | {r["problem"]} |')
-            continue
-        cells = [r['name'], f'{r["ms_per_step"]:,.1f}', f'{r["spread"]:.1%}', f'{r["first_step_s"]:.1f}',
-                 f'{r["tok_per_s"]:,.0f}', cell(r['mfu'], '.1%'), cell(r['peak_gib'], '.2f'),
-                 *(f'{ratio:.3f}' for ratio in r['speed_relative_to'].values())]
-        print(f'| {" | ".join(cells)} |')
-    print('\nspread: interquartile range / median; x NAME: speed relative to NAME, median over rounds')
-    if loader and whole:
-        waiting = max(r['waiting_for_data'] for r in reports if 'problem' not in r)
-        print(f'waiting for data: {waiting:.2%} of a step, the worst row')
-    numbers = write(settings, {**about, 'settings': asdict(settings), 'rows': reports})
-    for row in whole.values() if settings.profile else ():  # at the end: it may take longer than there is time
-        row.profile(next_batch, settings.profile)
-    if loader:
-        loader.close()
-    return numbers
+    def __post_init__(self):
+        super().__post_init__()
+        refuse(min(self.micro_steps, self.rounds) < 1, 'micro_steps and rounds must be at least 1')
+        refuse(self.peers not in ('', 'hf'), f"peers={self.peers!r} is not '' or 'hf'")
 
 
 @dataclass
@@ -327,87 +78,496 @@ class DecodeConfig(BenchConfig):
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
     new_tokens: int = 32  # timed tokens, the last ones of the context
     chunk: int = 2048  # tokens of a prefill's forward pass
-    memory_gib: float = 0.0  # also the largest batch that fits into this much of a GPU's memory, and its speed
+    memory_gib: float = 0.0  # also time the largest batch that fits into this much of a GPU
 
     def __post_init__(self):
         super().__post_init__()
-        if min(self.chunk, self.new_tokens, *self.batch_sizes) < 1:
-            raise ValueError('chunk, new_tokens and batch_sizes must be at least 1')
+        refuse(
+            min(self.chunk, self.new_tokens, *self.batch_sizes) < 1,
+            'chunk, new_tokens and batch_sizes must be at least 1',
+        )
+
+
+# --- what both tables are made of ----------------------------------------------------------------
+
+
+def start(settings, config):
+    """(Machine, the GPTConfig whose shape all rows have) of a bench."""
+    machine = Machine(settings.device, settings.dtype, settings.backend, tf32=True)
+    if settings.compile:
+        check_compiler(machine)
+    if settings.out:
+        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
+    for name, value in config.variant().items():
+        advice = f'--variants=vanilla+{name}={value}'
+        print(f'note: all rows share the shape, but not {name}: {advice}', file=sys.stderr)
+    return machine, GPTConfig(**config.shape())
+
+
+def row_names(settings):
+    names = list(VARIANTS) if settings.variants == 'all' else settings.variants.split(',')
+    if settings.peers:
+        names += ['hf', 'hf:eager']
+    return names
+
+
+def attempt(row, act, *args):
+    """Let a row do something, unless it failed before. Where it fails, only its problem stays.
+
+    Too little memory, a kernel that this device does not have, or a fault of the compiler must not
+    lose the other rows.
+    """
+    if row.problem:
+        return
+    try:
+        act(*args)
+        return
+    except Exception as error:
+        traceback.print_exc()
+        problem = first_line(error)[:100]
+
+    # Only here, past the `except`, nothing holds the tensors of the step that failed.
+    row.drop()
+    row.problem = problem
+    gc.collect()  # its parts refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def stopwatch(machine):
+    """A function that returns the device's seconds from here to its call.
+
+    A GPU's are those between two events on its stream.
+    """
+    if machine.kind != 'cuda':
+        begin = time.perf_counter()
+        return lambda: time.perf_counter() - begin
+
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+
+    def seconds():
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return seconds
+
+
+def allocated(machine):
+    """Bytes of tensors on this process's GPU; 0 without one."""
+    return torch.cuda.memory_allocated() if machine.kind == 'cuda' else 0
+
+
+def middle(times):
+    """(median, interquartile range / median) of a list of seconds."""
+    median = statistics.median(times)
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
+    return median, (quartiles[2] - quartiles[0]) / median
+
+
+def speed_relative_to(reference, times):
+    """The median over rounds of another row's seconds divided by these."""
+    return statistics.median(a / b for a, b in zip(reference, times, strict=True))
+
+
+def cell(value, form):
+    return 'n/a' if value is None else format(value, form)
+
+
+def print_line(cells):
+    print(f'| {" | ".join(cells)} |', flush=True)
+
+
+def print_head(about, columns):
+    """What the table was measured with, and the names of its columns."""
+    print('  '.join(f'{name}={value}' for name, value in about.items()) + '\n')
+    print_line(columns)
+    print(f'|---|{"---:|" * (len(columns) - 1)}')
+
+
+def save(numbers, settings, machine):
+    """Write the table's numbers as JSON, as far as they go."""
+    if settings.out and machine.is_first:
+        write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
+
+
+def check_any_timed(reports):
+    problems = [report['problem'] for report in reports if 'problem' in report]
+    if problems and len(problems) == len(reports):
+        raise ValueError(f'no row could be timed: {problems[0]}')
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class Row:
+    """One line of the training table: a model, its optimizer, its times."""
+
+    def __init__(self, name, recipe):
+        self.name = name
+        self.recipe = recipe
+        self.problem = None
+        self.drop()
+
+        self.seconds = []  # of each timed step
+        self.waiting = []  # the share of them that was spent waiting for data
+        self.first = None  # seconds of the first step, which compiles
+        self.peak = None  # bytes on the GPU
+
+    def drop(self):
+        """Let go of everything that is large."""
+        self.model = self.optimizer = self.scaler = None
+
+    def build(self, settings, machine):
+        before = allocated(machine)
+        self.settings = settings
+        self.machine = machine
+        self.flops = self.recipe.flops_per_token()
+        levers = self.recipe.levers
+
+        model = self.recipe.make(settings.seed).to(machine.device)
+        self.optimizer = make_optimizer(model, settings)
+        self.scaler = machine.scaler()
+        if levers.checkpointed:
+            checkpoint_blocks(model)
+        if levers.ddp_first:
+            self.model = levers.compile(distribute(model, machine, **levers.ddp), settings)
+        else:
+            self.model = distribute(levers.compile(model, settings), machine, **levers.ddp)
+        self.static = allocated(machine) - before
+
+    def step(self, next_batch, timed=False):
+        waited = 0.0
+
+        def batch():
+            nonlocal waited
+            begin = time.perf_counter()
+            x, y = next_batch()
+            waited += time.perf_counter() - begin
+            return x, y
+
+        others = allocated(self.machine) - self.static
+        if self.machine.kind == 'cuda':
+            torch.cuda.reset_peak_memory_stats()
+        with self.recipe.levers.pulled():
+            seconds = stopwatch(self.machine)
+            train_step(
+                self.model,
+                self.optimizer,
+                self.scaler,
+                self.machine,
+                batch,
+                self.settings.micro_steps,
+                self.settings.grad_clip,
+            )
+            elapsed = seconds()
+        if self.machine.kind == 'cuda':
+            # The optimizer's state comes with the first step: from then on it belongs to this row.
+            self.peak = torch.cuda.max_memory_allocated() - others
+            self.static = allocated(self.machine) - others
+
+        self.first = self.first or elapsed
+        if timed:
+            self.seconds.append(elapsed)
+            self.waiting.append(waited / elapsed)
+
+    def profile(self, next_batch, folder):
+        """Trace a step into folder/<name>.json, and print its ten costliest kernels."""
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self.machine.kind == 'cuda':
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as trace:
+            self.step(next_batch)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
+        print_costliest(self.name, trace, self.machine.kind)
+
+    def report(self, tokens, peak_flops, references):
+        """The numbers of a row. references: {name: row} to compare with."""
+        if self.problem:
+            return {'name': self.name, 'problem': self.problem}
+        median, spread = middle(self.seconds)
+        speed = tokens / median
+        ratios = {}
+        for name, other in references.items():
+            ratios[name] = speed_relative_to(other.seconds, self.seconds)
+        return {
+            'name': self.name,
+            'ms_per_step': 1e3 * median,
+            'spread': spread,
+            'tok_per_s': speed,
+            'mfu': self.flops * speed / peak_flops if peak_flops else None,
+            'peak_gib': self.peak / 2**30 if self.peak else None,
+            'speed_relative_to': ratios,
+            'first_step_s': self.first,
+            'waiting_for_data': statistics.median(self.waiting),
+            'seconds': self.seconds,
+        }
+
+
+def print_costliest(name, trace, kind):
+    """The ten kernels of a trace that take the most time, and their share of all kernels' time."""
+    if kind == 'cuda':
+        wanted = torch.autograd.DeviceType.CUDA
+        time_of = 'self_device_time_total'
+    else:
+        wanted = torch.autograd.DeviceType.CPU
+        time_of = 'self_cpu_time_total'
+
+    # An annotation's time is that of the kernels in it: they would be counted twice.
+    events = [
+        (getattr(event, time_of), event)
+        for event in trace.key_averages()
+        if event.device_type == wanted and not event.is_user_annotation
+    ]
+    events.sort(key=lambda pair: -pair[0])
+    total = sum(spent for spent, _ in events)
+
+    print(f'\n| {name}: kernel | ms | share | calls |\n|---|---:|---:|---:|')
+    for spent, event in events[:10]:
+        share = spent / total
+        print(f'| `{event.key[:90]}` | {spent / 1e3:,.1f} | {share:.1%} | {event.count} |')
+
+
+@contextlib.contextmanager
+def batches(settings, shape, machine):
+    """A function that gives the next (x, y): of the dataset, or the same random ones every time."""
+    if not settings.real_data:
+        size = (2, settings.batch_size, shape.block_size)
+        fixed = torch.randint(shape.vocab_size, size, device=machine.device)
+        yield lambda: fixed
+        return
+
+    dataset = Dataset(settings.dataset)
+    rows = TrainingRows(dataset, shape.block_size, settings.seed, settings.domain_weights)
+    loader = Loader(
+        rows,
+        settings.batch_size,
+        settings.micro_steps * machine.world_size,
+        rank=machine.rank,
+        world_size=machine.world_size,
+        device=machine.device,
+    )
+
+    def next_batch():
+        try:
+            return loader.next()
+        except Exception as error:
+            # That is no problem of the row which happens to ask: no other row gets a batch either.
+            sys.exit(f'error: {first_line(error)}')
+
+    try:
+        yield next_batch
+    finally:
+        loader.close()
+
+
+def bench_training(settings, config):
+    """Time training steps, and print and write the table. Returns its numbers."""
+    machine, shape = start(settings, config)
+    rows = [Row(name, read_name(name, shape)) for name in row_names(settings)]
+    about = {
+        **provenance(machine),
+        'compile': settings.compile,
+        'batch_size': settings.batch_size,
+        **shape.shape(),
+    }
+    with batches(settings, shape, machine) as next_batch:
+        for row in rows:
+            attempt(row, row.build, settings, machine)
+        for round_ in range(-settings.warmup, settings.rounds):
+            timed = round_ >= 0
+            for row in rows:
+                attempt(row, row.step, next_batch, timed)
+            if timed:
+                reports = report_all(rows, settings, shape, machine)
+                numbers = {**about, 'settings': asdict(settings), 'rows': reports}
+                save(numbers, settings, machine)
+
+        print_training(about, reports, settings)
+        check_any_timed(reports)
+        # At the end, because it may take longer than there is time.
+        if settings.profile:
+            for row in rows:
+                attempt(row, row.profile, next_batch, settings.profile)
+    machine.close()
+    return numbers
+
+
+def report_all(rows, settings, shape, machine):
+    whole = {row.name: row for row in rows if not row.problem}
+    references = {name: whole[name] for name in ('vanilla', 'hf', 'hf:eager') if name in whole}
+    micro_batches = settings.micro_steps * machine.world_size  # of a step, over all processes
+    tokens = micro_batches * settings.batch_size * shape.block_size
+    peak_flops = machine.peak_flops()
+    if peak_flops:
+        peak_flops *= machine.world_size
+    return [row.report(tokens, peak_flops, references) for row in rows]
+
+
+def print_training(about, reports, settings):
+    whole = [report for report in reports if 'problem' not in report]
+    references = whole[0]['speed_relative_to'] if whole else []
+    columns = ['row', 'ms/step', 'spread', 'first step s', 'tok/s', 'MFU', 'peak GiB']
+    print_head(about, columns + [f'x {name}' for name in references])
+    for report in reports:
+        if 'problem' in report:
+            print_line([report['name'], report['problem']])
+            continue
+        cells = [
+            report['name'],
+            f'{report["ms_per_step"]:,.1f}',
+            f'{report["spread"]:.1%}',
+            f'{report["first_step_s"]:.1f}',
+            f'{report["tok_per_s"]:,.0f}',
+            cell(report['mfu'], '.1%'),
+            cell(report['peak_gib'], '.2f'),
+        ]
+        print_line(cells + [f'{ratio:.3f}' for ratio in report['speed_relative_to'].values()])
+
+    print('\nspread: interquartile range / median')
+    print('x NAME: speed relative to NAME, median over rounds')
+    if settings.real_data and whole:
+        waiting = max(report['waiting_for_data'] for report in whole)
+        print(f'waiting for data: {waiting:.2%} of a step, the worst row')
+
+
+# --- decoding ------------------------------------------------------------------------------------
 
 
 class Decoder:
-    """One line of the decoding table: a model with its weights in half precision on a GPU, and one cache."""
+    """A row of the decoding table: a model, with its weights in half precision on a GPU."""
 
-    def __init__(self, name, settings, config, machine):
+    def __init__(self, name, recipe):
+        self.name = name
+        self.recipe = recipe
+        self.problem = None
+        self.drop()
+        lever = self.recipe.levers.of_training()
+        refuse(lever, f'{name}: {lever} is a lever of training')
+
+    def drop(self):
+        self.model = self.one_token = None
+
+    def build(self, settings, machine):
         before = allocated(machine)
-        model, _, levers = build(name, settings, config)
-        if used := re.search('checkpointed|ddp-first|static|bucket=|chunk=', name):
-            raise ValueError(f'{name}: {used[0]} is a lever of training')
-        self.name, self.settings, self.machine, self.levers = name, settings, machine, levers
+        self.settings = settings
+        self.machine = machine
+        model = self.recipe.make(settings.seed)
         self.model = model.to(machine.device, getattr(torch, machine.dtype)).eval()
-        if not levers.mode and machine.kind == 'cuda':
+        levers = self.recipe.levers
+        if machine.kind == 'cuda' and not levers.mode:
             levers.mode = 'reduce-overhead'  # CUDA graphs
         self.one_token = levers.compile(self.model, settings)
         self.static = allocated(machine) - before
 
-    def start(self, batch, context):
-        self.batch, self.context, self.peak, self.problem = batch, context, None, None
-        self.prefill, self.decode = [], []  # seconds per token, seconds per step
-        before = allocated(self.machine)
-        self.cache = self.model.new_cache(batch, context)
-        self.idx = torch.randint(self.model.config.vocab_size, (batch, context), device=self.machine.device)
-        self.with_cache = self.static + allocated(self.machine) - before
+
+class Trial:
+    """A Decoder at one batch size and context: a cache, and the times of its rounds."""
+
+    def __init__(self, decoder, batch, context):
+        self.decoder = decoder
+        self.name = decoder.name
+        self.problem = decoder.problem
+        self.batch = batch
+        self.context = context
+        self.drop()
+
+        self.prefill = []  # seconds per token of each timed round
+        self.decode = []  # seconds per step
+        self.peak = None  # bytes on the GPU
+
+    def drop(self):
+        self.cache = self.idx = None
+
+    def start(self):
+        """Allocate the cache and the text."""
+        machine, model = self.decoder.machine, self.decoder.model
+        before = allocated(machine)
+        size = (self.batch, self.context)
+        self.cache = model.new_cache(*size)
+        self.idx = torch.randint(model.config.vocab_size, size, device=machine.device)
+        self.with_cache = self.decoder.static + allocated(machine) - before
 
     @torch.no_grad()
     def round(self, timed):
-        others = allocated(self.machine) - self.with_cache
-        if self.machine.kind == 'cuda':
+        """Prefill all but the last new_tokens of the context, and decode those one by one."""
+        machine, settings = self.decoder.machine, self.decoder.settings
+        others = allocated(machine) - self.with_cache
+        if machine.kind == 'cuda':
             torch.cuda.reset_peak_memory_stats()
         self.cache.position.zero_()
-        prompt = self.context - self.settings.new_tokens
-        seconds = stopwatch(self.machine)
-        with self.levers.pulled():
-            for chunk in self.idx[:, :prompt].split(self.settings.chunk, dim=1):
-                self.model(chunk, cache=self.cache, last_only=True)
-            prefilled, seconds = seconds(), stopwatch(self.machine)
+        prompt = self.context - settings.new_tokens
+        seconds = stopwatch(machine)
+        with self.decoder.recipe.levers.pulled():
+            for chunk in self.idx[:, :prompt].split(settings.chunk, dim=1):
+                self.decoder.model(chunk, cache=self.cache, last_only=True)
+            prefilled = seconds()
+
+            seconds = stopwatch(machine)
             for t in range(prompt, self.context):
-                self.one_token(self.idx[:, t:t + 1], cache=self.cache, last_only=True)[0].argmax(dim=-1)
+                token = self.idx[:, t : t + 1]
+                logits, _ = self.decoder.one_token(token, cache=self.cache, last_only=True)
+                logits.argmax(dim=-1)
             decoded = seconds()
+
         if timed:
             self.prefill.append(prefilled / (self.batch * prompt))
-            self.decode.append(decoded / self.settings.new_tokens)
-        if self.machine.kind == 'cuda':
-            self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30
+            self.decode.append(decoded / settings.new_tokens)
+        if machine.kind == 'cuda':
+            self.peak = torch.cuda.max_memory_allocated() - others
 
-    def stop(self):
-        self.cache = self.idx = None
+    def grow(self):
+        """Take the largest batch that fits; 0 where not even one text does."""
+        self.batch = largest(self.fits)
 
-    def report(self, vanilla):
-        seconds, spread = middle(self.decode)
-        return {'name': self.name, 'batch': self.batch, 'context': self.context,
-                'prefill_tok_per_s': 1 / statistics.median(self.prefill), 'ms_per_token': 1e3 * seconds,
-                'spread': spread, 'tok_per_s': self.batch / seconds, 'cache_bytes': self.cache.nbytes,
-                'peak_gib': self.peak, 'seconds': self.decode, 'speed_relative_to_vanilla': statistics.median(
-                    a / b for a, b in zip(vanilla.decode, self.decode, strict=True)) if vanilla else None}
-
-    def fits(self, context, batch):
-        """Whether a batch can be decoded to the end of its context: its last chunk of a prefill fits, the largest."""
+    def fits(self, batch):
+        """Whether a batch can be decoded to the end of its context: its last chunk of a prefill,
+        which takes the most memory, fits."""
+        settings = self.decoder.settings
+        self.batch = batch
         try:
-            self.start(batch, context)
-            chunk = self.idx[:, :context - self.settings.new_tokens][:, -self.settings.chunk:]
-            self.cache.position.fill_(context - chunk.size(1))
+            self.start()
+            prompt = self.idx[:, : self.context - settings.new_tokens]
+            chunk = prompt[:, -settings.chunk :]
+            self.cache.position.fill_(self.context - chunk.size(1))
             with torch.no_grad():
-                self.model(chunk, cache=self.cache, last_only=True)
+                self.decoder.model(chunk, cache=self.cache, last_only=True)
             return True
         except torch.OutOfMemoryError:
             return False
         finally:
-            self.stop()
+            self.drop()
             torch.cuda.empty_cache()
+
+    def report(self, vanilla):
+        """The numbers of a trial. vanilla: the trial to compare with, or None."""
+        numbers = {'name': self.name, 'batch': self.batch, 'context': self.context}
+        if self.problem:
+            return {**numbers, 'problem': self.problem}
+        seconds, spread = middle(self.decode)
+        return {
+            **numbers,
+            'prefill_tok_per_s': 1 / statistics.median(self.prefill),
+            'ms_per_token': 1e3 * seconds,
+            'spread': spread,
+            'tok_per_s': self.batch / seconds,
+            'cache_bytes': self.cache.nbytes,
+            'peak_gib': self.peak / 2**30 if self.peak else None,
+            'seconds': self.decode,
+            'speed_relative_to_vanilla': (
+                speed_relative_to(vanilla.decode, self.decode) if vanilla else None
+            ),
+        }
 
 
 def largest(fits):
-    """The largest batch for which fits(batch), by doubling and bisection; 0 if not even one does."""
+    """The largest batch for which fits(batch), by doubling and bisection; 0 if even 1 does not."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
@@ -418,82 +578,112 @@ def largest(fits):
 
 
 def bench_decode(settings, config):
-    machine, config = Machine(settings), shape_of(config)
+    """Time prefill and decoding, and print and write the table. Returns its numbers."""
+    machine, shape = start(settings, config)
     for context in settings.contexts:
-        if not settings.new_tokens < context <= config.block_size:
-            raise ValueError(f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at most '
-                             f'block_size={config.block_size}')
-    if settings.peers or settings.memory_gib and machine.kind != 'cuda':
-        raise ValueError('bench.py decode has no peers, and memory_gib needs a GPU')
-    rows = [Decoder(name, settings, config, machine) for name in names(settings)]
-    about = {**provenance(machine), 'compile': settings.compile, **{name: getattr(config, name) for name in SHAPE}}
-    print('  '.join(f'{k}={v}' for k, v in about.items()) + '\n')
-    print('| row | batch | context | prefill tok/s | ms/token | spread | tok/s | x vanilla | cache bytes | peak GiB |')
-    print('|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|')
-    reports = []
+        refuse(
+            not settings.new_tokens < context <= shape.block_size,
+            f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at '
+            f'most block_size={shape.block_size}',
+        )
+    refuse(
+        settings.peers or (settings.memory_gib and machine.kind != 'cuda'),
+        'bench.py decode has no peers, and memory_gib needs a GPU',
+    )
+    decoders = [Decoder(name, shape) for name in row_names(settings)]
+    for decoder in decoders:
+        attempt(decoder, decoder.build, settings, machine)
 
-    def measure(decoders, batch_of, context):
-        for row in decoders:
-            try:
-                row.start(batch_of[row.name], context)
-            except torch.OutOfMemoryError:
-                row.problem = 'out of memory'
-        for timed in [False] * settings.warmup + [True] * settings.rounds:
-            for row in decoders:
-                try:
-                    if not row.problem:
-                        row.round(timed)
-                except torch.OutOfMemoryError:
-                    row.problem = 'out of memory'
-                    row.stop()
-        vanilla = next((row for row in decoders if row.name == 'vanilla' and not row.problem), None)
-        for row in decoders:
-            if row.problem:
-                print(f'| {row.name} | {row.batch} | {row.context:,} | {row.problem} |')
-                reports.append({name: getattr(row, name) for name in ('name', 'batch', 'context', 'problem')})
-                continue
-            r = row.report(vanilla)
-            reports.append(r)
-            print(f'| {row.name} | {row.batch} | {row.context:,} | {r["prefill_tok_per_s"]:,.0f} | '
-                  f'{r["ms_per_token"]:.2f} | {r["spread"]:.1%} | {r["tok_per_s"]:,.0f} | '
-                  f'{cell(r["speed_relative_to_vanilla"], ".3f")} | {r["cache_bytes"]:,} | '
-                  f'{cell(r["peak_gib"], ".2f")} |', flush=True)
-            row.stop()
+    about = {**provenance(machine), 'compile': settings.compile, **shape.shape()}
+    columns = ['row', 'batch', 'context', 'prefill tok/s', 'ms/token', 'spread', 'tok/s']
+    print_head(about, [*columns, 'x vanilla', 'cache bytes', 'peak GiB'])
+    numbers = {**about, 'settings': asdict(settings), 'rows': []}
+    for reports in measure_all(decoders, settings, machine):
+        numbers['rows'] += reports
+        save(numbers, settings, machine)
+    print('\nspread: interquartile range / median')
+    print('x vanilla: decoding speed relative to vanilla, median over rounds')
+    check_any_timed(numbers['rows'])
+    machine.close()
+    return numbers
 
+
+def measure_all(decoders, settings, machine):
+    """Yield the reports of all decoders at each context and batch size."""
     for context in settings.contexts:
         for batch in settings.batch_sizes:
-            measure(rows, dict.fromkeys((row.name for row in rows), batch), context)
-        if settings.memory_gib:  # each row alone on the GPU, with the largest batch that it takes
-            for row in rows:
-                others = allocated(machine) - row.static
-                limit = settings.memory_gib * 2**30 + others
-                torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
-                batch = largest(functools.partial(row.fits, context))
-                if batch:
-                    measure([row], {row.name: batch}, context)
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    print('\nspread: interquartile range / median; x vanilla: decoding speed, median over rounds')
-    return write(settings, {**about, 'settings': asdict(settings), 'rows': reports})
+            yield measure([Trial(decoder, batch, context) for decoder in decoders], settings)
+        if settings.memory_gib:
+            for decoder in decoders:
+                yield measure_largest(decoder, context, settings, machine)
 
 
-def cell(value, form):
-    return 'n/a' if value is None else format(value, form)
+def measure(trials, settings):
+    """The reports of trials that take turns; prints a line for each."""
+    for trial in trials:
+        attempt(trial, trial.start)
+    for round_ in range(-settings.warmup, settings.rounds):
+        for trial in trials:
+            attempt(trial, trial.round, round_ >= 0)
+
+    vanilla = next((t for t in trials if t.name == 'vanilla' and not t.problem), None)
+    reports = [trial.report(vanilla) for trial in trials]
+    for trial, report in zip(trials, reports, strict=True):
+        print_decoding(report)
+        trial.drop()
+    return reports
 
 
-def middle(times):
-    """(median, interquartile range / median) of a list of seconds."""
-    median = statistics.median(times)
-    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
-    return median, (quartiles[2] - quartiles[0]) / median
+def measure_largest(decoder, context, settings, machine):
+    """The report of one decoder with the largest batch that fits into memory_gib of the GPU.
+
+    A list, which is empty where not even one text fits.
+    """
+    others = allocated(machine) - decoder.static
+    limit = settings.memory_gib * 2**30 + others
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    try:
+        trial = Trial(decoder, 1, context)
+        attempt(trial, trial.grow)
+        return measure([trial], settings) if trial.batch else []
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def print_decoding(report):
+    cells = [report['name'], str(report['batch']), f'{report["context"]:,}']
+    if 'problem' in report:
+        print_line([*cells, report['problem']])
+        return
+    cells += [
+        f'{report["prefill_tok_per_s"]:,.0f}',
+        f'{report["ms_per_token"]:.2f}',
+        f'{report["spread"]:.1%}',
+        f'{report["tok_per_s"]:,.0f}',
+        cell(report['speed_relative_to_vanilla'], '.3f'),
+        f'{report["cache_bytes"]:,}',
+        cell(report['peak_gib'], '.2f'),
+    ]
+    print_line(cells)
+
+
+# --- the program ---------------------------------------------------------------------------------
 
 
 def main():
-    torch._dynamo.config.recompile_limit = 64  # the variants are one piece of code to the compiler
-    quiet = open(os.devnull, 'w') if os.environ.get('RANK', '0') != '0' else None  # one table is enough
-    with one_line_errors(ValueError, OSError), contextlib.redirect_stdout(quiet or sys.stdout):
-        decode = sys.argv[1:2] == ['decode']
-        settings, config = configure(DecodeConfig if decode else BenchConfig, GPTConfig, argv=sys.argv[1 + decode:])
-        (bench_decode if decode else bench_training)(settings, config)
+    # To the compiler, all variants are one piece of code.
+    torch._dynamo.config.recompile_limit = 64
+    modes = {'': (BenchConfig, GPTConfig), 'decode': (DecodeConfig, GPTConfig)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_line_errors(ValueError, OSError))
+        if os.environ.get('RANK', '0') != '0':  # one table is enough
+            quiet = stack.enter_context(open(os.devnull, 'w'))
+            stack.enter_context(contextlib.redirect_stdout(quiet))
+        mode, (settings, config) = choose(modes, __doc__)
+        if mode == 'decode':
+            bench_decode(settings, config)
+        else:
+            bench_training(settings, config)
 
 
 if __name__ == '__main__':

@@ -81,9 +81,8 @@ def time_steps(configs, machine):
     torch._dynamo.config.recompile_limit = 64  # to the compiler, all arms are one piece of code
     rows, batches = [], {}
     for name, (settings, config) in configs.items():
-        row = Row('vanilla', config)
         levers = Levers(['checkpointed'] if settings.activation_checkpointing else [])
-        row.name, row.recipe = name, Recipe(name, config, levers)
+        row = Row(name, Recipe(name, config, levers))
         attempt(row, row.build, BenchConfig(**asdict(settings)), machine)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)

@@ -1,79 +1,105 @@
-"""On a GPU: FP16, flash attention, the compiler, CUDA graphs and NCCL give what fp32 on the CPU gives."""
+"""On a GPU, FP16, its kernels, the compiler, CUDA graphs and NCCL give what a CPU gives in fp32."""
+
 import copy
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, write_dataset
+from runs import finish, log, start
+from variants import VARIANTS
 
+from machine import Machine
 from model import GPT, GPTConfig
-from train import Machine, TrainConfig, checkpoint_blocks
+from train import checkpoint_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+
+# Heads of 32, which every attention kernel takes.
 SIZE = dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=512)
-VARIANTS = {'vanilla': {}, 'resformer': dict(v_residual=True), 'svformer': dict(share_v=True),
-            'cla_gqa': dict(share_k=True, share_v=True, share_k_every=2, share_v_every=2, n_kv_head=2),
-            'cross': dict(v_residual=True, residual_map='cross'), 'neutreno': dict(neutreno=0.4),
-            'denseformer': dict(denseformer=True), 'learned': dict(v_residual=True, residual_learned=True)}
+DECODED = ['vanilla', 'SVFormer', 'CLA GQA', 'cross']
+TRAINED = [*DECODED, 'ResFormer', 'NeuTRENO', 'DenseFormer', 'learned']
+FIELDS = {**VARIANTS, 'CLA GQA': {**VARIANTS['CLA'], 'n_kv_head': 2}}
+
+
+def model_of(variant):
+    return GPT(GPTConfig(**SIZE, **FIELDS[variant]))
 
 
 @pytest.mark.parametrize('how', ['eager', 'compiled', 'checkpointed'])
-@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize('variant', TRAINED)
 def test_losses_and_gradients_in_float16_are_those_of_float32_on_the_cpu(variant, how):
     torch.compiler.reset()
-    reference = GPT(GPTConfig(**SIZE, **VARIANTS[variant]))
+    reference = model_of(variant)
     model = copy.deepcopy(reference).cuda()
     x, y = torch.randint(512, (2, 4, 256))
     _, expected = reference(x, y)
     expected.backward()
+
     if how == 'checkpointed':
         checkpoint_blocks(model)
     call = model if how == 'eager' else torch.compile(model, fullgraph=True)
     scaler = torch.amp.GradScaler('cuda')
+    x, y = x.cuda(), y.cuda()
     with torch.autocast('cuda', dtype=torch.float16):
-        _, loss = call(x.cuda(), y.cuda())
+        _, loss = call(x, y)
     scaler.scale(loss).backward()
+
     assert loss.item() == pytest.approx(expected.item(), abs=5e-3)
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        found, wanted = (p.grad / scaler.get_scale()).cpu().flatten(), q.grad.flatten()
-        assert (found - wanted).norm() < 0.03 * wanted.norm() + 1e-6, name
+    for name, p in model.named_parameters():
+        gradient = (p.grad / scaler.get_scale()).cpu()
+        wanted = reference.get_parameter(name).grad
+        assert (gradient - wanted).norm() < 0.03 * wanted.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize('variant', ['vanilla', 'svformer', 'cla_gqa', 'cross'])
+@pytest.mark.parametrize('variant', DECODED)
 def test_decoding_with_cuda_graphs_is_the_full_forward_pass(variant):
     torch.compiler.reset()
-    model = GPT(GPTConfig(**SIZE, **VARIANTS[variant])).cuda().eval()
+    model = model_of(variant).cuda().eval()
     idx = torch.randint(512, (2, 40), device='cuda')
     one_token = torch.compile(model, mode='reduce-overhead')
     cache = model.new_cache(2, 40)
     with torch.no_grad():
-        expected = model(idx)[0]
+        expected, _ = model(idx)
         model(idx[:, :30], cache=cache)
         for t in range(30, 40):
-            found = one_token(idx[:, t:t + 1], cache=cache, last_only=True)[0]
-            torch.testing.assert_close(found[:, 0], expected[:, t], rtol=1e-3, atol=1e-3)
+            token = idx[:, t : t + 1]
+            logits, _ = one_token(token, cache=cache, last_only=True)
+            torch.testing.assert_close(logits[:, 0], expected[:, t], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize('launcher', [[], ['-m', 'torch.distributed.run', '--nproc_per_node=1']])
-def test_a_run_learns_stops_and_resumes(tmp_path, launcher):
-    write_dataset(tmp_path / 'data' / 'tiny', {'train': {'A': 90000}, 'validation': {'A': 3000}})
-    options = dict(dataset='tiny', n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=64, batch_size=8,
-                   gradient_accumulation_steps=2, warmup_iters=3, learning_rate=1e-2, eval_iters=2, lr_decay_iters=20)
+def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch, launcher):
+    monkeypatch.chdir(tmp_path)
+    splits = {'train': {'A': 90000}, 'validation': {'A': 3000}}
+    write_dataset(tmp_path / 'data' / 'tiny', splits)
+    options = dict(
+        dataset='tiny',
+        n_layer=2,
+        n_head=2,
+        n_embd=64,
+        block_size=64,
+        vocab_size=64,
+        batch_size=8,
+        gradient_accumulation_steps=2,
+        warmup_iters=3,
+        learning_rate=1e-2,
+        eval_iters=2,
+        lr_decay_iters=20,
+    )
 
-    def train(**changes):
-        words = [f'--{k}={v}' for k, v in {**options, **changes}.items()]
-        done = subprocess.run([sys.executable, *launcher, str(ROOT / 'train.py'), *words], cwd=tmp_path,
-                              capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in Path(tmp_path, changes['out_dir'], 'log.jsonl').read_text().splitlines()]
+    def losses(out_dir, **changes):
+        """{step: loss} of a run of train.py, in its log."""
+        settings = {**options, 'out_dir': out_dir, **changes}
+        words = [f'--{name}={value}' for name, value in settings.items()]
+        status, _, err = finish(start(*launcher, ROOT / 'train.py', *words))
+        assert status == 0, err
+        return {entry['step']: entry['loss'] for entry in log(out_dir) if 'loss' in entry}
 
-    whole = train(out_dir='out/whole', max_iters=20)
-    train(out_dir='out/parts', max_iters=10)
-    parts = train(out_dir='out/parts', max_iters=20, init_from='resume')
-    losses, again = ({e['step']: e['loss'] for e in log if 'loss' in e} for log in (whole, parts))
-    assert losses[19] < losses[0] - 0.5 and losses.keys() == again.keys()
-    assert all(again[step] == pytest.approx(losses[step], abs=1e-2) for step in losses)
-    assert Machine(TrainConfig()).dtype == 'float16'
+    whole = losses('out/whole', max_iters=20)
+    losses('out/parts', max_iters=10)
+    parts = losses('out/parts', max_iters=20, init_from='resume')
+    assert whole[19] < whole[0] - 0.5
+    assert parts.keys() == whole.keys()
+    for step in whole:
+        assert parts[step] == pytest.approx(whole[step], abs=1e-2)
+    assert Machine().dtype == 'float16'

@@ -1,0 +1,177 @@
+"""
+The rows of bench.py's tables by their names: a model, and the levers that are pulled for it.
+
+A name is VARIANT[+field=value ...][:lever ...], as in vanilla, gqa+q_residual=True:eager or
+vanilla:flash:chunk=8192. `hf` in place of a variant is transformers' Llama of the same shape.
+bench.py's first lines say what each lever does.
+
+>>> recipe = read_name('vanilla:chunk=8192', GPTConfig())   # refuses what it does not know
+>>> model = recipe.make(seed=1337)
+>>> with recipe.levers.pulled(): ...                        # a step of it
+"""
+
+import contextlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import model as model_file
+from configurator import configure
+from model import GPT, GPTConfig, refuse
+from train import TrainConfig
+
+# {variant: its config file}
+VARIANTS = {
+    path.stem.removesuffix('_82m'): path
+    for path in sorted(Path(__file__).parent.glob('config/*_82m.py'))
+}
+
+KERNELS = {
+    'flash': SDPBackend.FLASH_ATTENTION,
+    'cudnn': SDPBackend.CUDNN_ATTENTION,
+    'efficient': SDPBackend.EFFICIENT_ATTENTION,
+}
+FLAGS = ('eager', 'checkpointed', 'ddp-first', 'static', *KERNELS)
+
+# Levers that change what only a training step does.
+OF_TRAINING = ('checkpointed', 'ddp-first', 'static', 'bucket', 'chunk', 'budget')
+
+
+# --- a row's name --------------------------------------------------------------------------------
+
+
+def read_name(name, shape):
+    """The Recipe of a row. shape: the GPTConfig whose shape all rows have.
+
+    Raises ValueError for a variant, a field or a lever that there is not.
+    """
+    kind, *words = name.split(':')
+    kind, *flags = kind.split('+')
+    levers = Levers(words)
+    if kind == 'hf':
+        refuse(
+            not importlib.util.find_spec('transformers'),
+            '--peers=hf needs transformers: pip install -r requirements-dev.txt',
+        )
+        refuse(levers.checkpointed, 'checkpointed is a lever of our own rows, not of hf')
+        return Recipe(kind, shape, levers)
+
+    refuse(
+        kind not in VARIANTS,
+        f'no variant {kind!r}; there are {", ".join(VARIANTS)}',
+    )
+    options = [f'--{field}={value}' for field, value in shape.shape().items()]
+    options += [f'--{flag}' for flag in flags]
+    _, config = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *options])
+    return Recipe(kind, config, levers)
+
+
+@dataclass
+class Recipe:
+    """What a row's name says."""
+
+    kind: str  # a variant, or hf
+    config: GPTConfig  # of hf: of the same shape, to count FLOPs with
+    levers: 'Levers'
+
+    def make(self, seed):
+        """The model, on the CPU and in fp32."""
+        if self.kind == 'hf':
+            return HuggingFaceLlama(self.config)
+        return GPT(self.config, seed)
+
+    def flops_per_token(self):
+        """Of a training step, as the row's model or its equal of ours counts them."""
+        with torch.device('meta'):
+            return GPT(self.config).flops_per_token(self.config.block_size)
+
+
+class HuggingFaceLlama(nn.Module):
+    """transformers' Llama behind our call, with the loss as it computes it."""
+
+    def __init__(self, config):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from hub.convert import llama_settings
+
+        settings = LlamaConfig(**llama_settings(config), use_cache=False)
+        self.llama = LlamaForCausalLM(settings)
+
+    def forward(self, idx, targets):
+        return None, self.llama(input_ids=idx, labels=targets, use_cache=False).loss
+
+
+# --- levers --------------------------------------------------------------------------------------
+
+
+class Levers:
+    """What a row's name asks for after its first colon. ValueError for a word that is no lever."""
+
+    def __init__(self, words):
+        self.name = ':'.join(words)
+        self.values = dict(read_lever(word) for word in words)
+        self.eager = 'eager' in self.values
+        self.checkpointed = 'checkpointed' in self.values
+        self.ddp_first = 'ddp-first' in self.values
+        self.kernels = [KERNELS[word] for word in words if word in KERNELS]
+        self.mode = self.values.get('mode')
+        self.ddp = {
+            'bucket_cap_mb': self.values.get('bucket', 25),
+            'static_graph': 'static' in self.values,
+        }
+        refuse(
+            self.eager and 'budget' in self.values,
+            f"{self.name}: budget is the compiler's, it does nothing with eager; drop one",
+        )
+
+    def of_training(self):
+        """The first lever that only a training step has; None where there is none."""
+        return next((name for name in self.values if name in OF_TRAINING), None)
+
+    def compile(self, model, settings):
+        """The model, compiled unless the settings or `eager` forbid it."""
+        if self.eager or not settings.compile:
+            return model
+        options = torch._inductor.list_mode_options(self.mode) if self.mode else {}
+        # Rows with equal options would share what was compiled for the first of them, whatever
+        # their levers are. This option has no effect but to tell them apart.
+        options['trace.debug_dir'] = self.name
+        return torch.compile(model, options=options)
+
+    @contextlib.contextmanager
+    def pulled(self):
+        """While a row compiles or takes a step: other rows of this process have other levers."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, model_file, 'LOSS_CHUNK', model_file.LOSS_CHUNK)
+            model_file.LOSS_CHUNK = self.values.get('chunk', model_file.LOSS_CHUNK)
+            if self.kernels:
+                stack.enter_context(sdpa_kernel(self.kernels))
+            if 'budget' in self.values:
+                budget = self.values['budget']
+                stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
+            yield
+
+
+def read_lever(word):
+    """(name, value) of a lever; the value of one that is only on or off is True."""
+    name, _, text = word.partition('=')
+    modes = torch._inductor.list_mode_options()
+    if word in FLAGS:
+        return word, True
+    if name in ('chunk', 'bucket') and text.isdecimal() and int(text) > 0:
+        return name, int(text)
+    if name == 'budget' and re.fullmatch(r'0(\.\d+)?', text):
+        return name, float(text)
+    if name == 'mode' and text in modes:
+        return name, text
+    raise ValueError(
+        f'no lever {word!r}; there are {", ".join(sorted(FLAGS))}, chunk=N, bucket=N, budget=0.N '
+        f'and mode={" or ".join(modes)}'
+    )

@@ -1,0 +1,455 @@
+"""bench.py and its levers: what a table holds, what is refused, and what survives a failure."""
+
+import json
+import re
+import weakref
+
+import pytest
+import torch
+from conftest import ROOT
+from programs import assert_one_line, program
+from runs import finish, start
+
+import bench
+import levers
+from configurator import configure
+from machine import Machine
+from model import GPT, GPTConfig
+
+TINY = [
+    '--n_layer=4',
+    '--n_head=2',
+    '--n_embd=16',
+    '--block_size=16',
+    '--vocab_size=320',
+    '--compile=False',
+    '--device=cpu',
+    '--batch_size=2',
+    '--gradient_accumulation_steps=1',
+    '--eval_iters=1',
+]
+DECODE = [
+    'decode',
+    '--n_layer=2',
+    '--n_embd=32',
+    '--n_head=2',
+    '--vocab_size=64',
+    '--block_size=32',
+    '--device=cpu',
+    '--compile=False',
+]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+
+
+def run(*words):
+    """bench.py with these arguments, in this process; returns what it printed."""
+    status, out, _ = program(bench.main, *words)
+    assert status == 0, status
+    return out
+
+
+def assert_refused(*words, because):
+    status, _, err = program(bench.main, *words)
+    assert_one_line(status, because)
+    assert err == ''
+
+
+def table(*words):
+    """The numbers of a table of training steps, made in this process."""
+    settings, config = configure(bench.BenchConfig, GPTConfig, argv=[*TINY, '--warmup=1', *words])
+    return bench.bench_training(settings, config)
+
+
+def read_rows(path):
+    return json.loads(path.read_text())['rows']
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def test_bench_reports_every_row_and_writes_json(work):
+    names = ['vanilla', 'resformer', 'svformer', 'gqa+q_residual=True:eager']
+    options = ['--rounds=3', '--warmup=1', '--real_data=True', '--dataset=tiny', '--n_head=4']
+    out = run(*TINY, f'--variants={",".join(names)}', *options, '--out=results/bench.json')
+
+    rows = read_rows(work / 'results/bench.json')
+    assert [row['name'] for row in rows] == names
+    for row in rows:
+        assert len(row['seconds']) == 3 and row['tok_per_s'] > 0 and row['mfu'] is None
+    assert rows[0]['speed_relative_to'] == {'vanilla': 1.0}
+    assert 'waiting for data' in out
+
+
+@pytest.mark.parametrize(
+    'variant, word', [('resformr', 'resformr'), ('vanilla+v_residul=True', 'v_residual')]
+)
+def test_bench_refuses_an_unknown_variant_in_one_line(work, variant, word):
+    assert_refused(*TINY, f'--variants=vanilla,{variant}', because=word)
+
+
+def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(work):
+    options = ['--rounds=2', '--warmup=1', '--gradient_accumulation_steps=2', '--out=two.json']
+    options += ['--real_data=True', '--dataset=tiny']
+    variants = '--variants=vanilla,vanilla:ddp-first,vanilla:bucket=1:static'
+    launcher = ['-m', 'torch.distributed.run', '--nproc_per_node=2']
+    status, out, err = finish(start(*launcher, ROOT / 'bench.py', *TINY, variants, *options))
+    assert status == 0, err
+
+    numbers = json.loads((work / 'two.json').read_text())
+    assert numbers['world_size'] == 2 and out.count('ms/step') == 1
+    for row in numbers['rows']:
+        assert row['tok_per_s'] * row['ms_per_step'] / 1e3 == pytest.approx(2 * 2 * 16)
+
+
+def test_the_peer_in_bench_has_our_shape():
+    pytest.importorskip('transformers')
+    config = GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_embd=32, n_kv_head=2)
+    theirs = levers.HuggingFaceLlama(config)
+    assert sum(p.numel() for p in theirs.parameters()) == GPT(config).num_params(False)
+
+
+# --- levers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'lever, word',
+    [
+        ('flsh', "'flsh'"),
+        ('chunk', "'chunk'"),
+        ('budget=1', "'budget=1'"),
+        ('budget=half', "'budget=half'"),
+        ('chunk=0', "'chunk=0'"),
+        ('mode=foo', "'mode=foo'"),
+        ('bucket=-1', "'bucket=-1'"),
+        ('eager:budget=0.9', "budget is the compiler's"),
+    ],
+)
+def test_bench_refuses_an_unknown_lever_in_one_line(work, lever, word):
+    assert_refused(*TINY, f'--variants=vanilla,vanilla:{lever}', because=word)
+
+
+ALIKE = ['', ':chunk=7', ':checkpointed', ':flash', ':checkpointed:chunk=40', ':eager']
+CUDA_ONLY = [':cudnn', ':efficient', ':budget=0.9', ':mode=max-autotune-no-cudagraphs']
+
+# On a GPU, the kernels of cuDNN and the efficient ones do not take a head size of 4.
+SIZES = {
+    'cpu': dict(n_head=8, n_embd=32, block_size=32),
+    'cuda': dict(n_head=8, n_embd=512, block_size=64),
+}
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def change(name, device, dtype, micro_steps, compile, steps=1):
+    """What `steps` updates of plain SGD with a row's loss and gradients leave in the weights."""
+    settings = bench.BenchConfig(
+        dtype=dtype, device=device, compile=compile, micro_steps=micro_steps
+    )
+    machine = Machine(device, dtype)
+    config = GPTConfig(n_layer=4, vocab_size=96, **SIZES[device])
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(96, (2, 3, config.block_size), generator=generator).to(machine.device)
+
+    row = bench.Row(name, bench.read_name(name, config))
+    row.build(settings, machine)
+    row.optimizer = torch.optim.SGD(row.model.parameters(), 1.0)
+    before = weights(row.model)
+    for _ in range(steps):
+        row.step(lambda: batch, timed=True)
+    return weights(row.model) - before
+
+
+def assert_same_steps(variant, names, tolerance, **options):
+    expected = change(variant, **options)
+    largest = expected.abs().max()
+    assert largest > 1e-3
+    for lever in names:
+        difference = change(variant + lever, **options) - expected
+        assert difference.abs().max() < tolerance * largest, lever
+
+
+@pytest.mark.parametrize(
+    'device, dtype, tolerance',
+    [
+        ('cpu', 'float32', 1e-5),
+        ('cpu', 'float16', 2e-3),
+        pytest.param('cuda', 'float16', 2e-2, marks=needs_gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    'variant', ['vanilla', 'resformer', 'svformer', 'neutreno_resformer', 'cla_gqa']
+)
+def test_every_lever_takes_the_same_step(variant, device, dtype, tolerance, monkeypatch):
+    """Loss and gradients: what an update leaves in the weights, to a part of the largest change."""
+    names = list(ALIKE)
+    if device == 'cuda':
+        monkeypatch.setattr(torch._dynamo.config, 'recompile_limit', 64)
+        torch.compiler.reset()
+        names += CUDA_ONLY
+    if variant == 'cla_gqa' and ':efficient' in names:
+        names.remove(':efficient')  # that kernel has no GQA
+    options = dict(device=device, dtype=dtype, micro_steps=2, compile=device == 'cuda')
+    assert_same_steps(variant, names, tolerance, **options)
+
+
+@needs_gpu
+@pytest.mark.parametrize('variant', ['vanilla', 'neutreno_resformer', 'cla_gqa'])
+def test_cuda_graphs_take_the_same_steps(variant):
+    """With one micro-step: at a second one, the graph would overwrite the gradients of the first.
+
+    The first step warms up, the second is recorded, and the others are replayed.
+    """
+    torch.compiler.reset()
+    options = dict(device='cuda', dtype='float16', micro_steps=1, compile=True, steps=4)
+    assert_same_steps(variant, [':mode=reduce-overhead'], 2e-2, **options)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """The list of graphs that ran, without the code generation, which takes most of the time.
+
+    The graphs are cut into forward and backward as for inductor, and then run as they are.
+    """
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    ran = []
+
+    def compile_fx(graph, inputs, **options):
+        call = aot_eager_decomp_partition(graph, inputs)
+
+        def run(*args):
+            ran.append(graph)
+            return call(*args)
+
+        return run
+
+    monkeypatch.setattr('torch._inductor.compile_fx.compile_fx', compile_fx)
+    torch.compiler.reset()
+    yield ran
+    torch.compiler.reset()
+
+
+def test_rows_with_other_levers_share_no_compiled_code(work, quick_compiler, monkeypatch):
+    size = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--vocab_size=64', '--block_size=16']
+    options = ['--batch_size=2', '--device=cpu', '--rounds=1', '--warmup=2', '--profile=traces']
+    names = ['vanilla', 'vanilla:checkpointed', 'vanilla:chunk=8', 'vanilla:budget=0.9']
+    graphs = {name: set() for name in names}
+    step = bench.Row.step
+
+    def noted(row, *args, **options):
+        quick_compiler.clear()
+        step(row, *args, **options)
+        graphs[row.name].update(quick_compiler)
+
+    monkeypatch.setattr(bench.Row, 'step', noted)
+    out = run(*size, *options, f'--variants={",".join(names)}', '--out=levers.json')
+    assert all(graphs.values())
+    assert len(set.union(*graphs.values())) == sum(map(len, graphs.values()))
+    for name in names:
+        assert (work / f'traces/{name.replace(":", "-")}.json').exists()
+    assert len(re.findall(r'^\| `', out, re.M)) == 10 * len(names)  # ten kernels each
+    for row in read_rows(work / 'levers.json'):
+        assert row['first_step_s'] > row['ms_per_step'] / 1e3
+
+
+def test_a_budget_takes_the_same_step_with_less_in_memory(quick_compiler):
+    """Memory: what the forward pass keeps for the backward pass."""
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.nbytes)
+        return tensor
+
+    options = dict(device='cpu', dtype='float32', micro_steps=2, compile=True)
+    changes, sizes = {}, {}
+    for lever in ('', ':budget=0.9'):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            changes[lever] = change('neutreno_resformer' + lever, **options)
+        sizes[lever] = sum(kept)
+
+    difference = changes[':budget=0.9'] - changes['']
+    assert difference.abs().max() < 1e-5 * changes[''].abs().max()
+    assert sizes[':budget=0.9'] < sizes['']
+
+
+# --- what fails ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='a GPU has it')
+def test_a_kernel_that_the_device_lacks_does_not_lose_the_other_rows(work):
+    out = run(*TINY, '--variants=vanilla:cudnn,vanilla', '--rounds=1', '--warmup=1')
+    assert re.search(r'^\| vanilla:cudnn \| \D+ \|$', out, re.M) and '| vanilla | ' in out
+
+
+@pytest.mark.parametrize('where', ['build', 'step'])
+def test_a_row_that_runs_out_of_memory_does_not_lose_the_others(monkeypatch, capsys, where):
+    whole = getattr(bench.Row, where)
+    weights = []
+
+    def full(row, *args):
+        if row.name == 'svformer:checkpointed':
+            if row.model is not None:
+                weights.extend(map(weakref.ref, row.model.parameters()))
+            raise torch.OutOfMemoryError('out of memory: tried\nall of it')
+        return whole(row, *args)
+
+    monkeypatch.setattr(bench.Row, where, full)
+    numbers = table('--rounds=1', '--variants=vanilla,svformer:checkpointed,resformer')
+    assert [('problem' in row, row['name']) for row in numbers['rows']] == [
+        (False, 'vanilla'),
+        (True, 'svformer:checkpointed'),
+        (False, 'resformer'),
+    ]
+    assert '| svformer:checkpointed | out of memory: tried |' in capsys.readouterr().out
+    assert bool(weights) == (where == 'step')
+    assert not any(weight() is not None for weight in weights)
+
+
+@pytest.mark.parametrize(
+    'error, problem',
+    [(AssertionError(), 'AssertionError'), (KeyError('x0'), "'x0'"), (OSError('no g++'), 'no g++')],
+)
+def test_whatever_a_row_raises_does_not_lose_the_others(monkeypatch, error, problem):
+    """Inductor raises AssertionError, for example."""
+    step = bench.Row.step
+
+    def broken(row, *args):
+        if row.name == 'svformer':
+            raise error
+        return step(row, *args)
+
+    monkeypatch.setattr(bench.Row, 'step', broken)
+    rows = table('--rounds=2', '--variants=svformer,vanilla')['rows']
+    assert rows[0] == {'name': 'svformer', 'problem': problem}
+    assert len(rows[1]['seconds']) == 2
+
+
+def test_bench_without_a_row_that_can_be_timed_is_one_line(monkeypatch):
+    def full(row, *args):
+        raise torch.OutOfMemoryError('out of memory: tried\nall of it')
+
+    monkeypatch.setattr(bench.Row, 'build', full)
+    with pytest.raises(ValueError, match='no row could be timed: out of memory: tried$'):
+        table('--rounds=1')
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(tmp_path, monkeypatch, error):
+    step = bench.Row.step
+
+    def interrupted(row, *args):
+        if row.name == 'resformer' and len(row.seconds) == 2:
+            raise error
+        return step(row, *args)
+
+    monkeypatch.setattr(bench.Row, 'step', interrupted)
+    with pytest.raises(error):
+        table('--rounds=5', '--variants=vanilla,resformer', f'--out={tmp_path}/bench.json')
+    rows = read_rows(tmp_path / 'bench.json')
+    assert [len(row['seconds']) for row in rows] == [2, 2]
+
+
+def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
+    """They are not the problem of one row, after which the next one would wait for ever."""
+
+    def unreadable(rows, size):
+        raise OSError('A.bin is gone')
+
+    monkeypatch.setattr(bench.TrainingRows, 'batch', unreadable)
+    assert_refused(*TINY, '--real_data=True', '--dataset=tiny', because='A.bin is gone')
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def test_bench_decode_reports_every_row_and_cache_bytes(work):
+    sizes = ['--contexts=(16, 32)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--chunk=8']
+    options = ['--rounds=2', '--warmup=1', '--variants=vanilla,svformer:eager']
+    out = run(*DECODE, *sizes, *options, '--out=decode.json')
+
+    rows = read_rows(work / 'decode.json')
+    assert [(row['name'], row['batch'], row['context']) for row in rows] == [
+        (name, batch, context)
+        for context in (16, 32)
+        for batch in (1, 2)
+        for name in ('vanilla', 'svformer:eager')
+    ]
+    for row in rows:
+        tensors = 4 if row['name'] == 'vanilla' else 3  # k and v of two layers, or two k and one v
+        assert row['cache_bytes'] == tensors * row['batch'] * row['context'] * 32 * 4
+        assert len(row['seconds']) == 2 and row['ms_per_token'] > 0
+        assert f'| {row["cache_bytes"]:,} |' in out
+
+
+@pytest.mark.parametrize(
+    'arguments, word',
+    [
+        (['--contexts=(64,)'], 'block_size=32'),
+        (['--contexts=(16,)', '--new_tokens=16'], 'new_tokens=16'),
+        (['--contexts=(16,)', '--new_tokens=4', '--memory_gib=1'], 'memory_gib needs a GPU'),
+        (['--chunk=0'], 'chunk'),
+        (['--batch_sizes=(0,)'], 'batch_sizes'),
+        (['--new_tokens=0'], 'new_tokens'),
+        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:checkpointed'], 'checkpointed'),
+        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:budget=0.9'], 'budget'),
+    ],
+)
+def test_bench_decode_refuses_bad_input_in_one_line(work, arguments, word):
+    assert_refused(*DECODE, *arguments, because=word)
+
+
+@pytest.mark.parametrize('where', ['start', 'round'])
+def test_whatever_a_decoder_raises_does_not_lose_the_others(work, monkeypatch, where):
+    """Nor does it lose the decoder's own rows with other batches."""
+    whole = getattr(bench.Trial, where)
+
+    def broken(trial, *args):
+        if trial.name == 'svformer' and trial.batch == 2:
+            raise AssertionError('no such\nkernel')
+        return whole(trial, *args)
+
+    monkeypatch.setattr(bench.Trial, where, broken)
+    options = ['--contexts=(16,)', '--batch_sizes=(1, 2, 3)', '--new_tokens=4', '--rounds=1']
+    out = run(*DECODE, *options, '--variants=vanilla,svformer', '--out=broken.json')
+    problems = [row.get('problem') for row in read_rows(work / 'broken.json')]
+    assert problems == [None, None, None, 'no such', None, None]
+    assert '| svformer | 2 | 16 | no such |' in out
+
+
+def test_a_decoder_that_cannot_be_built_does_not_lose_the_others(work, monkeypatch):
+    build = bench.Decoder.build
+
+    def broken(decoder, *args):
+        if decoder.name == 'svformer':
+            raise torch.OutOfMemoryError('out of memory')
+        return build(decoder, *args)
+
+    monkeypatch.setattr(bench.Decoder, 'build', broken)
+    options = ['--contexts=(16,)', '--batch_sizes=(1,)', '--new_tokens=4', '--rounds=1']
+    run(*DECODE, *options, '--variants=vanilla,svformer', '--out=unbuilt.json')
+    problems = [row.get('problem') for row in read_rows(work / 'unbuilt.json')]
+    assert problems == [None, 'out of memory']
+
+
+def test_an_interrupted_bench_decode_leaves_the_rows_that_were_finished(work, monkeypatch):
+    round_ = bench.Trial.round
+
+    def interrupted(trial, timed):
+        if trial.batch == 2:
+            raise KeyboardInterrupt
+        return round_(trial, timed)
+
+    monkeypatch.setattr(bench.Trial, 'round', interrupted)
+    options = ['--contexts=(16,)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--rounds=1']
+    with pytest.raises(KeyboardInterrupt):
+        run(*DECODE, *options, '--variants=vanilla,svformer', '--out=half.json')
+    assert [row['batch'] for row in read_rows(work / 'half.json')] == [1, 1]
+
+
+@pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100])
+def test_the_largest_batch_is_found_by_bisection(most):
+    assert bench.largest(lambda batch: batch <= most) == most
