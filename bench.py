@@ -590,7 +590,7 @@ def bench_decode(settings, config):
         settings.peers or (settings.memory_gib and machine.kind != 'cuda'),
         'bench.py decode has no peers, and memory_gib needs a GPU',
     )
-    decoders = [Decoder(name, shape) for name in row_names(settings)]
+    decoders = [Decoder(name, read_name(name, shape)) for name in row_names(settings)]
     for decoder in decoders:
         attempt(decoder, decoder.build, settings, machine)
 

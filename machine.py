@@ -41,7 +41,8 @@ class Machine:
 
     device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one.
     dtype: auto, float16, bfloat16 or float32; auto is float16 on CUDA, else float32.
-    backend: of torch.distributed; auto is nccl on CUDA, else gloo.
+    backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': only join() joins. What all
+    processes would refuse is refused before that, or those that still join would fail, too.
     tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
 
     Raises ValueError for a device, dtype or precision that is not to be had here.
@@ -68,7 +69,7 @@ class Machine:
             if dtype == 'bfloat16' and not has_bfloat16:
                 raise ValueError(f'{self.name()} has no bfloat16; use --dtype=float16')
 
-        if self.distributed:
+        if backend:
             self.join(backend)
 
     def choose_device(self, device):
@@ -92,7 +93,10 @@ class Machine:
             device = f'cuda:{number}'
         return kind, torch.device(device)
 
-    def join(self, backend):
+    def join(self, backend='auto'):
+        """Find the other processes, if this is one of several."""
+        if not self.distributed:
+            return
         if backend == 'auto':
             backend = 'nccl' if self.kind == 'cuda' else 'gloo'
         dist.init_process_group(

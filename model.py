@@ -172,7 +172,7 @@ def owner_of(config, part, n):
 def raw_key(layers, part, source):
     """The key of a source in raw: a borrower's tensor is its owner's. A source that is no layer, such
     as a table of a fork, stands under its own name."""
-    if source in range(len(layers)):
+    if isinstance(source, int):
         return part, layers[source].owner[part]
     return part, source
 
@@ -769,6 +769,7 @@ def check(config):
     """Raise ValueError for settings that do nothing or contradict each other; it says what to do."""
     check_shape(config)
     check_residuals(config)
+    check_sources(config)
     for part in 'qkv':
         check_sharing(config, part)
     refuse(
@@ -854,6 +855,23 @@ def check_residuals(config):
         config.residual_map != 'current' and not config.v_residual,
         f'residual_map={config.residual_map!r} maps values: it needs v_residual=True',
     )
+
+
+def check_sources(config):
+    """Refuse sources of SOURCES that a layer cannot read."""
+    name = config.residual_from
+    for n in range(1, config.n_layer):
+        for source in SOURCES[name](n, config.n_layer):
+            is_layer = isinstance(source, int)
+            refuse(
+                is_layer and not 0 <= source < n,
+                f'residual_from={name!r} gives layer {n} the source {source}, which is no earlier layer',
+            )
+            refuse(
+                not is_layer and config.residual_map == 'cross',
+                f"residual_map='cross' attends to keys of layers, but residual_from={name!r} has the "
+                f'source {source!r}, which is none',
+            )
 
 
 def check_sharing(config, part):

@@ -1,10 +1,15 @@
-"""What several rooms' tests share: the repository on the path, one thread, small prepared datasets, a small run."""
+"""What the tests of several rooms share: the path, one thread, small datasets, and a small run."""
+
+import ctypes
 import hashlib
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
+
+# Before torch and numpy are imported, here and in every process that a test starts.
+os.environ['OMP_NUM_THREADS'] = '1'
 
 import numpy as np
 import pytest
@@ -16,20 +21,33 @@ torch.set_num_threads(1)
 
 
 def write_dataset(folder, splits, n_vocab=64, seed=0):
-    """Write splits, {split: {domain: number of tokens, or the tokens}}, as prepare_slimpajama.py does. Returns meta."""
+    """Write a dataset as prepare_slimpajama.py does. Returns what meta.json says.
+
+    splits: {split: {domain: number of tokens, or the tokens themselves}}
+    """
     random = np.random.RandomState(seed)
-    meta = {'format': 1, 'tokenizer': {'name': 'test', 'sha256': '0' * 64, 'n_vocab': n_vocab}, 'seed': seed,
-            'splits': {}}
+    meta = {
+        'format': 1,
+        'tokenizer': {'name': 'test', 'sha256': '0' * 64, 'n_vocab': n_vocab},
+        'seed': seed,
+        'splits': {},
+    }
     for split, domains in splits.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
         meta['splits'][split] = {}
         for domain, tokens in domains.items():
-            if isinstance(tokens, int):  # half of all tokens are 1: something to learn
+            if isinstance(tokens, int):
+                # Half of all tokens are 1: something to learn.
                 tokens = random.randint(0, n_vocab, tokens) * random.randint(0, 2, tokens) + 1
             data = (np.asarray(tokens) % n_vocab).astype('<u2').tobytes()
             (folder / split / f'{domain}.bin').write_bytes(data)
-            meta['splits'][split][domain] = {'documents': 1, 'tokens': len(data) // 2, 'bytes': len(data),
-                                             'sha256': hashlib.sha256(data).hexdigest(), 'sources': []}
+            meta['splits'][split][domain] = {
+                'documents': 1,
+                'tokens': len(data) // 2,
+                'bytes': len(data),
+                'sha256': hashlib.sha256(data).hexdigest(),
+                'sources': [],
+            }
     (folder / 'meta.json').write_text(json.dumps(meta))
     return meta
 
@@ -38,14 +56,18 @@ def write_dataset(folder, splits, n_vocab=64, seed=0):
 def prepared(tmp_path, monkeypatch):
     """prepared(name, splits, ...) writes tmp_path/data/<name>; the test runs in tmp_path."""
     monkeypatch.chdir(tmp_path)
-    return lambda name, splits, **options: write_dataset(tmp_path / 'data' / name, splits, **options)
+    return lambda name, splits, **options: write_dataset(
+        tmp_path / 'data' / name, splits, **options
+    )
 
 
 @pytest.fixture(scope='module')
 def work(tmp_path_factory):
-    """One folder for all tests of a module, with data/tiny in it; each test has an out_dir of its own."""
+    """One folder for all tests of a module, with data/tiny in it; each test has its own out_dir."""
     import runs
-    folder, before = tmp_path_factory.mktemp('train'), os.getcwd()
+
+    folder = tmp_path_factory.mktemp('train')
+    before = os.getcwd()
     os.chdir(folder)
     write_dataset(folder / 'data' / 'tiny', {'train': runs.TRAIN, 'validation': runs.VALIDATION})
     yield folder
@@ -54,23 +76,38 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def whole(work):
-    """12 steps in one go, checkpoints at 0, 6 (kept) and 12. Returns its out_dir."""
+    """The out_dir of 12 steps in one go, with checkpoints at 0, 6 (kept) and 12."""
     import runs
+
     runs.good('out/whole')
     return 'out/whole'
 
 
 @pytest.fixture
 def half(whole):
-    """half(name) is a copy of the whole run as it was when it had written its checkpoint at step 6."""
+    """half(name) is a copy of the whole run as it was after its checkpoint at step 6."""
     import runs
 
     def half(name, **changes):
         shutil.copytree(whole, name)
-        os.replace(Path(name, 'ckpt_6.pt'), Path(name, 'ckpt.pt'))
+        path = Path(name, 'ckpt.pt')
+        os.replace(Path(name, 'ckpt_6.pt'), path)
         Path(name, 'ckpt.pt.1').unlink()
         Path(name, 'ckpt_best.pt').unlink()
         if changes:
-            torch.save({**runs.load(Path(name, 'ckpt.pt')), **changes}, Path(name, 'ckpt.pt'))
+            torch.save({**runs.load(path), **changes}, path)
         return name
+
     return half
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB, in memory."""
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    is_linux = sys.platform.startswith('linux')
+    if not is_linux or ctypes.CDLL(None).mount(b'tmpfs', bytes(disk), b'tmpfs', 0, b'size=1m'):
+        pytest.skip('cannot mount a small file system here: run as root')
+    yield disk
+    ctypes.CDLL(None).umount(bytes(disk))

@@ -1,20 +1,33 @@
 """
-A slow, obvious second implementation of every variant, written from the paper's equations: one sequence, one head and
-one T x T attention matrix at a time, no fused operation, in the precision of the weights it is given (use float64).
+A slow, obvious second implementation of every variant, written from the paper's equations.
 
-It reads weights by their documented names and shares no code with model.py. Its lists are indexed by layer and have an
-entry for every layer, also for those that borrow: raw[part][n] are the projections of layer n, unmixed and before
-RoPE (of its owner, if it borrows), attended[part][n] is what layer n attends with. An entry is a list over heads of
-(T, hs) matrices.
+It computes one sequence, one head and one T x T attention matrix at a time, without a fused operation,
+in the precision of the weights that it is given (use float64). It reads weights by their documented
+names and shares no code with model.py.
+
+Its lists are indexed by layer and have an entry for every layer, also for those that borrow:
+raw[part][n] are the projections of layer n, unmixed and before RoPE (of its owner, if it borrows),
+attended[part][n] is what layer n attends with. An entry is a list over heads of (T, hs) matrices.
 """
+
 import math
 
 import torch
 
+# The layers that are mixed into layer n of L, by residual_from.
+SOURCES = {
+    'first': lambda n, L: [0],
+    'previous': lambda n, L: [n - 1],
+    'all': lambda n, L: list(range(n)),
+}
+
 
 def perturb(model, seed=0):
-    """Move every weight away from where it starts, so that nothing hides behind ones and zeros: norms, biases, lambdas,
-    DenseFormer weights, and attention, which starts almost uniform. Returns the model."""
+    """Move every weight away from where it starts, so that nothing hides behind ones and zeros.
+
+    That is norms, biases, lambdas, DenseFormer weights, and attention, which starts almost uniform.
+    Returns the model.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -33,11 +46,14 @@ def sequence_logits(config, weights, tokens):
     x = embedding[tokens]
     if config.arch == 'gpt2':
         x = x + weights['transformer.wpe.weight'][:T]
-    raw, attended = {'q': [], 'k': [], 'v': []}, {'q': [], 'k': [], 'v': []}
+
+    raw = {'q': [], 'k': [], 'v': []}
+    attended = {'q': [], 'k': [], 'v': []}
     history = [x]
     for n in range(config.n_layer):
         name = f'transformer.h.{n}'
-        x = x + attention(config, weights, n, norm(config, weights, f'{name}.ln_1', x), raw, attended)
+        normed = norm(config, weights, f'{name}.ln_1', x)
+        x = x + attention(config, weights, n, normed, raw, attended)
         x = x + mlp(config, weights, f'{name}.mlp', norm(config, weights, f'{name}.ln_2', x))
         if config.denseformer:
             history.append(x)
@@ -46,64 +62,99 @@ def sequence_logits(config, weights, tokens):
             x = torch.zeros_like(x)
             for i in range(n + 2):
                 x = x + alpha[i] * history[i]
+
     x = norm(config, weights, 'transformer.ln_f', x)
-    return x @ (embedding if config.tie_embeddings else weights['lm_head.weight']).T
+    head = embedding if config.tie_embeddings else weights['lm_head.weight']
+    return x @ head.T
 
 
 def attention(config, weights, n, x, raw, attended):
-    n_kv, hs = config.n_kv_head or config.n_head, config.n_embd // config.n_head
-    heads = {'q': config.n_head, 'k': n_kv, 'v': n_kv}
-    sources = {'first': [0], 'previous': [n - 1], 'all': list(range(n))}[config.residual_from]
-    has_residual = n in config.residual_layers if config.residual_layers else n >= 1
+    """The output of layer n's attention for x (T, C); what it projects is added to raw and attended."""
+    project(config, weights, n, x, raw)
+    mix_and_rotate(config, weights, n, raw, attended)
+    outputs = [attend(config, n, h, raw, attended) for h in range(config.n_head)]
+    return linear(weights, f'transformer.h.{n}.attn.c_proj', torch.cat(outputs, dim=1))
 
-    # 1. Raw: projected here or the owner's. The rows of c_attn are q, k, v, of what this layer owns.
+
+def project(config, weights, n, x, raw):
+    """Raw: projected here or the owner's. The rows of c_attn are q, k, v, of what this layer owns."""
+    hs = config.n_embd // config.n_head
     projected = linear(weights, f'transformer.h.{n}.attn.c_attn', x)
     column = 0
     for part in 'qkv':
-        if owner(config, part, n) == n:
-            columns = [projected[:, column + h * hs:column + (h + 1) * hs] for h in range(heads[part])]
-            column += heads[part] * hs
-            raw[part].append(columns)
-        else:
+        if owner(config, part, n) != n:
             raw[part].append(raw[part][owner(config, part, n)])
+            continue
+        columns = []
+        for _ in range(heads(config, part)):
+            columns.append(projected[:, column : column + hs])
+            column += hs
+        raw[part].append(columns)
     assert column == projected.shape[1], 'c_attn has rows that nobody uses'
 
-    # 2. Attended: the owner's, as it is; or mixed (values only if mapped by the current attention), then rotated.
+
+def mix_and_rotate(config, weights, n, raw, attended):
+    """Attended: the owner's, as it is; or mixed, then rotated."""
+    sources = sources_of(config, n)
     for part in 'qkv':
         if owner(config, part, n) != n:
             attended[part].append(attended[part][owner(config, part, n)])
             continue
-        mixes = getattr(config, f'{part}_residual') and has_residual
+        mixes = getattr(config, f'{part}_residual') and sources
         if part == 'v' and config.residual_map != 'current':
-            mixes = False
+            mixes = False  # at attention
         result = []
-        for h in range(heads[part]):
+        for h in range(heads(config, part)):
             own = raw[part][n][h]
             if mixes:
                 own = mixture(config, weights, n, [raw[part][s][h] for s in sources], own)
             if config.arch == 'llama' and part != 'v':
-                own = rope(own, config.rope_theta)
+                own = rope(config, own)
             result.append(own)
         attended[part].append(result)
 
-    # 3. Attention, head by head; grouped query heads read the same key and value head.
-    maps = config.residual_map if config.v_residual and has_residual and owner(config, 'v', n) == n else 'current'
+
+def attend(config, n, h, raw, attended):
+    """Attention of head h; grouped query heads read the same key and value head."""
+    hs = config.n_embd // config.n_head
+    g = h // (config.n_head // heads(config, 'v'))
+    sources = sources_of(config, n)
+    maps = 'current'
+    if config.v_residual and sources and owner(config, 'v', n) == n:
+        maps = config.residual_map
     layers = sources + [n] if maps == 'cross' else [n]
-    outputs = []
-    for h in range(config.n_head):
-        g = h // (config.n_head // n_kv)
-        scores = [causal(attended['q'][n][h] @ attended['k'][layer][g].T / math.sqrt(hs)) for layer in layers]
-        A = softmax(torch.cat(scores, dim=1))  # (T, T), or (T, layers * T) in Eq. 2
-        U = A @ torch.cat([attended['v'][layer][g] for layer in layers])
-        if maps == 'identity':  # Eq. 6, with the mean in place of the sum
-            U = U + sum(raw['v'][s][g] for s in sources) / len(sources)
-        U = U + config.neutreno * (raw['v'][0][g] - attended['v'][n][g])  # Eq. 8
-        outputs.append(U)
-    return linear(weights, f'transformer.h.{n}.attn.c_proj', torch.cat(outputs, dim=1))
+
+    scores = []
+    for layer in layers:
+        products = attended['q'][n][h] @ attended['k'][layer][g].T
+        scores.append(causal(products / math.sqrt(hs)))
+    A = softmax(torch.cat(scores, dim=1))  # (T, T), or (T, layers * T) in Eq. 2
+    U = A @ torch.cat([attended['v'][layer][g] for layer in layers])
+    if maps == 'identity':  # Eq. 6, with the mean in place of the sum
+        U = U + sum(raw['v'][s][g] for s in sources) / len(sources)
+    return U + config.neutreno * (raw['v'][0][g] - attended['v'][n][g])  # Eq. 8
+
+
+def heads(config, part):
+    return config.n_head if part == 'q' else config.n_kv_head or config.n_head
+
+
+def sources_of(config, n):
+    """The layers that layer n mixes in, if it has a residual."""
+    assert config.residual_from in SOURCES, (
+        f'residual_from={config.residual_from!r} is unknown here: add what it means, from the equations, '
+        'to SOURCES in tests/reference.py'
+    )
+    if n == 0 or (config.residual_layers and n not in config.residual_layers):
+        return []
+    return SOURCES[config.residual_from](n, config.n_layer)
 
 
 def owner(config, part, n):
-    """The layer whose projection layer n uses: the first of its run of m layers, all layers being one run for m = 0."""
+    """The layer whose projection layer n uses: the first of its run of m layers.
+
+    For m = 0 all layers are one run.
+    """
     if not getattr(config, f'share_{part}'):
         return n
     m = getattr(config, f'share_{part}_every') or config.n_layer
@@ -111,13 +162,14 @@ def owner(config, part, n):
 
 
 def mixture(config, weights, n, sources, own):
+    count = len(sources)
     if config.residual_learned:
         lambdas = weights[f'transformer.h.{n}.attn.residual_lambda']
-        assert len(lambdas) == len(sources) + 1
+        assert len(lambdas) == count + 1
     elif config.residual_lambda:
-        lambdas = [config.residual_lambda[0]] * len(sources) + [config.residual_lambda[1]]
+        lambdas = [config.residual_lambda[0]] * count + [config.residual_lambda[1]]
     else:
-        lambdas = [1 / (len(sources) + 1)] * (len(sources) + 1)
+        lambdas = [1 / (count + 1)] * (count + 1)
     total = lambdas[-1] * own
     for i, source in enumerate(sources):
         total = total + lambdas[i] * source
@@ -126,7 +178,8 @@ def mixture(config, weights, n, sources, own):
 
 def causal(scores):
     time = torch.arange(len(scores))
-    return scores.masked_fill(time[None, :] > time[:, None], -math.inf)  # row: query, column: key
+    # A row is a query, a column a key.
+    return scores.masked_fill(time[None, :] > time[:, None], -math.inf)
 
 
 def softmax(scores):
@@ -134,27 +187,52 @@ def softmax(scores):
     return e / e.sum(dim=1, keepdim=True)
 
 
-def rope(x, theta):
-    """Rotate the pair (i, i + hs/2) at time t by the angle t * theta^(-2i / hs)."""
+def rope(config, x):
+    """Rotate the pair (i, i + hs/2) at time t by the angle t * its frequency."""
     T, hs = x.shape
     half = hs // 2
-    angle = torch.tensor([[t * theta ** (-2 * i / hs) for i in range(half)] for t in range(T)], dtype=x.dtype)
+    frequencies, _ = rope_frequencies(hs, config.rope_theta, config.rope_scaling)
+    angle = torch.tensor([[t * f for f in frequencies] for t in range(T)], dtype=x.dtype)
     a, b = x[:, :half], x[:, half:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=1)
+    rotated = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
+    return torch.cat(rotated, dim=1)
+
+
+def rope_frequencies(head_size, theta, scaling):
+    """theta^(-2i / hs) for each pair, and what Llama 3's scaling did to each, by its wavelength."""
+    frequencies, effects = [], []
+    for i in range(head_size // 2):
+        frequency = theta ** (-2 * i / head_size)
+        effect = 'kept'
+        if scaling:
+            factor, low_freq, high_freq, original_length = scaling
+            wavelength = 2 * math.pi / frequency
+            if wavelength > original_length / low_freq:
+                effect = 'stretched'
+                frequency = frequency / factor
+            elif wavelength >= original_length / high_freq:
+                effect = 'blended'
+                smooth = (original_length / wavelength - low_freq) / (high_freq - low_freq)
+                frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        frequencies.append(frequency)
+        effects.append(effect)
+    return frequencies, effects
 
 
 def norm(config, weights, name, x):
+    weight = weights[f'{name}.weight']
     if config.arch == 'gpt2':
         centered = x - x.mean(dim=1, keepdim=True)
-        variance = (centered ** 2).mean(dim=1, keepdim=True)
-        return centered / torch.sqrt(variance + config.norm_eps) * weights[f'{name}.weight'] + weights[f'{name}.bias']
-    return x / torch.sqrt((x ** 2).mean(dim=1, keepdim=True) + config.norm_eps) * weights[f'{name}.weight']
+        variance = (centered**2).mean(dim=1, keepdim=True)
+        return centered / torch.sqrt(variance + config.norm_eps) * weight + weights[f'{name}.bias']
+    mean_square = (x**2).mean(dim=1, keepdim=True)
+    return x / torch.sqrt(mean_square + config.norm_eps) * weight
 
 
 def mlp(config, weights, name, x):
     h = linear(weights, f'{name}.c_fc', x)
     if config.arch == 'gpt2':
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
     else:
         width = h.shape[1] // 2
         gate, up = h[:, :width], h[:, width:]
@@ -164,4 +242,6 @@ def mlp(config, weights, name, x):
 
 def linear(weights, name, x):
     y = x @ weights[f'{name}.weight'].T
-    return y + weights[f'{name}.bias'] if f'{name}.bias' in weights else y
+    if f'{name}.bias' in weights:
+        y = y + weights[f'{name}.bias']
+    return y

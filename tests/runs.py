@@ -1,12 +1,16 @@
-"""Runs of train.py in one process or several, and what to compare them by: shared by test_train and test_mistakes."""
+"""Runs of train.py, in this process or in others, and what to compare them by."""
+
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,28 +21,54 @@ import train
 
 TRAIN = {'A': 5000, 'B': 3000, 'C': 1500}
 VALIDATION = {'A': 700, 'B': 300, 'C': 20}
-TINY = dict(dataset='tiny', n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64, batch_size=2, device='cpu',
-            gradient_accumulation_steps=4, eval_iters=2, eval_interval=6, max_iters=12, warmup_iters=3,
-            learning_rate=1e-2, lr_decay_iters=12, save_steps=(6,), compile=False)
+TINY = dict(
+    dataset='tiny',
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=32,
+    vocab_size=64,
+    batch_size=2,
+    device='cpu',
+    gradient_accumulation_steps=4,
+    eval_iters=2,
+    eval_interval=6,
+    max_iters=12,
+    warmup_iters=3,
+    learning_rate=1e-2,
+    lr_decay_iters=12,
+    save_steps=(6,),
+    compile=False,
+)
 
 
 def command_line(out_dir, options):
-    return [f'--{k}={v}' for k, v in {**TINY, 'out_dir': out_dir, **options}.items()]
+    settings = {**TINY, 'out_dir': out_dir, **options}
+    return [f'--{name}={value}' for name, value in settings.items()]
 
 
-def here(out_dir, **options):
-    """train.py in this process, whose random state is anything; returns (exit status or message, stdout)."""
-    torch.seed()
-    out, argv = io.StringIO(), sys.argv
-    sys.argv = ['train.py', *command_line(out_dir, options)]
+# --- in this process -----------------------------------------------------------------------------
+
+
+def call(main, *words):
+    """A program's main() with a command line. Returns (exit status or message, stdout)."""
+    out = io.StringIO()
+    argv = sys.argv
+    sys.argv = ['program', *map(str, words)]
     try:
         with contextlib.redirect_stdout(out):
-            train.main()
+            main()
         return 0, out.getvalue()
     except SystemExit as exit:
         return exit.code, out.getvalue()
     finally:
         sys.argv = argv
+
+
+def here(out_dir, **options):
+    """train.py, where the random state is anything. Returns (exit status or message, stdout)."""
+    torch.seed()
+    return call(train.main, *command_line(out_dir, options))
 
 
 def good(out_dir, **options):
@@ -47,15 +77,24 @@ def good(out_dir, **options):
     return text
 
 
-ENVIRONMENT = {**{k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}, 'OMP_NUM_THREADS': '1'}
+# --- in a new process: what a person types --------------------------------------------------------
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
 
 
 def start(*words, **environment):
-    return subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env={**ENVIRONMENT, **environment}, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+        start_new_session=True,
+    )
 
 
 def finish(process):
+    """(exit status, stdout, stderr) of what start() or fork() began."""
     try:
         out, err = process.communicate(timeout=150)
     except subprocess.TimeoutExpired:  # no process may hang
@@ -65,8 +104,89 @@ def finish(process):
 
 
 def torchrun(out_dir, processes=2, program=ROOT / 'train.py', **options):
-    return finish(start('-m', 'torch.distributed.run', f'--nproc_per_node={processes}', program,
-                        *command_line(out_dir, options)))
+    number = f'--nproc_per_node={processes}'
+    words = command_line(out_dir, options)
+    return finish(start('-m', 'torch.distributed.run', number, program, *words))
+
+
+# --- in a forked process: almost as good as a new one, and there at once --------------------------
+
+FORKS = multiprocessing.get_context('forkserver')
+FORKS.set_forkserver_preload(['pytest', 'torch._dynamo', 'train', 'prepare_slimpajama'])
+
+
+class Fork:
+    """A function in a process of its own, with its own output, environment and signals.
+
+    It is forked from a server that has imported torch and has computed nothing. The function must be
+    one that can be imported.
+    """
+
+    def __init__(self, function, args, environment):
+        self.folder = Path(tempfile.mkdtemp())
+        args = (function, args, environment, self.folder)
+        self.process = FORKS.Process(target=run_fork, args=args, daemon=True)
+        with pytest.MonkeyPatch.context() as patch:  # for the server, when it starts
+            patch.setenv('PYTHONPATH', str(ROOT))
+            self.process.start()
+        self.pid = self.process.pid
+
+    def communicate(self, timeout):
+        self.process.join(timeout)
+        self.returncode = self.process.exitcode
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        texts = [Path(self.folder, name).read_text() for name in ('out', 'err')]
+        shutil.rmtree(self.folder)
+        return texts
+
+
+def run_fork(function, args, environment, folder):
+    os.setsid()
+    os.environ.update(environment)
+    for stream, name in ((sys.stdout, 'out'), (sys.stderr, 'err')):
+        with open(folder / name, 'w') as file:
+            os.dup2(file.fileno(), stream.fileno())
+    function(*args)
+
+
+def fork(function, *args, **environment):
+    return Fork(function, args, environment)
+
+
+def run_train(*words):
+    sys.argv = ['train.py', *words]
+    train.main()
+
+
+def ranks(processes, function, *args, nodes=1):
+    """The function in several processes that find each other, as torchrun starts them.
+
+    Returns [(exit status, stdout, stderr)].
+    """
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    forks = []
+    for rank in range(processes):
+        environment = {
+            'RANK': str(rank),
+            'LOCAL_RANK': str(rank % (processes // nodes)),
+            'WORLD_SIZE': str(processes),
+            'MASTER_ADDR': '127.0.0.1',
+            'MASTER_PORT': str(port),
+        }
+        forks.append(fork(function, *args, **environment))
+    return [finish(process) for process in forks]
+
+
+def good_ranks(out_dir, processes=2, nodes=1, **options):
+    """train.py in several processes."""
+    for status, _, err in ranks(processes, run_train, *command_line(out_dir, options), nodes=nodes):
+        assert status == 0, err
+
+
+# --- what a run left ------------------------------------------------------------------------------
 
 
 def log(out_dir):
@@ -76,16 +196,36 @@ def log(out_dir):
 
 def history(out_dir, skip=('tok_per_s', 'mfu')):
     """The log, less what depends on the machine's speed and on having been resumed."""
-    return [{k: v for k, v in entry.items() if k not in skip} for entry in log(out_dir) if 'changed' not in entry]
+    entries = [entry for entry in log(out_dir) if 'changed' not in entry]
+    return [{k: v for k, v in entry.items() if k not in skip} for entry in entries]
+
+
+def training_steps(out_dir):
+    return [entry for entry in log(out_dir) if 'loss' in entry]
+
+
+def evaluations(out_dir):
+    return [entry for entry in log(out_dir) if 'val' in entry]
 
 
 def losses(out_dir, start=0):
-    return {f'{kind} {e["step"]}': e['loss'] if kind == 'train' else e['val']['mean'] for e in log(out_dir)
-            for kind in ('train', 'validation') if ('loss' if kind == 'train' else 'val') in e and e['step'] >= start}
+    """{'train 3': loss, 'validation 6': mean loss, ...} from a step on."""
+    result = {}
+    for entry in log(out_dir):
+        step = entry['step']
+        if step >= start and 'loss' in entry:
+            result[f'train {step}'] = entry['loss']
+        if step >= start and 'val' in entry:
+            result[f'validation {step}'] = entry['val']['mean']
+    return result
 
 
 def load(path):
     return torch.load(path, map_location='cpu', weights_only=True)
+
+
+def steps_of_checkpoints(paths):
+    return [load(path)['step'] for path in paths]
 
 
 def same(a, b):
@@ -106,9 +246,22 @@ def assert_same_run(a, b):
         assert same(one[part], two[part]), part
 
 
+def assert_close_losses(a, b, tolerance=1e-5):
+    """The same steps and evaluations, and almost the same losses: the processes differ."""
+    ours, theirs = losses(a), losses(b)
+    assert ours.keys() == theirs.keys() and len(ours) > 6
+    for key in ours:
+        assert ours[key] == pytest.approx(theirs[key], abs=tolerance), key
+
+
 def snapshot(*folders):
-    return {path: path.read_bytes() for folder in folders for path in sorted(Path(folder).rglob('*')) if path.is_file()
-            and path.name != 'verified.json'}
+    """{path: content} of all files."""
+    contents = {}
+    for folder in folders:
+        for path in sorted(Path(folder).rglob('*')):
+            if path.is_file() and path.name != 'verified.json':
+                contents[path] = path.read_bytes()
+    return contents
 
 
 def refused(*words, out_dir='out/refused', **options):

@@ -3,6 +3,7 @@ Preparation and training killed at random moments, by hand: the end must be the 
 
 $ python tests/soak.py --kills=20 --seed=1          # some minutes; a failure prints the seed and keeps the folder
 """
+
 import argparse
 import os
 import random
@@ -23,8 +24,13 @@ def survive(command, kills, chance, finished):
     """Run a command until it ends by itself, `kills` times killed within `chance` seconds after a start."""
     killed, statuses = 0, {}
     while True:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         if killed < kills:
             time.sleep(chance())
             number = random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
@@ -51,30 +57,70 @@ def main():
     os.chdir(folder := tempfile.mkdtemp(prefix='soak'))
     print('in', folder, flush=True)
 
-    prepare = [sys.executable, ROOT / 'prepare_slimpajama.py', '--source=stdlib', '--tokenizer=bytes', '--tokens=0']
+    prepare = [
+        sys.executable,
+        ROOT / 'prepare_slimpajama.py',
+        '--source=stdlib',
+        '--tokenizer=bytes',
+        '--tokens=0',
+    ]
     started = time.time()
-    subprocess.run([*prepare, '--out=data/whole'], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [*prepare, '--out=data/whole'],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     seconds = time.time() - started
-    statuses = survive([*prepare, '--out=data/killed'], options.kills, lambda: random.uniform(0.2, seconds + 0.5),
-                       'data/killed')
-    files = [sorted(path.relative_to(f'data/{name}') for path in Path('data', name).rglob('*') if path.is_file())
-             for name in ('whole', 'killed')]
+    statuses = survive(
+        [*prepare, '--out=data/killed'],
+        options.kills,
+        lambda: random.uniform(0.2, seconds + 0.5),
+        'data/killed',
+    )
+    files = [
+        sorted(
+            path.relative_to(f'data/{name}')
+            for path in Path('data', name).rglob('*')
+            if path.is_file()
+        )
+        for name in ('whole', 'killed')
+    ]
     assert files[0] == files[1], files
     for path in files[0]:
         assert Path('data/whole', path).read_bytes() == Path('data/killed', path).read_bytes(), path
-    print(f'preparation: {options.kills} kills, exit statuses {statuses}: the same {len(files[0])} files', flush=True)
+    print(
+        f'preparation: {options.kills} kills, exit statuses {statuses}: the same {len(files[0])} files',
+        flush=True,
+    )
 
-    settings = dict(dataset='whole', vocab_size=320, max_iters=1500, lr_decay_iters=1500, eval_interval=50, dropout=0.1,
-                    init_from='auto')
+    settings = dict(
+        dataset='whole',
+        vocab_size=320,
+        max_iters=1500,
+        lr_decay_iters=1500,
+        eval_interval=50,
+        dropout=0.1,
+        init_from='auto',
+    )
     started = time.time()
-    subprocess.run([sys.executable, ROOT / 'train.py', *command_line('out/whole', settings)], check=True,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, ROOT / 'train.py', *command_line('out/whole', settings)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     seconds = time.time() - started
-    statuses = survive([sys.executable, ROOT / 'train.py', *command_line('out/killed', settings)], options.kills,
-                       lambda: random.uniform(0.5, max(4, seconds / 3)), 'out/killed')
+    statuses = survive(
+        [sys.executable, ROOT / 'train.py', *command_line('out/killed', settings)],
+        options.kills,
+        lambda: random.uniform(0.5, max(4, seconds / 3)),
+        'out/killed',
+    )
     assert_same_run('out/whole', 'out/killed')
     steps = sum('loss' in entry for entry in log('out/killed'))
-    print(f'training: {options.kills} kills, exit statuses {statuses}: the same log of {steps} steps and weights')
+    print(
+        f'training: {options.kills} kills, exit statuses {statuses}: the same log of {steps} steps and weights'
+    )
     shutil.rmtree(folder)
 
 

@@ -1,4 +1,5 @@
 """train.py: a mistake is one line on stderr and a failure, and loses nothing."""
+
 import os
 import pickle
 import resource
@@ -18,18 +19,27 @@ from runs import (
     here,
     load,
     refused,
-    snapshot,
     start,
-    torchrun,
 )
 
-import train
+from machine import Machine
 
 
 def data_copy(name, **changes):
     """data/<name>: the tiny dataset again, with changes to write_dataset's arguments."""
-    write_dataset(Path('data', name), **{'splits': {'train': TRAIN, 'validation': VALIDATION}, **changes})
+    splits = {'train': TRAIN, 'validation': VALIDATION}
+    write_dataset(Path('data', name), **{'splits': splits, **changes})
     return name
+
+
+def test_a_mistake_on_the_command_line_is_one_line_and_a_failure(work):
+    """The rest of these tests look at sys.exit's argument; here is what a person sees."""
+    words = command_line('out/refused', {'learning_rat': 1})
+    status, out, err = finish(start(ROOT / 'train.py', *words))
+    assert status == 1 and out == '' and err.count('\n') == 1 and err.startswith('error: ')
+
+
+# --- data ----------------------------------------------------------------------------------------
 
 
 def test_data_that_is_not_prepared_names_the_command_that_does_it(work):
@@ -40,21 +50,29 @@ def test_a_truncated_and_an_altered_token_file_are_refused(work):
     path = Path('data', data_copy('bad'), 'train', 'B.bin')
     good('out/bad', dataset='bad', max_iters=6)
     data = path.read_bytes()
-    for dataset, words in ((data[:-2], ['B.bin', '5,998']), (data[:-2] + b'\1\1', ['B.bin', 'altered'])):
-        path.write_bytes(dataset)
+    truncated = data[:-2], ['B.bin', '5,998']
+    altered = data[:-2] + b'\1\1', ['B.bin', 'altered']
+    for bad_data, words in (truncated, altered):
+        path.write_bytes(bad_data)
         refused(*words, dataset='bad')
         refused(*words, dataset='bad', init_from='resume', out_dir='out/bad')
     path.write_bytes(data)
     good('out/bad', dataset='bad', max_iters=7, init_from='resume')
 
 
-def test_verify_data_hashes_what_was_found_right_before(work):
+def test_verify_data_hashes_what_was_right_before(work):
     path = Path('data', data_copy('touched'), 'train', 'B.bin')
     good('out/touched', dataset='touched', max_iters=1)
-    found = path.stat()
+    before = path.stat()
     path.write_bytes(path.read_bytes()[:-2] + b'\1\1')
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     refused('B.bin', 'altered', dataset='touched', verify_data=True)
+
+
+def test_a_dataset_of_another_format_is_refused(work):
+    path = Path('data', data_copy('old'), 'meta.json')
+    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+    refused('data/old', 'format 0', dataset='old')
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(work):
@@ -69,11 +87,13 @@ def test_an_unknown_domain_is_refused_with_those_there_are(work):
     refused("'Boook'", 'A, B, C', domain_weights="{'Boook': 1.0}")
 
 
-@pytest.mark.parametrize('init_from', ['scratch', 'weights', 'its own weights'])
+# --- another run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('init_from', ['scratch', 'weights.pt', 'out/whole/ckpt.pt'])
 def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
     shutil.copyfile(f'{whole}/ckpt_6.pt', 'weights.pt')
-    path = {'scratch': 'scratch', 'weights': 'weights.pt', 'its own weights': f'{whole}/ckpt.pt'}[init_from]
-    refused(whole, '--init_from=resume', out_dir=whole, init_from=path)
+    refused(whole, '--init_from=resume', out_dir=whole, init_from=init_from)
 
 
 def test_an_out_dir_with_kept_checkpoints_only_is_refused(half):
@@ -82,14 +102,22 @@ def test_an_out_dir_with_kept_checkpoints_only_is_refused(half):
     refused(name, out_dir=name)
 
 
-@pytest.mark.parametrize('options, words', [
-    (dict(n_layer=3), ['n_layer=2', '3']), (dict(v_residual=True), ['v_residual=False', 'True']),
-    (dict(dropout=0.1), ['dropout=0.0', '0.1']), (dict(seed=1), ['seed=1337', '1']),
-    (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
-    (dict(batch_size=4), ['rows_per_step=8', 'not 16']),
-    (dict(gradient_accumulation_steps=2), ['rows_per_step=8', 'not 4']),
-    (dict(dataset='otherwise'), ['data/otherwise']), (dict(dataset='retokenized'), ['tokenizer', 'data/retokenized']),
-], ids=str)
+@pytest.mark.parametrize(
+    'options, words',
+    [
+        (dict(n_layer=3), ['n_layer=2', '3']),
+        (dict(v_residual=True), ['v_residual=False', 'True']),
+        (dict(dropout=0.1), ['dropout=0.0', '0.1']),
+        (dict(seed=1), ['seed=1337', '1']),
+        (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
+        (dict(batch_size=4), ['rows_per_step=8', 'not 16']),
+        (dict(gradient_accumulation_steps=2), ['rows_per_step=8', 'not 4']),
+        (dict(max_iters=11), ['step 12', 'max_iters=11']),
+        (dict(dataset='otherwise'), ['data/otherwise']),
+        (dict(dataset='retokenized'), ['tokenizer', 'data/retokenized']),
+    ],
+    ids=str,
+)
 def test_resuming_as_another_run_is_refused(whole, options, words):
     if options.get('dataset') == 'otherwise':
         data_copy('otherwise', seed=1)
@@ -103,17 +131,44 @@ def test_resuming_where_there_is_nothing_is_refused(work):
     refused('nothing to resume', 'out/refused', init_from='resume')
 
 
-@pytest.mark.parametrize('options, words', [
-    (dict(init_from='scrach'), ["init_from='scrach'", "'resume'"]), (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
-    (dict(residual_from='second', v_residual=True), ["residual_from='second'", 'previous']),
-    (dict(device='cuda:x'), ["'cuda:x'"]), (dict(device='gpu'), ["'gpu'"]), (dict(device='meta'), ["'meta'"]),
-    (dict(device='cpu:x'), ["'cpu:x'"]),
-    (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']), (dict(batch_size=-1), ['batch_size=-1']),
-    (dict(learning_rate='fast'), ['--learning_rate', "'fast'"]), (dict(learning_rat=1), ["'learning_rate'"]),
-    (dict(beta1=2.0), ['2.0']), (dict(grad_clip=-1.0), ['grad_clip=-1.0']), (dict(n_kv_head=-1), ['n_kv_head=-1']),
-    (dict(n_inner=-4), ['n_inner=-4']), (dict(v_residual=True, residual_lambda='(None, 1)'), ['residual_lambda']),
-    (dict(dropout=1.5), ['dropout']), (dict(n_head=5), ['n_embd=32', 'n_head=5']),
-], ids=str)
+def test_weights_that_do_not_fit_are_refused(whole):
+    path = f'{whole}/ckpt.pt'
+    refused('does not fit', '--n_embd=32', init_from=path, n_embd=64)
+    refused('does not fit', '--n_layer=2', init_from=path, n_layer=1)
+    refused(
+        'does not fit', '--rope_theta=10000.0', init_from=path, rope_theta=5e5
+    )  # no shape tells
+    refused('does not fit', 'c_attn', init_from=path, share_v=True)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'options, words',
+    [
+        (dict(init_from='scrach'), ["init_from='scrach'", "'resume'"]),
+        (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
+        (dict(residual_from='second', v_residual=True), ["residual_from='second'", 'previous']),
+        (dict(device='cuda:x'), ["'cuda:x'"]),
+        (dict(device='gpu'), ["'gpu'"]),
+        (dict(device='meta'), ["'meta'"]),
+        (dict(device='cpu:x'), ["'cpu:x'"]),
+        (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
+        (dict(batch_size=-1), ['batch_size=-1']),
+        (dict(learning_rate='fast'), ['--learning_rate', "'fast'"]),
+        (dict(learning_rat=1), ["'learning_rate'"]),
+        (dict(beta1=2.0), ['2.0']),
+        (dict(grad_clip=-1.0), ['grad_clip=-1.0']),
+        (dict(eval_iters=-1), ['eval_iters=-1']),
+        (dict(n_kv_head=-1), ['n_kv_head=-1']),
+        (dict(n_inner=-4), ['n_inner=-4']),
+        (dict(v_residual=True, residual_lambda='(None, 1)'), ['residual_lambda']),
+        (dict(dropout=1.5), ['dropout']),
+        (dict(n_head=5), ['n_embd=32', 'n_head=5']),
+    ],
+    ids=str,
+)
 def test_a_setting_out_of_range_is_refused_before_anything_is_written(work, options, words):
     refused(*words, **options)
 
@@ -124,23 +179,28 @@ def test_a_device_that_is_not_there_is_refused(work):
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
-    for name, value in {'is_available': True, 'set_device': None, 'is_bf16_supported': False,
-                        'get_device_name': 'Tesla V100'}.items():
+    fake = {
+        'is_available': True,
+        'set_device': None,
+        'is_bf16_supported': False,
+        'get_device_name': 'Tesla V100',
+    }
+    for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value, **options: value)
     monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda precision: None)
     with pytest.raises(ValueError, match='Tesla V100 has no bfloat16; use --dtype=float16'):
-        train.Machine(train.TrainConfig(dtype='bfloat16'))
-    machine = train.Machine(train.TrainConfig(device='cuda:1'))
-    assert (machine.dtype, machine.device, machine.peak_flops()) == ('float16', torch.device('cuda:1'), 125e12)
+        Machine(dtype='bfloat16')
+    machine = Machine('cuda:1')
+    assert (machine.dtype, machine.device) == ('float16', torch.device('cuda:1'))
+    assert machine.peak_flops() == 125e12
 
 
-@pytest.mark.parametrize('steps, processes, nearest', [(4, 3, 3), (5, 3, 6), (1, 2, 2), (32, 5, 30)])
-def test_an_accumulation_the_processes_do_not_divide_names_the_nearest_that_they_do(monkeypatch, steps, processes,
-                                                                                   nearest):
-    for name, value in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', processes)):
-        monkeypatch.setenv(name, str(value))
-    refused(f'gradient_accumulation_steps={steps}', f'{processes} processes', f'that is: {nearest}',
-            gradient_accumulation_steps=steps)
+def test_without_a_compiler_compile_is_refused(work, monkeypatch):
+    monkeypatch.setenv('PATH', '')
+    refused('compile=True on a CPU needs a C++ compiler', '--compile=False', compile=True)
+
+
+# --- checkpoints and disks -----------------------------------------------------------------------
 
 
 class Evil:
@@ -151,7 +211,7 @@ class Evil:
 def damage(path, kind):
     data = bytearray(path.read_bytes())
     if kind == 'truncated':
-        path.write_bytes(data[:len(data) // 2])
+        path.write_bytes(data[: len(data) // 2])
     elif kind == 'one bit':
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
@@ -161,98 +221,57 @@ def damage(path, kind):
         path.write_text('hello')
     elif kind == 'pickle that runs code':
         path.write_bytes(pickle.dumps(Evil()))
-    elif kind == 'torch file that runs code':
-        torch.save({**load(path), 'model': Evil()}, path)
     else:
-        torch.save({'a list': [1, 2], 'another dict': {'a': 1}, 'nothing': {},
-                    'no state_dict': {**load(path), 'model': [1]}}[kind], path)
+        contents = {
+            'torch file that runs code': {**load(path), 'model': Evil()},
+            'a list': [1, 2],
+            'another dict': {'a': 1},
+            'nothing': {},
+            'no state_dict': {**load(path), 'model': [1]},
+        }
+        torch.save(contents[kind], path)
 
 
-@pytest.mark.parametrize('kind', ['truncated', 'one bit', 'empty', 'text', 'pickle that runs code', 'a list', 'nothing',
-                                  'torch file that runs code', 'another dict', 'no state_dict'])
+@pytest.mark.parametrize(
+    'kind',
+    [
+        'truncated',
+        'one bit',
+        'empty',
+        'text',
+        'pickle that runs code',
+        'torch file that runs code',
+        'a list',
+        'another dict',
+        'nothing',
+        'no state_dict',
+    ],
+)
 def test_a_damaged_or_malicious_checkpoint_is_refused_and_not_run(half, kind):
     path = Path(half(f'out/{kind}'), 'ckpt.pt')
     damage(path, kind)
-    for options in (dict(out_dir=path.parent, init_from='resume'), dict(init_from=path)):
-        message = refused(kind if options['init_from'] == 'resume' else path, **options)
+    messages = [
+        refused(kind, out_dir=path.parent, init_from='resume'),
+        refused(path, init_from=path),
+    ]
+    for message in messages:
         assert 'weights_only' not in message  # torch's advice to try it with False
     assert not Path('run by a checkpoint').exists()
 
 
-def test_weights_that_do_not_fit_are_refused(whole):
-    refused('does not fit', '--n_embd=32', init_from=f'{whole}/ckpt.pt', n_embd=64)
-    refused('does not fit', '--n_layer=2', init_from=f'{whole}/ckpt.pt', n_layer=1)
-    refused('does not fit', '--rope_theta=10000.0', init_from=f'{whole}/ckpt.pt', rope_theta=5e5)  # no shape tells
-    refused('does not fit', 'c_attn', init_from=f'{whole}/ckpt.pt', share_v=True)
-
-
 def test_a_full_disk_leaves_the_old_checkpoint_whole(half, whole):
     name = half('out/full')
-    before = Path(name, 'ckpt.pt').read_bytes()
+    path = Path(name, 'ckpt.pt')
+    before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # Python ignores SIGXFSZ: writing more is an OSError
+    # Python ignores SIGXFSZ: writing more is an OSError.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         status, _ = here(name, init_from='resume')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status.startswith(f'error: cannot write {name}/ckpt.pt: ') and '\n' not in status
     assert '--init_from=resume' in status and 'File too large' in status
-    assert Path(name, 'ckpt.pt').read_bytes() == before and not Path(name, 'ckpt.tmp').exists()
+    assert path.read_bytes() == before and not Path(name, 'ckpt.tmp').exists()
     good(name, init_from='resume')
     assert_same_run(name, whole)
-
-
-def test_a_mistake_on_the_command_line_is_one_line_and_a_failure(work):
-    """The rest of these tests look at sys.exit's argument; here is what a person sees."""
-    status, out, err = finish(start(ROOT / 'train.py', *command_line('out/refused', {'learning_rat': 1})))
-    assert status == 1 and out == '' and err.count('\n') == 1 and err.startswith('error: ')
-
-
-def error_lines(out, err):
-    return [line for line in (out + err).splitlines() if 'error: ' in line.partition('torch')[0]]
-
-
-DRIVER = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import data, train
-rank, case = os.environ['RANK'], sys.argv.pop(1)
-if case == 'error in one process':
-    read = data.Dataset.read
-    def fail(self, split, *rest):
-        if rank == '1' and split == 'train':
-            raise OSError('the disk of this machine is gone')
-        return read(self, split, *rest)
-    data.Dataset.read = fail
-elif case == 'folders apart' and rank == '1':
-    os.chdir('apart')
-train.main()
-"""
-
-
-def drive(out_dir, case, **options):
-    Path('driver.py').write_text(DRIVER)
-    return finish(start('-m', 'torch.distributed.run', '--nproc_per_node=2', 'driver.py', case,
-                        *command_line(out_dir, options)))
-
-
-def test_under_torchrun_a_mistake_is_one_line_too_and_no_process_waits(work):
-    path = Path('data', data_copy('altered'), 'train', 'A.bin')
-    path.write_bytes(path.read_bytes()[:-2] + b'\1\1')
-    before = snapshot('.')
-    status, out, err = torchrun('out/refused', dataset='altered')
-    assert status and ['altered' in line for line in error_lines(out, err)] == [True], err
-    assert snapshot('.') == before
-
-
-def test_an_error_in_one_process_alone_is_told_and_ends_all(work):
-    status, out, err = drive('out/lonely', 'error in one process')
-    assert status and ['disk of this machine' in line for line in error_lines(out, err)] == [True], err
-
-
-def test_machines_that_do_not_share_out_dir_are_refused_rather_than_start_at_different_steps(half):
-    name = half('out/unshared')
-    os.mkdir('apart')
-    shutil.copytree('data', 'apart/data')
-    status, out, err = drive(name, 'folders apart', init_from='auto')
-    assert status and len(error_lines(out, err)) == 1 and 'step 6 ' not in out, out + err
