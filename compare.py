@@ -10,7 +10,7 @@ $ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # 
 
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/; finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on. The report is
-out/compare/<name>/report.html, and report.md and report.json beside it.
+out/compare/<name>/report.html; beside it are report.md, report.json and forest.svg.
 """
 
 import datetime
@@ -42,6 +42,7 @@ def write_report(folder, comparison):
         'report.json': json.dumps(as_json(numbers), indent=1) + '\n',
         'report.md': report.markdown(comparison),
         'report.html': report.html(comparison),
+        'forest.svg': report.forest_svg(comparison),
     }
     for name, text in texts.items():
         path = folder / name

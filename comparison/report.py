@@ -421,7 +421,7 @@ def problem_lines(comparison):
 
 # --- report.html ----------------------------------------------------------------------------------
 
-STYLE = """
+THEME = """
 :root { color-scheme: light dark; --ink: #1c1f23; --soft: #5b6470; --faint: #d9dde2; --paper: #fff;
   --card: #f5f6f8; --better: #1a7f37; --worse: #b3261e; --undecided: #6b7280;
   --c0: #1c1f23; --c1: #d55e00; --c2: #0072b2; --c3: #009e73; --c4: #b5508f; --c5: #3d9bd1;
@@ -430,6 +430,8 @@ STYLE = """
   --paper: #14171b; --card: #1e2329; --better: #4cc36b; --worse: #ff7b72; --undecided: #9aa4b1;
   --c0: #e6e8eb; --c1: #ff8c42; --c2: #5aa9e6; --c3: #2ec4a0; --c4: #e58fc3; --c5: #8fd0f5;
   --c6: #f0b849; --c7: #b39ddb; --c8: #aaa; } }
+"""
+STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1160px; padding: 20px 16px 60px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
@@ -469,6 +471,13 @@ pre { overflow-x: auto; background: var(--card); padding: 12px; font-size: .8rem
 DIFF_LINES = 400  # of the work tree's diff in the page; plan.json has all of it
 
 
+def forest_svg(comparison):
+    """The forest plot as a file of its own, for a README: it follows the reader's light or dark."""
+    plot = charts.forest(comparison['contrasts'], list(comparison['arms']))
+    style = f'<style>{THEME}svg {{ background: var(--paper); font-family: sans-serif; }}</style>'
+    return plot.replace('>', f'>{style}', 1)
+
+
 def html(comparison):
     text = escaping.escape
     refresh = '' if comparison['finished'] else '<meta http-equiv="refresh" content="20">'
@@ -476,7 +485,7 @@ def html(comparison):
         '<!doctype html>',
         f'<html lang="en"><head><meta charset="utf-8">{refresh}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<title>{text(status(comparison))}</title><style>{STYLE}</style></head><body>',
+        f'<title>{text(status(comparison))}</title><style>{THEME}{STYLE}</style></head><body>',
         f'<h1>{text(comparison["title"])}</h1>',
         f'<p class="sub">{text(subtitle(comparison))}</p>',
         f'<p class="summary">{text(summary(comparison))}</p>',

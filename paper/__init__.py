@@ -1,1 +1,1 @@
-"""What only the paper's tables and figures need: analyses, drawing, runs, and the program that reproduces them."""
+"""What only the paper's tables and figures need: runs, analyses, drawings, and its printed claims."""

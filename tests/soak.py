@@ -1,10 +1,9 @@
 """
 Preparation and training killed at random moments, by hand: the end must be the same as without.
 
-$ python tests/soak.py --kills=20 --seed=1          # some minutes; a failure prints the seed and keeps the folder
+$ python tests/soak.py --kills=20 --seed=1     # some minutes; a failure prints the seed and keeps the folder
 """
 
-import argparse
 import os
 import random
 import shutil
@@ -13,87 +12,68 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from runs import assert_same_run, command_line, log
+from conftest import ROOT
+from runs import assert_same_run, command_line, snapshot, training_steps
 
-ROOT = Path(__file__).parent.parent
+from configurator import configure
+from machine import INTERRUPTED
 
 
-def survive(command, kills, chance, finished):
-    """Run a command until it ends by itself, `kills` times killed within `chance` seconds after a start."""
-    killed, statuses = 0, {}
+@dataclass
+class Soak:
+    kills: int = 20  # of each program
+    seed: int = 1  # of the moments
+
+
+def run(command):
+    """Run a command to its end. Returns how many seconds it took."""
+    began = time.time()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.time() - began
+
+
+def survive(command, kills, longest, out):
+    """Run a command until it ends by itself, having been killed `kills` times, each time within
+    `longest` seconds after its start. Returns {exit status: how often}."""
+    statuses = {}
+    killed = 0
     while True:
         process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
         if killed < kills:
-            time.sleep(chance())
-            number = random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+            time.sleep(random.uniform(0.2, longest))
             if process.poll() is None:
-                os.kill(process.pid, number)
+                os.kill(process.pid, random.choice([signal.SIGKILL, signal.SIGTERM]))
                 killed += 1
         _, err = process.communicate()
-        statuses[process.returncode] = statuses.get(process.returncode, 0) + 1
-        if process.returncode == 0:
-            if killed >= kills:
-                return statuses
-            shutil.rmtree(finished)  # too quick for the number of kills: from the start again
-        elif process.returncode > 0 and process.returncode != 75:
-            raise SystemExit(f'exit status {process.returncode}: {err}')
+        status = process.returncode
+        statuses[status] = statuses.get(status, 0) + 1
+        if status == 0 and killed >= kills:
+            return statuses
+        if status == 0:
+            shutil.rmtree(out)  # too quick for the number of kills: from the start again
+        elif status > 0 and status != INTERRUPTED:
+            raise SystemExit(f'exit status {status}: {err.decode()}')
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument('--kills', type=int, default=20)
-    parser.add_argument('--seed', type=int, default=int(time.time()))
-    options = parser.parse_args()
-    print('seed', options.seed, flush=True)
-    random.seed(options.seed)
-    os.chdir(folder := tempfile.mkdtemp(prefix='soak'))
-    print('in', folder, flush=True)
+def soak_preparation(kills):
+    options = ['--source=stdlib', '--tokenizer=bytes', '--tokens=0']
+    command = [sys.executable, ROOT / 'prepare_slimpajama.py', *options]
+    seconds = run([*command, '--out=data/whole'])
+    statuses = survive([*command, '--out=data/killed'], kills, seconds + 0.5, 'data/killed')
 
-    prepare = [
-        sys.executable,
-        ROOT / 'prepare_slimpajama.py',
-        '--source=stdlib',
-        '--tokenizer=bytes',
-        '--tokens=0',
-    ]
-    started = time.time()
-    subprocess.run(
-        [*prepare, '--out=data/whole'],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    seconds = time.time() - started
-    statuses = survive(
-        [*prepare, '--out=data/killed'],
-        options.kills,
-        lambda: random.uniform(0.2, seconds + 0.5),
-        'data/killed',
-    )
-    files = [
-        sorted(
-            path.relative_to(f'data/{name}')
-            for path in Path('data', name).rglob('*')
-            if path.is_file()
-        )
-        for name in ('whole', 'killed')
-    ]
-    assert files[0] == files[1], files
-    for path in files[0]:
-        assert Path('data/whole', path).read_bytes() == Path('data/killed', path).read_bytes(), path
-    print(
-        f'preparation: {options.kills} kills, exit statuses {statuses}: the same {len(files[0])} files',
-        flush=True,
-    )
+    whole, killed = snapshot('data/whole'), snapshot('data/killed')
+    assert [Path('data/killed', *path.parts[2:]) for path in whole] == list(killed)
+    for path, other in zip(whole, killed, strict=True):
+        assert whole[path] == killed[other], path
+    print(f'preparation: exit statuses {statuses}: the same {len(whole)} files', flush=True)
 
+
+def soak_training(kills):
     settings = dict(
         dataset='whole',
         vocab_size=320,
@@ -103,24 +83,23 @@ def main():
         dropout=0.1,
         init_from='auto',
     )
-    started = time.time()
-    subprocess.run(
-        [sys.executable, ROOT / 'train.py', *command_line('out/whole', settings)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    seconds = time.time() - started
-    statuses = survive(
-        [sys.executable, ROOT / 'train.py', *command_line('out/killed', settings)],
-        options.kills,
-        lambda: random.uniform(0.5, max(4, seconds / 3)),
-        'out/killed',
-    )
+    program = [sys.executable, ROOT / 'train.py']
+    seconds = run([*program, *command_line('out/whole', settings)])
+    command = [*program, *command_line('out/killed', settings)]
+    statuses = survive(command, kills, max(4, seconds / 3), 'out/killed')
     assert_same_run('out/whole', 'out/killed')
-    steps = sum('loss' in entry for entry in log('out/killed'))
-    print(
-        f'training: {options.kills} kills, exit statuses {statuses}: the same log of {steps} steps and weights'
-    )
+    steps = len(training_steps('out/killed'))
+    print(f'training: exit statuses {statuses}: the same log of {steps} steps and weights')
+
+
+def main():
+    (settings,) = configure(Soak)
+    random.seed(settings.seed)
+    folder = tempfile.mkdtemp(prefix='soak')
+    os.chdir(folder)
+    print(f'seed {settings.seed}, {settings.kills} kills, in {folder}', flush=True)
+    soak_preparation(settings.kills)
+    soak_training(settings.kills)
     shutil.rmtree(folder)
 
 

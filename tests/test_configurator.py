@@ -1,16 +1,17 @@
-"""configurator.py: defaults, then files, then the command line; a mistake is a ValueError or OSError that names it."""
+"""configurator.py: defaults, then files, then the command line; a mistake is named in one line."""
 
 import ast
 import dataclasses
+import re
 import string
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import comments, configure, help_text, one_line_errors
+from configurator import choose, comments, configure, first_line, help_text, one_line_errors
 from model import GPTConfig
 from train import TrainConfig
 
@@ -58,7 +59,7 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-# values
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,8 +96,8 @@ def write(tmp_path, monkeypatch):
     ],
 )
 def test_a_value_on_the_command_line_becomes_the_type_of_its_setting(argument, name, value):
-    found = getattr(toy(argument), name)
-    assert found == value and type(found) is type(value)
+    setting = getattr(toy(argument), name)
+    assert setting == value and type(setting) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +146,26 @@ def test_a_value_of_another_type_in_a_file_is_refused_with_the_file(write, line,
         assert word in message
 
 
+COMPUTES = """
+import math
+from fractions import Fraction
+_rows = 64
+def double(x):
+    return 2 * x
+steps = double(_rows) // 8  # 16
+rate = math.sqrt(4)
+pair = [1, 2]
+maybe = None
+"""
+
+
 def test_a_file_may_compute_import_modules_and_define_functions(write):
-    write(
-        'a.py',
-        'import math\nfrom fractions import Fraction\n_rows = 64\ndef double(x):\n    return 2 * x\n'
-        'steps = double(_rows) // 8  # 16\nrate = math.sqrt(4)\npair = [1, 2]\nmaybe = None\n',
-    )
+    write('a.py', COMPUTES)
     assert toy('a.py') == Toy(rate=2.0, steps=16, pair=(1, 2), maybe=None)
     assert type(toy('a.py').rate) is float
 
 
-# which key, and which one wins
+# --- which key, and which one wins ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,13 +189,9 @@ def test_an_unknown_key_in_a_file_gets_a_suggestion_and_the_file(write):
     assert 'a.py' in message and "'rat'" in message and "did you mean 'rate'?" in message
 
 
-def test_a_file_wins_over_defaults_a_later_file_over_an_earlier_and_the_command_line_over_all(
-    write,
-):
-    a, b = (
-        write('a.py', 'steps = 1\nrate = 1.0\nname = "file a"\n'),
-        write('b.py', 'steps = 2\nrate = 2.0\n'),
-    )
+def test_files_win_over_defaults_later_ones_over_earlier_and_the_command_line_over_all(write):
+    a = write('a.py', 'steps = 1\nrate = 1.0\nname = "file a"\n')
+    b = write('b.py', 'steps = 2\nrate = 2.0\n')
     assert toy(a, b) == Toy(steps=2, rate=2.0, name='file a')
     assert toy(b, a) == Toy(steps=1, rate=1.0, name='file a')
     for argv in ((a, b, '--steps=3'), (a, '--steps=3', b), ('--steps=3', a, b)):
@@ -211,23 +217,105 @@ def test_a_schema_may_refuse_further():
     assert 'n_embd=30' in message and 'n_head=4' in message
 
 
-def test_a_new_field_is_a_setting_at_once(tmp_path, monkeypatch):
-    (tmp_path / 'new_idea.py').write_text(
-        'from dataclasses import dataclass\nfrom model import GPTConfig\n\n\n'
-        '@dataclass\nclass NewConfig(GPTConfig):\n'
-        '    my_idea: float = 0.0  # what it does\n'
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    from new_idea import NewConfig
+@dataclass
+class NewConfig(GPTConfig):
+    my_idea: float = 0.0  # what it does
 
-    assert configure(NewConfig, argv=['--my_idea=2', '--n_layer=3'])[0] == NewConfig(
-        my_idea=2.0, n_layer=3
-    )
+
+def test_a_new_field_is_a_setting_at_once():
+    (config,) = configure(NewConfig, argv=['--my_idea=2', '--n_layer=3'])
+    assert config == NewConfig(my_idea=2.0, n_layer=3)
     assert 'my_idea' in refusal('--my_idae=2', schema=NewConfig)
-    assert '--my_idea=0.0' in help_text([NewConfig]) and 'what it does' in help_text([NewConfig])
+    assert re.search(r'--my_idea=0.0 +what it does$', help_text([NewConfig]), re.M)
+    assert '--n_layer=8' in help_text([NewConfig])
 
 
-# config files
+# --- plain arguments and modes -------------------------------------------------------------------
+
+
+@dataclass
+class Runs:
+    runs: tuple = ()  # folders
+    window: int = 5  # steps
+
+
+def test_plain_arguments_go_into_the_field_that_takes_them(write):
+    config = write('a.py', 'window = 9\n')
+    words = ['out/a', config, '--window=7', 'b=1', 'out/c']
+    assert configure(Runs, argv=words, plain='runs') == [Runs(('out/a', 'b=1', 'out/c'), 7)]
+    # Without any, the option or a config file may give them.
+    assert configure(Runs, argv=['--runs=("x",)'], plain='runs') == [Runs(('x',))]
+    write('b.py', 'runs = ["y", "z"]\n')
+    assert configure(Runs, argv=['b.py'], plain='runs') == [Runs(('y', 'z'))]
+    assert configure(Runs, argv=[], plain='runs') == [Runs()]
+
+
+def test_a_plain_argument_that_ends_like_a_config_file_is_one():
+    with pytest.raises(OSError, match="no config file 'out/run.py'"):
+        configure(Runs, argv=['out/run.py'], plain='runs')
+
+
+def test_help_shows_the_plain_arguments(capsys):
+    with pytest.raises(SystemExit):
+        configure(Runs, argv=['out/a', '--help'], plain='runs')
+    usage = capsys.readouterr().out.splitlines()[0]
+    assert usage.startswith('usage: python ') and ' [runs ...] [config/file.py ...]' in usage
+    assert '[runs' not in help_text([Runs])
+
+
+DOC = """
+Say one of two words.
+
+$ python program.py one
+"""
+MODES = {'one': (Toy,), 'two': (Runs, Other)}
+
+
+def test_the_first_word_chooses_the_mode_and_its_schemas():
+    assert choose(MODES, DOC, ['one', '--steps=3']) == ('one', [Toy(steps=3)])
+    two = choose(MODES, DOC, ['two', 'one', '--width=4'], plain='runs')
+    assert two == ('two', [Runs(('one',)), Other(4)])
+
+
+def test_the_command_line_is_the_default_for_modes_too(monkeypatch):
+    monkeypatch.setattr(sys, 'argv', ['program.py', 'one', '--on=True'])
+    assert choose(MODES, DOC) == ('one', [Toy(on=True)])
+
+
+def test_a_setting_of_another_mode_is_unknown():
+    with pytest.raises(ValueError, match="unknown setting 'window'"):
+        choose(MODES, DOC, ['one', '--window=3'])
+
+
+@pytest.mark.parametrize(
+    'argv, status',
+    [([], 2), (['three'], 2), (['--steps=3', 'one'], 2), (['--help'], 0), (['-h'], 0)],
+)
+def test_without_a_mode_the_programs_own_words_are_printed(argv, status, capsys):
+    with pytest.raises(SystemExit) as exit:
+        choose(MODES, DOC, argv)
+    assert exit.value.code == status and capsys.readouterr().out == DOC.strip() + '\n'
+
+
+def test_the_mode_without_a_name_is_taken_where_the_first_word_names_none(capsys):
+    modes = {'': (Toy,), 'two': (Other,)}
+    assert choose(modes, DOC, []) == ('', [Toy()])
+    assert choose(modes, DOC, ['--steps=3']) == ('', [Toy(steps=3)])
+    assert choose(modes, DOC, ['two', '--width=3']) == ('two', [Other(3)])
+    with pytest.raises(SystemExit) as exit:
+        choose(modes, DOC, ['--help'])
+    assert not exit.value.code and '--steps=10' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('argv', [['one', '--help'], ['one', '-h']])
+def test_help_of_a_mode_is_that_of_its_schemas(argv, capsys):
+    with pytest.raises(SystemExit) as exit:
+        choose(MODES, DOC, argv)
+    text = capsys.readouterr().out
+    assert not exit.value.code and '--steps=10' in text and '--window' not in text
+
+
+# --- config files ---------------------------------------------------------------------------------
 
 
 def test_a_config_builds_on_another_and_changes_a_line(write, monkeypatch, tmp_path):
@@ -268,11 +356,8 @@ def test_a_mistake_in_an_imported_config_is_reported_there(
     monkeypatch.syspath_prepend(tmp_path)
     folder = f'parts{line}'  # a module of one name is imported once
     write(f'{folder}/base.py', text)
-    message = refusal(
-        write(
-            f'{folder}/derived.py', f'# a comment\n# another\n\n\n\nfrom {folder}.base import *\n'
-        )
-    )
+    derived = f'# a comment\n# another\n\n\n\nfrom {folder}.base import *\n'
+    message = refusal(write(f'{folder}/derived.py', derived))
     assert message.startswith(f'{folder}/base.py, line {line}: ')
 
 
@@ -284,7 +369,7 @@ def test_a_config_that_is_missing_binary_or_a_folder_is_reported(write, tmp_path
     assert "'folder'" in refusal('folder')
 
 
-# help
+# --- help -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('argv', [['--help'], ['-h'], ['--steps=3', '--help', '--unknown=1']])
@@ -296,18 +381,15 @@ def test_help_prints_and_exits_with_success(argv, capsys):
 
 @pytest.mark.parametrize('schema', [TrainConfig, GPTConfig, Toy])
 def test_help_lists_every_setting_with_its_default_and_a_meaning(schema):
-    lines = {
-        line.split('=')[0].strip(): line
-        for line in help_text([schema]).splitlines()
-        if line.startswith('  --')
-    }
+    lines = {}
+    for line in help_text([schema]).splitlines():
+        if line.startswith('  --'):
+            lines[line.partition('=')[0].strip()] = line
     meanings = comments(schema)
-    assert set(meanings) == {f.name for f in dataclasses.fields(schema)}
-    for f in dataclasses.fields(schema):
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        line = lines['--' + f.name]
-        assert f'--{f.name}={default!r}' in line and len(meanings[f.name]) > 2
-        assert line.endswith(f'  {meanings[f.name]}')
+    assert set(meanings) == {field.name for field in dataclasses.fields(schema)}
+    for name, default in asdict(schema()).items():
+        assert f'--{name}={default!r}' in lines[f'--{name}'] and len(meanings[name]) > 2
+        assert lines[f'--{name}'].endswith(f'  {meanings[name]}')
 
 
 def test_a_meaning_is_the_comment_on_the_fields_own_line():
@@ -328,7 +410,7 @@ def test_the_command_line_is_the_default(monkeypatch):
     assert configure(Toy)[0].steps == 4
 
 
-# errors
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_one_line_errors_exits_with_one_line_from_the_first_process_only(monkeypatch):
@@ -343,25 +425,45 @@ def test_one_line_errors_exits_with_one_line_from_the_first_process_only(monkeyp
         assert exit.value.code == code
 
 
+def test_one_line_errors_everywhere_speaks_on_every_process(monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    errors = one_line_errors(ValueError, everywhere=True)
+    with pytest.raises(SystemExit, match='error: no such thing'), errors:
+        raise ValueError('no such thing')
+
+
+@pytest.mark.parametrize(
+    'error, line',
+    [
+        (ValueError('one'), 'one'),
+        (OSError('\n one\ntwo\n'), 'one'),
+        (RuntimeError(), 'RuntimeError'),
+        (KeyError('key'), "'key'"),
+        (ValueError(' \n '), 'ValueError'),
+        (FileNotFoundError(2, 'No such file', 'a'), "[Errno 2] No such file: 'a'"),
+    ],
+)
+def test_the_first_line_of_an_error_is_its_message_or_its_type(error, line):
+    assert first_line(error) == line
+
+
 def test_one_line_errors_lets_a_programs_own_mistakes_through():
     with pytest.raises(KeyError), one_line_errors(ValueError, OSError):
         raise KeyError('a bug')
 
 
-# fuzz
+# --- fuzz -----------------------------------------------------------------------------------------
 
+NAMES = st.sampled_from([field.name for field in dataclasses.fields(Toy)])
+VALUES = st.one_of(
+    st.text(max_size=40),
+    st.text(alphabet='[](){},:-+"\'\\ 0129.eExojTrueNon#=', max_size=40),
+    st.text(alphabet=string.printable, max_size=40),
+)
 ARGUMENT = st.one_of(
     st.text(max_size=30),
     st.text(max_size=30).map('--{}'.format),
-    st.builds(
-        '--{}={}'.format,
-        st.sampled_from([f.name for f in dataclasses.fields(Toy)]),
-        st.one_of(
-            st.text(max_size=40),
-            st.text(alphabet='[](){},:-+"\'\\ 0129.eExojTrueNon#=', max_size=40),
-            st.text(alphabet=string.printable, max_size=40),
-        ),
-    ),
+    st.builds('--{}={}'.format, NAMES, VALUES),
 )
 
 
@@ -390,14 +492,12 @@ SCALAR = st.one_of(st.integers(), FINITE, st.booleans(), st.none(), st.text(max_
 )
 def test_what_is_written_as_python_comes_back_the_same(steps, rate, name, pair, weights):
     expected = Toy(steps=steps, rate=rate, name=name, pair=pair, weights=weights)
-    assert (
-        toy(*(f'--{f.name}={getattr(expected, f.name)!r}' for f in dataclasses.fields(Toy)))
-        == expected
-    )
+    words = [f'--{key}={value!r}' for key, value in asdict(expected).items()]
+    assert toy(*words) == expected
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=20))
 def test_any_text_is_a_string_setting_as_typed_unless_it_is_quoted(text):
-    found = toy(f'--name={text}').name
-    assert found == text or found == ast.literal_eval(text.strip())
+    name = toy(f'--name={text}').name
+    assert name == text or name == ast.literal_eval(text.strip())

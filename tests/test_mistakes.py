@@ -22,7 +22,6 @@ from runs import (
     start,
 )
 
-from machine import Machine
 
 
 def data_copy(name, **changes):
@@ -176,23 +175,6 @@ def test_a_setting_out_of_range_is_refused_before_anything_is_written(work, opti
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is one')
 def test_a_device_that_is_not_there_is_refused(work):
     refused("device='cuda'", 'cpu', device='cuda')
-
-
-def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
-    fake = {
-        'is_available': True,
-        'set_device': None,
-        'is_bf16_supported': False,
-        'get_device_name': 'Tesla V100',
-    }
-    for name, value in fake.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value, **options: value)
-    monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda precision: None)
-    with pytest.raises(ValueError, match='Tesla V100 has no bfloat16; use --dtype=float16'):
-        Machine(dtype='bfloat16')
-    machine = Machine('cuda:1')
-    assert (machine.dtype, machine.device) == ('float16', torch.device('cuda:1'))
-    assert machine.peak_flops() == 125e12
 
 
 def test_without_a_compiler_compile_is_refused(work, monkeypatch):

@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 
 def as_json(run, scale):
     """What config.json says of a run that train.py makes with these settings."""
-    settings, config = runs.configured(run, scale)
+    settings, config = runs.configs_of(run, scale)
     return json.loads(json.dumps({**vars(settings), **vars(config)}))
 
 
@@ -63,7 +63,7 @@ def test_the_readme_has_the_table_of_the_figures_and_their_runs():
 def test_every_run_of_every_scale_is_one_that_train_accepts(scale):
     names = {}
     for run in EVERY:
-        settings, config = runs.configured(run, scale)
+        settings, config = runs.configs_of(run, scale)
         tokens = settings.rows_per_step * config.block_size
         assert 0.97 < tokens / scale.tokens <= 1, run  # constant tokens a step
         names.setdefault(run.name(scale), set()).add(f'{settings} {config}')

@@ -1,0 +1,155 @@
+"""
+What the runs of a figure show, in words, beside what the paper prints of it.
+
+A run of each model is one seed, which decides nothing: a line says how large the difference is here
+and which sign it has in the paper, and gives no verdict. compare.py gives one, from several seeds.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from paper import analyze, draw, losses
+from paper.figures import CLAIMS, METRICS, SAVINGS, SIGNS
+from paper.runs import folder
+
+# --- what a claim comes to: (a difference, its error in words) ------------------------------------
+
+# claim: a figures.Claim whose runs have finished. panels: {how: the numbers of that panel}.
+
+
+def final_loss(claim, scale, panels):
+    return losses.final_difference(*folders(claim, scale), scale.window), ''
+
+
+def early_loss(claim, scale, panels):
+    return losses.early_difference(*folders(claim, scale)), ''
+
+
+def folders(claim, scale):
+    """(theirs, ours): the baseline comes first."""
+    return folder(claim.theirs, scale), folder(claim.ours, scale)
+
+
+def lead(claim, scale, panels):
+    leads = []
+    for run in (claim.ours, claim.theirs):
+        vanilla = folder(replace(run, model='vanilla'), scale)
+        leads.append(losses.final_difference(vanilla, folder(run, scale), scale.window))
+    return leads[0] - leads[1], ''
+
+
+def validation_loss(claim, scale, panels):
+    report = panels['loss']['runs'][str(folder(claim.ours, scale))]
+    mean = report['minus_first']['mean']
+    return mean['loss'], f'± {mean["standard_error"] or 0:.4f} over windows'
+
+
+def accuracy(claim, scale, panels):
+    reports = panels['tasks']['runs']
+    theirs, ours = (reports[str(path)] for path in folders(claim, scale))
+    error = np.hypot(ours['average_stderr'], theirs['average_stderr'])
+    return ours['average'] - theirs['average'], f'± {error:.4f} over items'
+
+
+def series(how, name, run, scale, panels):
+    """(mean, standard error) over sequences of an analysis, arrays (layers, ...)."""
+    values = panels[how][str(folder(run, scale))]['series'][name]
+    mean = np.array(values['mean'], dtype=float)
+    return mean, np.array(values['standard_error'], dtype=float)
+
+
+def entropy(claim, scale, panels):
+    ours, our_error = series('entropy', 'entropy', claim.ours, scale, panels)
+    theirs, their_error = series('entropy', 'entropy', claim.theirs, scale, panels)
+    deep = slice(len(ours) // 2, None)
+    # As if the layers erred together, so that the error is not too small.
+    error = np.hypot(our_error, their_error)[deep].mean()
+    return (ours - theirs)[deep].mean(), f'± {error:.4f} over sequences'
+
+
+def entropy_with_depth(claim, scale, panels):
+    mean, error = series('entropy', 'entropy', claim.ours, scale, panels)
+    deep = slice(len(mean) // 2, None)
+    error = np.hypot(error[deep].mean(), error[0])
+    return mean[deep].mean() - mean[0], f'± {error:.4f} over sequences'
+
+
+def mapping(claim, scale, panels):
+    of_identity, _ = series('mapping', analyze.EQ_6, claim.ours, scale, panels)
+    of_attention, _ = series('mapping', analyze.EQ_3, claim.ours, scale, panels)
+    return np.nanmean(of_identity - of_attention), ''
+
+
+def eigenvalue(claim, scale, panels):
+    ours, _ = series('spectrum', analyze.ATTENDED, claim.ours, scale, panels)
+    theirs, _ = series('spectrum', analyze.ATTENDED, claim.theirs, scale, panels)
+    return np.mean(ours[:, 0] > theirs[:, 0]) - 0.5, ''
+
+
+def similarity(claim, scale, panels):
+    ours, _ = series('similarity', 'hidden states', claim.ours, scale, panels)
+    theirs, _ = series('similarity', 'hidden states', claim.theirs, scale, panels)
+    return np.mean(ours - theirs), ''
+
+
+# All of figures.METRICS but the critical step, of which describe_crossings() tells as a whole.
+DIFFERENCES = {
+    'final loss': final_loss,
+    'early loss': early_loss,
+    'lead': lead,
+    'validation loss': validation_loss,
+    'accuracy': accuracy,
+    'entropy': entropy,
+    'entropy with depth': entropy_with_depth,
+    'mapping': mapping,
+    'eigenvalue': eigenvalue,
+    'similarity': similarity,
+}
+
+# --- in words -------------------------------------------------------------------------------------
+
+ONE_SEED = 'one seed: no verdict'
+
+
+def against_the_paper(name, panels, scale):
+    """One line for each claim of a figure; panels: [{'how', 'numbers'}]."""
+    panels = {panel['how']: panel['numbers'] for panel in panels}
+    lines = []
+    for claim in CLAIMS:
+        if claim.figure == name and claim.metric in DIFFERENCES:
+            lines.append(describe(claim, scale, panels))
+    if 'ResFormer' in panels.get('scaling', {}):
+        lines.append(describe_savings(panels['scaling']['ResFormer']))
+    if 'critical' in panels:
+        lines.append(describe_crossings(panels['critical']))
+    return [f'{name}: {line}' for line in lines]
+
+
+def describe(claim, scale, panels):
+    difference, error = DIFFERENCES[claim.metric](claim, scale, panels)
+    names = [claim.ours.name(scale)]
+    if claim.theirs != claim.ours:
+        names.append(claim.theirs.name(scale))
+    number = f'{difference:+.4f} {error}'.strip()
+    paper = f'the paper: {SIGNS[claim.sign]} 0'
+    return f'{METRICS[claim.metric]}, {" minus ".join(names)}: {number} ({paper}); {ONE_SEED}'
+
+
+def describe_savings(saved):
+    """saved: of losses.savings()."""
+    words = []
+    for i, what in enumerate(('parameters', 'tokens')):
+        share = saved[f'{what}_saved']
+        here = 'n/a' if share is None else f'{share:.0%}'
+        low, *_, high = sorted(version[i] for version in SAVINGS.values())
+        words.append(f'{here} of the {what} (the paper: {low:.0%} to {high:.0%})')
+    why = f', {saved["why"]}' if saved['why'] else ''
+    return f'at equal loss ResFormer saves {" and ".join(words)}; {ONE_SEED}{why}'
+
+
+def describe_crossings(points):
+    """points: of draw.critical_axes()."""
+    words = [f'{point["length"]}: {draw.describe_crossing(point)}' for point in points]
+    paper = 'the paper: the later, the longer the sequence'
+    return f'SVFormer is overtaken at {", ".join(words)} ({paper}); {ONE_SEED}'
