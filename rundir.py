@@ -401,6 +401,15 @@ def read_run_config(run, *needed):
     return config
 
 
+def gpt_config(settings, run):
+    """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
+    fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
+    try:
+        return GPTConfig(**fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{Path(run, "config.json")}: {error}') from error
+
+
 def provenance(machine):
     """What produced a run: commit, versions, hardware, and how busy it was."""
     commit = ''

@@ -14,6 +14,7 @@ from comparison.plan import Run, decisive_settings, parse_contrasts, same_value
 from comparison.results import read_state
 from comparison.verdict import describe, judge, paired_differences, worth_of_cost
 from model import GPTConfig
+from rundir import gpt_config
 from train import TrainConfig
 
 # --- the comparison -------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def existing_arm(group, base):
         'settings': settings,
         'rate': settings['learning_rate'],
         'states': states,
-        'cost': measures.of_model(model_config(settings, group['states'][0].folder)),
+        'cost': measures.of_model(gpt_config(settings, group['states'][0].folder)),
     }
 
 
@@ -312,14 +313,6 @@ def existing_problems(groups, arms):
             if arms[name]['states'][seed] is not state:
                 texts[folder] = f'left out: another run of {name} has seed {seed}, too'
     return texts
-
-
-def model_config(settings, folder):
-    names = vars(GPTConfig())
-    try:
-        return GPTConfig(**{name: value for name, value in settings.items() if name in names})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f'{folder}/config.json: {error}') from error
 
 
 def why_incomparable(arms, ours, theirs):

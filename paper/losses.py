@@ -4,24 +4,16 @@ What the paper's figures show of training: numbers from the logs of runs.
 A run is the folder that train.py wrote. Losses are in nats per token.
 """
 
-from dataclasses import fields
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from model import GPT, GPTConfig
-from rundir import read_losses, read_run_config
+from model import GPT
+from rundir import gpt_config, read_losses, read_run_config
 
 
 def model_config(run, *needed):
     """The GPTConfig of a run's config.json, which must say what is `needed`."""
-    settings = read_run_config(run, *needed)
-    names = [field.name for field in fields(GPTConfig)]
-    try:
-        return GPTConfig(**{name: settings[name] for name in names if name in settings})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f'{Path(run, "config.json")}: {error}') from error
+    return gpt_config(read_run_config(run, *needed), run)
 
 
 # --- relative to a baseline -----------------------------------------------------------------------

@@ -22,10 +22,13 @@ from configurator import configure
 from machine import INTERRUPTED
 
 
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+
+
 @dataclass
 class Soak:
     kills: int = 20  # of each program
-    seed: int = 1  # of the moments
+    seed: int = 0  # of the moments; 0: another one each time
 
 
 def run(command):
@@ -47,7 +50,7 @@ def survive(command, kills, longest, out):
         if killed < kills:
             time.sleep(random.uniform(0.2, longest))
             if process.poll() is None:
-                os.kill(process.pid, random.choice([signal.SIGKILL, signal.SIGTERM]))
+                os.kill(process.pid, random.choice(SIGNALS))
                 killed += 1
         _, err = process.communicate()
         status = process.returncode
@@ -94,10 +97,11 @@ def soak_training(kills):
 
 def main():
     (settings,) = configure(Soak)
-    random.seed(settings.seed)
+    seed = settings.seed or int(time.time())
+    random.seed(seed)
     folder = tempfile.mkdtemp(prefix='soak')
     os.chdir(folder)
-    print(f'seed {settings.seed}, {settings.kills} kills, in {folder}', flush=True)
+    print(f'seed {seed}, {settings.kills} kills, in {folder}', flush=True)
     soak_preparation(settings.kills)
     soak_training(settings.kills)
     shutil.rmtree(folder)
