@@ -42,6 +42,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch._functorch import config as functorch_config
 
 from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
@@ -93,7 +94,14 @@ class DecodeConfig(BenchConfig):
 
 def start(settings, config):
     """(Machine, the GPTConfig whose shape all rows have) of a bench."""
-    machine = Machine(settings.device, settings.dtype, settings.backend, tf32=True)
+    machine = Machine(
+        settings.device,
+        settings.dtype,
+        settings.backend,
+        tf32=True,
+        attention=settings.attention,
+    )
+    functorch_config.activation_memory_budget = settings.activation_memory_budget
     if settings.compile:
         check_compiler(machine)
     if settings.out:
@@ -231,7 +239,7 @@ class Row:
         model = self.recipe.make(settings.seed).to(machine.device)
         self.optimizer = make_optimizer(model, settings)
         self.scaler = machine.scaler()
-        if levers.checkpointed:
+        if levers.checkpointed or settings.activation_checkpointing:
             checkpoint_blocks(model)
         if levers.ddp_first:
             self.model = levers.compile(distribute(model, machine, **levers.ddp), settings)

@@ -450,7 +450,7 @@ def main():
             raise ValueError(
                 'evaluate.py tasks is one process, on one device: start it without torchrun'
             )
-        machine = Machine(settings.device, settings.dtype)
+        machine = Machine(settings.device, settings.dtype, attention='flash')
 
     with one_line_errors(ValueError, OSError, everywhere=True):
         if mode == 'loss':

@@ -149,14 +149,25 @@ class Levers:
     def pulled(self):
         """While a row compiles or takes a step: other rows of this process have other levers."""
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, model_file, 'LOSS_CHUNK', model_file.LOSS_CHUNK)
-            model_file.LOSS_CHUNK = self.values.get('chunk', model_file.LOSS_CHUNK)
+            if 'chunk' in self.values:
+                rows = self.values['chunk']
+                stack.enter_context(replaced(model_file, 'rows_per_chunk', lambda _: rows))
             if self.kernels:
                 stack.enter_context(sdpa_kernel(self.kernels))
             if 'budget' in self.values:
                 budget = self.values['budget']
                 stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
             yield
+
+
+@contextlib.contextmanager
+def replaced(module, name, value):
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def read_lever(word):

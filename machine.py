@@ -19,6 +19,7 @@ import torch.distributed as dist
 INTERRUPTED = 75
 
 DTYPES = ('auto', 'float16', 'bfloat16', 'float32')
+KERNELS = ('auto', 'flash', 'cudnn')
 
 # Dense half-precision tensor FLOP/s of one GPU, from the data sheets.
 PEAK_FLOPS = {
@@ -44,11 +45,14 @@ class Machine:
     backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': only join() joins. What all
     processes would refuse is refused before that, or those that still join would fail, too.
     tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
+    attention: on CUDA, the kernel of scaled_dot_product_attention where it has the choice; auto is
+    torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
+    anew for each shape that it meets; cudnn leaves out flash.
 
     Raises ValueError for a device, dtype or precision that is not to be had here.
     """
 
-    def __init__(self, device='auto', dtype='auto', backend='auto', tf32=False):
+    def __init__(self, device='auto', dtype='auto', backend='auto', tf32=False, attention='auto'):
         self.distributed = 'RANK' in os.environ  # under torchrun
         self.rank = int(os.environ.get('RANK', 0))
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
@@ -61,10 +65,16 @@ class Machine:
         if dtype == 'auto':
             dtype = 'float16' if self.kind == 'cuda' else 'float32'
         self.dtype = dtype
+        if attention not in KERNELS:
+            raise ValueError(
+                f'attention={attention!r} is not one of {", ".join(map(repr, KERNELS))}'
+            )
 
         if self.kind == 'cuda':
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision('high' if tf32 else 'highest')
+            torch.backends.cuda.enable_cudnn_sdp(attention != 'flash')
+            torch.backends.cuda.enable_flash_sdp(attention != 'cudnn')
             has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
             if dtype == 'bfloat16' and not has_bfloat16:
                 raise ValueError(f'{self.name()} has no bfloat16; use --dtype=float16')
@@ -151,6 +161,16 @@ class Machine:
         if self.kind == 'cuda':
             return torch.cuda.get_device_name(self.device)
         return self.kind
+
+    def attention_kernel(self, n_head, kv_heads, head_size, length):
+        """The kernel that torch chooses for causal attention of this shape; None without CUDA."""
+        if self.kind != 'cuda':
+            return None
+        dtype = getattr(torch, self.dtype)
+        q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
+        k = torch.empty(1, kv_heads, length, head_size, dtype=dtype, device=self.device)
+        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
+        return {0: 'math', 1: 'flash', 2: 'efficient', 3: 'cudnn'}.get(choice, 'unknown')
 
     def peak_flops(self):
         """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""

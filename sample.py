@@ -95,7 +95,7 @@ def print_whole_characters(tokens, shown, tokenizer):
 def main():
     with one_line_errors(ValueError, OSError):
         (settings,) = configure(SampleConfig)
-        device = Machine(settings.device, tf32=True).device
+        device = Machine(settings.device, tf32=True, attention='flash').device
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         prompt = read_prompt(settings.start)
         ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]

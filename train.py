@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import configure, one_line_errors
+from configurator import configure, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
 from files import locked
 from hub.read import load as load_hub
@@ -84,6 +85,8 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, cpu, mps; auto: a GPU where there is one
     dtype: str = 'auto'  # float16, bfloat16, float32; auto: float16 on CUDA, else float32
     compile: bool = True  # torch.compile
+    attention: str = 'auto'  # kernel on CUDA: flash, cudnn; auto: torch's choice, logged
+    activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
     activation_checkpointing: bool = False  # for long sequences: store less, compute it again
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
@@ -99,6 +102,15 @@ class TrainConfig:
             is_path and not os.path.exists(self.init_from),
             f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
             'or a Hugging Face folder',
+        )
+        budget = self.activation_memory_budget
+        refuse(
+            not 0 <= budget <= 1,
+            f'activation_memory_budget={budget} must be between 0 and 1',
+        )
+        refuse(
+            budget < 1 and not self.compile,
+            'activation_memory_budget does nothing without compile=True; drop one',
         )
         refuse(
             self.eval_tasks and not importlib.util.find_spec('lm_eval'),
@@ -120,7 +132,7 @@ AT_LEAST_0 = (
 INCIDENTAL = frozenset(
     'out_dir init_from verify_data eval_interval eval_only log_interval keep_checkpoints save_steps '
     'max_skipped eval_tasks eval_data_dir wandb_log wandb_project wandb_run_name device dtype '
-    'compile activation_checkpointing backend'.split()
+    'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
 
 
@@ -166,6 +178,18 @@ def checkpoint_blocks(model):
 
     for block in model.transformer.h:
         block.forward = checkpointed(block.forward)
+
+
+def compile_model(model, settings, **options):
+    """The model, compiled where the settings say so; options: torch.compile's.
+
+    With an activation_memory_budget below 1, the compiler stores less for the backward pass and
+    computes it again, what is cheapest first: norms and SwiGLU before any matrix product.
+    """
+    if not settings.compile:
+        return model
+    functorch_config.activation_memory_budget = settings.activation_memory_budget
+    return torch.compile(model, **options)
 
 
 def distribute(model, machine, **options):
@@ -386,6 +410,10 @@ class Reporter:
             return
 
         out = Path(settings.out_dir)
+        kernel = machine.attention_kernel(
+            config.n_head, config.kv_heads, config.head_size, config.block_size
+        )
+        self.provenance['attention_kernel'] = kernel
         everything = {**asdict(settings), **asdict(config), **self.provenance}
         for name, value in everything.items():
             print(f'{name:28} {value}')
@@ -515,7 +543,7 @@ def train(settings, config, machine, micro_steps, closing):
     model, optimizer, scaler = start.model, start.optimizer, start.scaler
     if settings.activation_checkpointing:
         checkpoint_blocks(model)
-    compiled = torch.compile(model) if settings.compile else model
+    compiled = compile_model(model, settings)
     wrapped = distribute(compiled, machine)
 
     if settings.eval_only:
@@ -676,17 +704,28 @@ def evaluate_tasks(settings):
     return subprocess.run(command, env=environment).returncode
 
 
+LESS_MEMORY = (
+    'Halve batch_size and double gradient_accumulation_steps (the same step and data order), or set '
+    '--activation_memory_budget=0.9, or --activation_checkpointing=True.'
+)
+
+
 def main():
     with one_line_errors(ValueError, OSError):  # alike on every process
         settings, config = configure(TrainConfig, GPTConfig)
-        machine = Machine(settings.device, settings.dtype, backend='', tf32=True)
+        machine = Machine(
+            settings.device, settings.dtype, backend='', tf32=True, attention=settings.attention
+        )
         micro_steps = share_of_micro_steps(settings, machine)
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)
     errors = one_line_errors(ValueError, OSError, FloatingPointError, everywhere=True)
     with errors, contextlib.ExitStack() as closing:
-        interrupted = train(settings, config, machine, micro_steps, closing)
+        try:
+            interrupted = train(settings, config, machine, micro_steps, closing)
+        except torch.OutOfMemoryError as error:
+            raise OSError(f'{first_line(error)} {LESS_MEMORY}') from error
         machine.close()
     if interrupted:
         sys.exit(INTERRUPTED)

@@ -49,7 +49,7 @@ def measure_steps(configs, path):
     the same machine before, the result is taken from there.
     """
     settings = next(iter(configs.values()))[0]
-    machine = Machine(settings.device, settings.dtype, tf32=True)
+    machine = Machine(settings.device, settings.dtype, tf32=True, attention=settings.attention)
     if machine.kind == 'cpu':
         torch.set_num_threads(1)  # as the runs have
     about = {'device': machine.name(), 'arms': {name: repr(c) for name, (_, c) in configs.items()}}
@@ -81,8 +81,7 @@ def time_steps(configs, machine):
     torch._dynamo.config.recompile_limit = 64  # to the compiler, all arms are one piece of code
     rows, batches = [], {}
     for name, (settings, config) in configs.items():
-        levers = Levers(['checkpointed'] if settings.activation_checkpointing else [])
-        row = Row(name, Recipe(name, config, levers))
+        row = Row(name, Recipe(name, config, Levers([])))
         attempt(row, row.build, BenchConfig(**asdict(settings)), machine)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)

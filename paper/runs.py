@@ -161,6 +161,8 @@ class Run:
         length = self.scaled_length(scale)
         micro_steps = values['gradient_accumulation_steps']
         values |= {'block_size': length, 'batch_size': scale.tokens // length // micro_steps}
+        if scale is PAPER:
+            values |= memory_settings(self.size)
         if self.rate:
             rate = scale.rates[self.rate]
             values |= {'learning_rate': rate, 'min_lr': rate / 10}
@@ -174,6 +176,13 @@ def wiring_of(model):
     """{field of GPTConfig: value} that makes a model, from its config file."""
     file = 'gpt2_78m.py' if model == 'gpt2' else f'{model}_82m.py'
     return read_wiring(str(CONFIG / file))
+
+
+@functools.cache
+def memory_settings(size):
+    """{name: value} with which config/vanilla_<size>.py lets the paper's batch fit its GPU."""
+    values = read_settings(str(CONFIG / f'vanilla_{size}.py'))
+    return {name: values[name] for name in values if name in INCIDENTAL and name != 'out_dir'}
 
 
 def configs_of(run, scale):

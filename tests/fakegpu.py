@@ -1,0 +1,364 @@
+"""
+What a GPU would compile, launch and allocate, found out without one.
+
+A stand-in for NVIDIA's driver and runtime lies under the CUDA build of torch: every kernel is
+compiled, the caching allocator counts every byte, attention kernels are chosen as on the real device.
+Nothing is computed and nothing is timed, so there is no speed and no value in these tables.
+
+$ FOLDER/python tests/fakegpu.py rows                                   # the names of all rows
+$ FOLDER/python tests/fakegpu.py measure --out=results/fakegpu/torch_2.13.json    # all that are missing
+$ FOLDER/python tests/fakegpu.py measure --only=82m --out=...           # rows whose name has 82m in it
+$ FOLDER/python tests/fakegpu.py table --out=...                        # the JSON as a table
+$ TORCH_CUDNN_SDPA_DEPRIORITIZED= FOLDER/python tests/fakegpu.py kernels  # attention kernels, as on a GPU
+FOLDER/python is the stand-in's interpreter. Each row is a process of its own, so that one that fails
+loses no other, and is written as soon as it is measured. A GPU's own python works, too.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import model as model_file  # noqa: E402
+from configurator import choose, configure, one_line_errors  # noqa: E402
+from files import write_whole  # noqa: E402
+from machine import Machine  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from train import (  # noqa: E402
+    TrainConfig,
+    checkpoint_blocks,
+    compile_model,
+    distribute,
+    make_optimizer,
+    train_step,
+)
+
+GIB = 2**30
+LENGTHS = (512, 2048, 8192, 32000, 64000)
+
+
+@dataclass
+class FakeConfig:
+    out: str = 'results/fakegpu/table.json'  # the rows measured so far
+    only: str = ''  # part of the names of the rows to measure
+    row: str = ''  # measure this row here, and print its numbers as JSON
+    seconds: int = 1200  # after which a row's process is ended
+
+
+def all_rows():
+    """{name: (what, arguments of train.py)}"""
+    rows = {}
+    for path in sorted(ROOT.glob('config/*_82m.py')) + [ROOT / 'config/gpt2_78m.py']:
+        rows[f'82m {path.stem.rpartition("_")[0]}'] = ('train', [str(path)])
+    for size in ('180m', '468m'):
+        for name in ('vanilla', 'resformer'):
+            config = str(ROOT / f'config/{name}_{size}.py')
+            rows[f'{size} {name}'] = ('train', [config])
+    for length in LENGTHS:
+        for name in ('vanilla', 'svformer'):
+            words = [str(ROOT / f'config/{name}_82m.py')]
+            if length != 2048:
+                words.append(str(ROOT / f'config/seq_{length}.py'))
+            if length != 2048:
+                rows[f'{length} {name}'] = ('train', words)
+            rows[f'{length} {name} checkpointed'] = (
+                'train',
+                [*words, '--activation_checkpointing=True'],
+            )
+    vanilla = [str(ROOT / 'config/vanilla_82m.py')]
+    rows['82m vanilla eager'] = ('train', [*vanilla, '--compile=False'])
+    rows['82m vanilla, DDP of 8'] = ('ddp', vanilla)
+    for name in ('vanilla', 'svformer', 'cla', 'svformer_gqa'):
+        config = [str(ROOT / f'config/{name}_82m.py')]
+        rows[f'decoding {name}'] = ('decode', config)
+        rows[f'decoding {name}, CUDA graphs'] = ('decode', [*config, '--graphs'])
+    return rows
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+
+def launches():
+    """Launches so far of (matrix products, Triton kernels), where the stand-in counts them."""
+    library = os.environ.get('LD_PRELOAD', '').split(':')[0]
+    if not library:
+        return None
+    counter = ctypes.CDLL(library)
+    return [counter.shim_count(1), counter.shim_count(2)]
+
+
+def launches_since(before):
+    if before is None:
+        return None
+    return [after - count for after, count in zip(launches(), before, strict=True)]
+
+
+def peak_of(act):
+    """(result, peak GiB) of what act() allocates."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = act()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() / GIB
+
+
+def graphs_compiled():
+    return torch._dynamo.utils.counters['stats']['unique_graphs']
+
+
+def empty_model(config):
+    """A model on the GPU whose weights are what memory holds: its seeded ones take minutes."""
+    GPT.init_weights = lambda self, seed: None
+    with torch.device('cuda'):
+        return GPT(config)
+
+
+def measure_training(words, distributed=False):
+    settings, config = configure(TrainConfig, GPTConfig, argv=words)
+    if distributed:
+        fake_process_group()
+    machine = Machine('cuda', 'float16')
+    model = empty_model(config)
+    optimizer, scaler = make_optimizer(model, settings), machine.scaler()
+    if settings.activation_checkpointing:
+        checkpoint_blocks(model)
+    compiled = compile_model(model, settings, fullgraph=not distributed)
+    wrapped = distribute(compiled, machine)
+    if distributed:
+        wrapped.register_comm_hook(None, local_bucket)
+    batch = torch.zeros(
+        (2, settings.batch_size, config.block_size), dtype=torch.int64, device='cuda'
+    )
+
+    def step():
+        train_step(wrapped, optimizer, scaler, machine, lambda: batch, 2, settings.grad_clip)
+
+    began = time.perf_counter()
+    step()
+    first = time.perf_counter() - began
+    before = launches()
+    _, peak = peak_of(step)
+    numbers = {
+        'batch': settings.batch_size,
+        'length': config.block_size,
+        'parameters': model.num_params(False),
+        'first_step_s': round(first, 1),
+        'launches_of_two_micro_steps': launches_since(before),
+        'step_gib': peak,
+    }
+    if not distributed:
+        numbers |= peaks_of_parts(wrapped, machine, batch)
+        if settings.compile:
+            numbers['recompiled'] = recompilations(wrapped, machine, batch, step)
+    return numbers
+
+
+def peaks_of_parts(wrapped, machine, batch):
+    """Peak memory of a forward and of a backward pass, each alone."""
+
+    def forward():
+        with machine.autocast():
+            return wrapped(*batch)[1]
+
+    loss, forward_gib = peak_of(forward)
+    _, backward_gib = peak_of(loss.backward)
+    wrapped.zero_grad(set_to_none=True)
+    return {'forward_gib': forward_gib, 'backward_gib': backward_gib}
+
+
+def recompilations(wrapped, machine, batch, step):
+    """Graphs compiled between training, evaluation with a short last batch, and training again, after
+    each of them has been compiled once."""
+
+    @torch.no_grad()
+    def evaluate():
+        wrapped.eval()
+        with machine.autocast():
+            wrapped(*batch)
+            x, y = batch
+            y = y.clone()
+            y[1:] = -1  # as data.py pads it
+            wrapped(x, y)
+        wrapped.train()
+
+    evaluate()
+    compiled = graphs_compiled()
+    for act in (step, evaluate, step):
+        act()
+    return graphs_compiled() - compiled
+
+
+def attention_kernel(config):
+    """The attention kernel that torch chooses for each shape of this model, on this device."""
+    kernels = {0: 'math', 1: 'flash', 2: 'efficient', 3: 'cuDNN'}
+    choices = []
+    original = model_file.attend
+
+    def attend(q, k, v, dropout=0.0, mask=None):
+        choice = torch._fused_sdp_choice(
+            q, k, v, mask, dropout, mask is None, enable_gqa=q.size(1) != k.size(1)
+        )
+        choices.append(kernels.get(choice, str(choice)))
+        return original(q, k, v, dropout, mask)
+
+    model_file.attend = attend
+    try:
+        model = empty_model(config).half()
+        idx = torch.zeros((1, min(config.block_size, 2048)), dtype=torch.int64, device='cuda')
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
+            # Chosen is what counts: a kernel that the stand-in cannot run stops the pass after it.
+            model.hidden(idx)
+    finally:
+        model_file.attend = original
+    return ' '.join(sorted(set(choices)))
+
+
+def print_kernels():
+    """Which attention kernel each variant gets in FP16. The stand-in itself must run flash instead of
+    cuDNN, so this only asks for the choice."""
+    print('| row | kernel |\n|---|---|')
+    for name, (what, words) in all_rows().items():
+        if what == 'train' and name.startswith('82m'):
+            _, config = configure(TrainConfig, GPTConfig, argv=words)
+            print(f'| {name} | {attention_kernel(config)} |', flush=True)
+
+
+def fake_process_group():
+    """Eight processes, of which only this one exists."""
+    import torch.testing._internal.distributed.fake_pg as fake_pg
+
+    os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='8')
+    store = fake_pg.FakeStore()
+    Machine.join = lambda self, backend: torch.distributed.init_process_group(
+        'fake', rank=0, world_size=8, store=store
+    )
+
+
+def local_bucket(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def measure_decoding(words):
+    graphs = '--graphs' in words
+    words = [word for word in words if word != '--graphs']
+    _, config = configure(TrainConfig, GPTConfig, argv=words)
+    model = empty_model(config).half().eval()
+    options = {'mode': 'reduce-overhead'} if graphs else {}
+    one_token = torch.compile(model, fullgraph=True, **options)
+    cache = model.new_cache(8, config.block_size)
+    prompt = torch.zeros((8, 128), dtype=torch.int64, device='cuda')
+    token = prompt[:, :1]
+
+    def decode():
+        one_token(token, cache=cache, last_only=True)
+
+    with torch.no_grad():
+        model(prompt, cache=cache, last_only=True)
+        began = time.perf_counter()
+        for _ in range(3):
+            decode()
+        first = time.perf_counter() - began
+        compiled, before = graphs_compiled(), launches()
+        _, peak = peak_of(decode)
+        counts = launches_since(before)
+        decode()
+    return {
+        'batch': 8,
+        'length': config.block_size,
+        'first_step_s': round(first, 1),
+        'launches_per_token': counts,
+        'step_gib': peak,
+        'cache_gib': cache.nbytes / GIB,
+        'recompiled': graphs_compiled() - compiled,
+    }
+
+
+def measure(row):
+    what, words = all_rows()[row]
+    if what == 'decode':
+        return measure_decoding(words)
+    return measure_training(words, distributed=what == 'ddp')
+
+
+# --- all rows ------------------------------------------------------------------------------------
+
+
+def measure_all(settings):
+    out = Path(settings.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = {'torch': torch.__version__, 'device': torch.cuda.get_device_name(), 'rows': {}}
+    if out.exists():
+        table = json.loads(out.read_text())
+    for name in all_rows():
+        if settings.only not in name or 'problem' not in table['rows'].get(name, {'problem': ''}):
+            continue
+        table['rows'][name] = measure_apart(name, settings.seconds)
+        write_whole(out, json.dumps(table, indent=1) + '\n')
+        print(name, table['rows'][name], flush=True)
+
+
+def measure_apart(name, seconds):
+    """A row's numbers from a process of its own, or its problem."""
+    # The stand-in's interpreter is a shell script that sets its environment; this one has it already.
+    command = [sys.executable, __file__, 'measure', f'--row={name}']
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {'problem': f'longer than {seconds} s'}
+    lines = (done.stdout.strip() or '{}').splitlines()
+    if done.returncode == 0 and lines[-1].startswith('{'):
+        return json.loads(lines[-1])
+    errors = done.stderr.strip().splitlines() or ['no message']
+    return {'problem': errors[-1][:300]}
+
+
+def print_table(settings):
+    table = json.loads(Path(settings.out).read_text())
+    print(f'torch {table["torch"]}, {table["device"]}\n')
+    print(
+        '| row | batch x length | forward | backward | step GiB | products | Triton | recompiled |'
+    )
+    print('|---|---|---:|---:|---:|---:|---:|---:|')
+    for name, row in table['rows'].items():
+        if 'problem' in row:
+            print(f'| {name} | {row["problem"]} |')
+            continue
+        counts = row.get('launches_of_two_micro_steps') or row.get('launches_per_token')
+        cells = [name, f'{row["batch"]} x {row["length"]:,}']
+        for key in ('forward_gib', 'backward_gib', 'step_gib'):
+            cells.append(f'{row[key]:.1f}' if key in row else '')
+        cells += [str(count) for count in counts or ['', '']]
+        cells.append(str(row.get('recompiled', '')))
+        print('| ' + ' | '.join(cells) + ' |')
+
+
+def main():
+    with one_line_errors(ValueError, OSError):
+        modes = {mode: (FakeConfig,) for mode in ('rows', 'measure', 'kernels', 'table')}
+        mode, (settings,) = choose(modes, __doc__)
+        if mode == 'rows':
+            print('\n'.join(all_rows()))
+        elif mode == 'kernels':
+            print_kernels()
+        elif mode == 'table':
+            print_table(settings)
+        elif settings.row:
+            print(json.dumps(measure(settings.row)))
+        else:
+            measure_all(settings)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,99 @@
+"""What bounds memory and keeps half precision honest on a GPU, as far as a CPU can tell."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import good, here
+from torch._functorch import config as functorch_config
+
+import model as model_py
+import train
+from model import GPTConfig, LinearCrossEntropy, Mixing
+
+
+def plain_loss(x, weight, targets):
+    return torch.nn.functional.cross_entropy(
+        x @ weight.T, targets, ignore_index=-1, reduction='sum'
+    )
+
+
+@pytest.mark.parametrize('rows', [1, 7, 32, 33, 100, 1001])
+def test_the_loss_has_at_most_eight_chunks(monkeypatch, rows):
+    """More would bound no memory: the compiler keeps most of them."""
+    monkeypatch.setattr(model_py, 'LOSS_CHUNK', 4)
+    assert -(-rows // model_py.rows_per_chunk(rows)) <= 8
+    assert model_py.rows_per_chunk(rows) >= 4
+
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(23, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(-1, 23, (rows,), generator=generator)
+    ours = LinearCrossEntropy.apply(x, weight, targets, True)
+    theirs = plain_loss(x, weight, targets)
+    torch.testing.assert_close(ours, theirs)
+    gradients = torch.autograd.grad(theirs, (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), gradients)
+
+
+def test_a_learned_weight_has_a_finite_gradient_in_float16():
+    """Its gradient is a sum over all positions, far beyond what a half-precision number holds."""
+    config = GPTConfig(n_layer=2, v_residual=True, residual_learned=True, vocab_size=64, n_embd=64)
+    mixing = Mixing(config, 1)
+    learned = torch.tensor([0.5, 0.5], requires_grad=True)
+    shape = (4, 8, 1024, 8)
+    source, own = torch.full(shape, 2.0).half(), torch.full(shape, 3.0).half()
+    mixed = mixing(own, [source], None, learned)
+    assert mixed.dtype == torch.float16
+    mixed.float().sum().backward()
+    elements = source.numel()
+    assert learned.grad.tolist() == [2.0 * elements, 3.0 * elements]
+    assert min(learned.grad) > torch.finfo(torch.float16).max
+
+
+def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeypatch):
+    def run_out(*args):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
+
+    monkeypatch.setattr(train, 'train', run_out)
+    status, _ = here('out/too_large')
+    assert '\n' not in status
+    words = (
+        'CUDA out of memory',
+        'batch_size',
+        'activation_memory_budget',
+        'activation_checkpointing',
+    )
+    assert all(word in status for word in words)
+
+
+@pytest.mark.parametrize(
+    'options, words',
+    [
+        (dict(activation_memory_budget=1.5), 'activation_memory_budget=1.5 between 0 and 1'),
+        (dict(activation_memory_budget=0.5, compile=False), 'activation_memory_budget compile'),
+        (dict(attention='fast'), "attention='fast' auto flash cudnn"),
+    ],
+    ids=str,
+)
+def test_levers_that_cannot_be_are_refused(work, options, words):
+    status, _ = here('out/refused', **options)
+    assert status.startswith('error: ')
+    assert all(word in status for word in words.split())
+
+
+def test_the_budget_reaches_the_compiler(monkeypatch):
+    monkeypatch.setattr(torch, 'compile', lambda model, **options: (model, options))
+    monkeypatch.setattr(functorch_config, 'activation_memory_budget', 1.0)
+    settings = train.TrainConfig(activation_memory_budget=0.9)
+    assert train.compile_model('model', settings, fullgraph=True) == ('model', {'fullgraph': True})
+    assert functorch_config.activation_memory_budget == 0.9
+
+
+def test_a_run_says_which_attention_kernel_it_has(work):
+    """None on a CPU; on CUDA, what torch chooses for its shape."""
+    good('out/kernel', max_iters=1, save_steps=())
+    config = json.loads(Path('out/kernel/config.json').read_text())
+    assert config['attention'] == 'auto'
+    assert config['attention_kernel'] is None
