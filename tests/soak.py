@@ -21,7 +21,6 @@ from runs import assert_same_run, command_line, snapshot, training_steps
 from configurator import configure
 from machine import INTERRUPTED
 
-
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
 
 

@@ -23,7 +23,6 @@ from runs import (
 )
 
 
-
 def data_copy(name, **changes):
     """data/<name>: the tiny dataset again, with changes to write_dataset's arguments."""
     splits = {'train': TRAIN, 'validation': VALIDATION}

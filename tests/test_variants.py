@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from runs import ranks
 from torch.nn.parallel import DistributedDataParallel
-from variants import RES, SIZE, VARIANTS, config_of, covering, uncovered
+from variants import RES, SIZE, VARIANTS, config_of, uncovered
 
 from model import GPT, GPTConfig
 
@@ -244,7 +244,6 @@ def test_neutral_settings_recover_vanilla_bit_for_bit(setting, base):
 
 # With the faster of its two ways to part the forward graph from the backward one.
 AOT = 'aot_eager_default_partitioner'
-COVERING = covering() + ['everything']
 NEEDS_A_THIRD_LAYER = {
     'residual_layers',
     'residual_from',
@@ -273,11 +272,8 @@ def compiled_equals_eager(name, backend):
 
 
 @every_variant
-def test_compiles_to_one_graph(name):
-    if name in COVERING:  # what breaks a graph is the same; the backward graph takes twice as long
-        compiled_equals_eager(name, AOT)
-    else:
-        compiled_equals_eager(name, 'eager')
+def test_compiles_to_one_graph_forward_and_backward(name):
+    compiled_equals_eager(name, AOT)
 
 
 def test_compiles_to_one_graph_under_fp16_autocast():

@@ -1,0 +1,192 @@
+"""
+Accidents in the middle of a run or a preparation; the tests look at what is left of it.
+
+Each replaces a function of the program, and then starts it. Under torchrun this file is the program:
+accidents.py CASE --key=value ...
+"""
+
+import itertools
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import data
+import prepare_slimpajama
+import rundir
+import train
+
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_call(number, function, act):
+    """The function; its call of this number acts first."""
+    calls = itertools.count(1)
+
+    def call(*args, **options):
+        if next(calls) == number:
+            act(*args)
+        return function(*args, **options)
+
+    return call
+
+
+def with_loss(change, step):
+    """train_step() with another loss in the model's forward."""
+
+    def changed_step(model, *rest):
+        hook = model.register_forward_hook(lambda module, args, out: (None, change(out[1])))
+        try:
+            return step(model, *rest)
+        finally:
+            hook.remove()
+
+    return changed_step
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def die_before_flush():
+    """The checkpoint of step 6 is written, and not yet on the disk."""
+
+    def prepare_to_die(*args):
+        os.fsync = at_call(2, os.fsync, die)  # log, then checkpoint
+
+    train.train_step = at_call(6, train.train_step, prepare_to_die)
+
+
+def die_before_rename(number):
+    replace = os.replace
+    dying = at_call(number, replace, die)
+
+    def replace_or_die(source, target):
+        is_checkpoint = str(target).endswith('ckpt.pt')
+        return (dying if is_checkpoint else replace)(source, target)
+
+    os.replace = replace_or_die
+
+
+def die_in_an_append():
+    """Half of the log line of step 9 is written."""
+    write = rundir.Log.write
+
+    def half_a_line(log, entry):
+        log.file.write('{"step": 9, "lo')
+        log.file.flush()
+        die()
+
+    dying = at_call(10, write, half_a_line)
+
+    def write_or_die(log, entry):
+        return (dying if 'loss' in entry else write)(log, entry)
+
+    rundir.Log.write = write_or_die
+
+
+def die_then_be_preempted():
+    """One process dies in its fourth step; restarted, another is told to stop in its fourth step."""
+    restarts, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']
+    if (restarts, rank) == ('0', '1'):
+        train.train_step = at_call(4, train.train_step, die)
+    if (restarts, rank) == ('1', '0'):
+        terminate = lambda *args: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        train.train_step = at_call(4, train.train_step, terminate)
+
+
+def lose_a_loss():
+    """In the fourth step of one process the loss is no number."""
+    step = train.train_step
+    lost = with_loss(lambda loss: loss * math.nan, step)
+    calls = itertools.count(1)
+
+    def step_or_lose(*args):
+        return (lost if next(calls) == 4 else step)(*args)
+
+    if os.environ['RANK'] == '1':
+        train.train_step = step_or_lose
+
+
+def lose_a_disk():
+    """One process cannot read the training data."""
+    read = data.Dataset.read
+
+    def fail(dataset, split, *rest):
+        if split == 'train':
+            raise OSError('the disk of this machine is gone')
+        return read(dataset, split, *rest)
+
+    if os.environ['RANK'] == '1':
+        data.Dataset.read = fail
+
+
+def be_elsewhere():
+    """One process is on a machine that does not share out_dir."""
+    if os.environ['RANK'] == '1':
+        os.chdir('apart')
+
+
+CASES = {
+    'before flush': die_before_flush,
+    'before the first rename': lambda: die_before_rename(1),
+    'before rename': lambda: die_before_rename(2),  # the one before has another name by now
+    'in the middle of an append': die_in_an_append,
+    'death, then preemption': die_then_be_preempted,
+    'not finite': lose_a_loss,
+    'a lost disk': lose_a_disk,
+    'folders apart': be_elsewhere,
+}
+
+
+def train_with(case, *words):
+    """train.py with a command line, and an accident."""
+    sys.argv = ['train.py', *words]
+    CASES[case]()
+    train.main()
+
+
+# --- preparation ---------------------------------------------------------------------------------
+
+
+def prepare_and_die(moment, number, settings):
+    """prepare() until the call of that number: of os.fsync, of os.replace, or of a part's write."""
+    if moment == 'before flush':
+        os.fsync = at_call(number, os.fsync, die)
+    elif moment == 'before rename':
+        os.replace = at_call(number, os.replace, die)
+    else:
+        kill_in_an_append(number)
+    prepare_slimpajama.prepare(settings)
+
+
+def kill_in_an_append(number):
+    calls = itertools.count(1)
+
+    class Part:
+        def __init__(self, file):
+            self.file = file
+            self.flush = file.flush
+            self.fileno = file.fileno
+
+        def write(self, ids):
+            if next(calls) == number:
+                self.file.write(ids[: len(ids) // 2 | 1])
+                self.file.flush()
+                die()
+            return self.file.write(ids)
+
+    open_parts = prepare_slimpajama.open_parts
+
+    def open_deadly_parts(*args):
+        return {key: Part(file) for key, file in open_parts(*args).items()}
+
+    prepare_slimpajama.open_parts = open_deadly_parts
+
+
+if __name__ == '__main__':
+    train_with(*sys.argv[1:])

@@ -1,0 +1,145 @@
+"""The house: who may import whom, and how long and how dense the code may be."""
+
+import ast
+import io
+import sys
+import tokenize
+
+import pytest
+from conftest import ROOT
+
+# What the foundation may import; see the table in README, "Rooms". Packages only at run time.
+FOUNDATION = {
+    'configurator': set(),
+    'files': set(),
+    'model': {'torch'},
+    'machine': {'torch'},
+    'data': {'files', 'numpy', 'torch'},
+    'hub.read': {'configurator', 'model', 'torch'},
+    'rundir': {
+        *('configurator', 'data', 'files', 'hub.read', 'machine', 'model', 'tokenizer'),
+        *('numpy', 'torch'),
+    },
+    'train': {
+        *('configurator', 'data', 'files', 'hub.read', 'machine', 'model', 'rundir', 'tokenizer'),
+        *('numpy', 'torch'),
+    },
+}
+
+# From which folders each folder may import, besides the root. The root itself imports from a folder
+# only in these files.
+FOLDERS = {'hub': {'hub'}, 'comparison': {'comparison'}, 'paper': {'paper', 'hub', 'comparison'}}
+FOLDERS_OF_ROOT = {
+    'rundir': {'hub.read'},
+    'train': {'hub.read'},
+    'levers': {'hub.convert'},  # the peer that bench.py times is transformers' Llama
+    'compare': {'comparison'},
+}
+
+# Packages that training does not need, and that are imported only where they are used.
+LAZY = {'wandb', 'datasets', 'lm_eval', 'transformers', 'matplotlib', 'huggingface_hub'}
+# transformers itself runs this file, in a folder where model.py stands beside it.
+MODELING = 'hub.modeling_nanoresformer'
+
+
+def module_name(path):
+    return '.'.join(path.relative_to(ROOT).with_suffix('').parts)
+
+
+PROGRAM = [*ROOT.glob('*.py'), *(p for folder in FOLDERS for p in ROOT.glob(f'{folder}/*.py'))]
+TESTS = [*ROOT.glob('tests/*.py')]
+TREES = {module_name(path): ast.parse(path.read_text()) for path in PROGRAM}
+
+
+def imports(nodes, relative=False):
+    """The modules that statements import: ours by their names, of packages the first word."""
+    modules = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert relative or not node.level, 'write imports with the full name'
+            for alias in node.names:
+                name = f'{node.module}.{alias.name}'
+                modules.add(name if name in TREES else node.module)
+    return {name if name in TREES else name.partition('.')[0] for name in modules}
+
+
+def ours(name):
+    """Our modules that a module imports, in functions, too."""
+    return imports(ast.walk(TREES[name]), relative=name == MODELING) & set(TREES)
+
+
+# --- imports -------------------------------------------------------------------------------------
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    ranks = {}
+    waiting = {name: ours(name) for name in TREES}
+    while waiting:
+        ready = [name for name, needs in waiting.items() if needs <= set(ranks)]
+        assert ready, f'these files import each other: {", ".join(sorted(waiting))}'
+        for name in ready:
+            ranks[name] = len(ranks)
+            del waiting[name]
+
+
+@pytest.mark.parametrize('name', sorted(TREES))
+def test_no_import_goes_back_up(name):
+    folder = name.rpartition('.')[0]
+    for other in ours(name):
+        other_folder = other.rpartition('.')[0]
+        allowed = not other_folder or other_folder in FOLDERS.get(folder, ())
+        if not folder:
+            allowed = not other_folder or {other, other_folder} & FOLDERS_OF_ROOT.get(name, set())
+        assert allowed, f'{name} imports {other}, which stands above it'
+
+
+@pytest.mark.parametrize('name', FOUNDATION)
+def test_the_foundation_imports_only_what_the_design_allows(name):
+    top = imports(TREES[name].body) - set(sys.stdlib_module_names)
+    assert top <= FOUNDATION[name], f'{name} imports {top - FOUNDATION[name]}'
+    assert ours(name) <= FOUNDATION[name]
+
+
+@pytest.mark.parametrize('name', sorted({*TREES} - {MODELING}))
+def test_packages_that_training_does_not_need_are_imported_where_they_are_used(name):
+    top = imports(TREES[name].body) & LAZY
+    assert not top, f'{name} imports {", ".join(top)} for every program that imports it'
+
+
+# --- form ----------------------------------------------------------------------------------------
+
+LAYOUT = {
+    tokenize.NEWLINE,
+    tokenize.NL,
+    tokenize.COMMENT,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def test_no_function_is_longer_than_90_lines():
+    long = []
+    for path in PROGRAM + TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 90:
+                long.append(f'{path.relative_to(ROOT)}: {node.name}')
+    assert not long, 'a function does one thing and fits a screen: ' + ', '.join(long)
+
+
+def test_the_code_has_at_most_8_and_a_half_tokens_a_line():
+    tokens = lines = 0
+    for path in PROGRAM + TESTS:
+        source = path.read_text()
+        lines += len(source.splitlines())
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            tokens += token.type not in LAYOUT
+    assert tokens / lines <= 8.5
+
+
+def test_no_file_of_tests_has_more_than_700_lines():
+    long = [path.name for path in TESTS if len(path.read_text().splitlines()) > 700]
+    assert not long, 'part these by what they promise: ' + ', '.join(long)

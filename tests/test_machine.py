@@ -1,0 +1,163 @@
+"""machine.py: device and precision, agreement between processes, and signals."""
+
+import os
+import signal
+
+import pytest
+import torch
+from runs import ranks
+
+from machine import Machine, Signals
+
+# --- device and precision ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(name, bfloat16) lets torch see a GPU."""
+
+    def fake(name, bfloat16=True):
+        values = {
+            'is_available': True,
+            'set_device': None,
+            'is_bf16_supported': bfloat16,
+            'get_device_name': name,
+        }
+        for function, value in values.items():
+            answer = lambda *args, value=value, **options: value  # noqa: E731
+            monkeypatch.setattr(torch.cuda, function, answer)
+        monkeypatch.setattr(torch, 'set_float32_matmul_precision', precisions.append)
+        return precisions
+
+    precisions = []
+    return fake
+
+
+def test_bfloat16_on_a_gpu_without_it_is_refused(gpu):
+    gpu('Tesla V100', bfloat16=False)
+    with pytest.raises(ValueError, match='Tesla V100 has no bfloat16; use --dtype=float16'):
+        Machine(dtype='bfloat16')
+    machine = Machine('cuda:1')
+    assert (machine.dtype, machine.device) == ('float16', torch.device('cuda:1'))
+    assert machine.peak_flops() == 125e12
+
+
+def test_each_process_has_its_own_gpu(gpu, monkeypatch):
+    gpu('NVIDIA H200')
+    for name, value in (('RANK', '5'), ('LOCAL_RANK', '1'), ('WORLD_SIZE', '8')):
+        monkeypatch.setenv(name, value)
+    machine = Machine('cuda:3', backend='')
+    assert machine.device == torch.device('cuda:1')
+    assert (machine.rank, machine.world_size, machine.is_first) == (5, 8, False)
+
+
+def test_float32_products_are_rounded_only_where_it_is_asked_for(gpu):
+    precisions = gpu('NVIDIA H200')
+    Machine()
+    Machine(tf32=True)
+    assert precisions == ['highest', 'high']
+
+
+@pytest.mark.parametrize(
+    'name, teraflops',
+    [
+        ('NVIDIA H200', 989),
+        ('NVIDIA H100 80GB HBM3', 989),
+        ('NVIDIA H100 PCIe', 756),
+        ('NVIDIA H100 NVL', 835),
+        ('NVIDIA A100-SXM4-80GB', 312),
+        ('NVIDIA GeForce RTX 4090', 165),
+        ('NVIDIA GeForce RTX 4090 D', None),
+        ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
+        ('NVIDIA H200 MIG 1g.18gb', None),
+        ('NVIDIA A1000', None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet_or_unknown(gpu, name, teraflops):
+    gpu(name)
+    expected = teraflops and pytest.approx(teraflops * 1e12)
+    assert Machine().peak_flops() == expected
+    assert Machine(dtype='float32').peak_flops() is None
+
+
+def test_a_cpu_has_no_peak_and_computes_in_float32():
+    machine = Machine('cpu')
+    assert (machine.dtype, machine.kind, machine.name()) == ('float32', 'cpu', 'cpu')
+    assert machine.peak_flops() is None and not machine.distributed
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_autocast_and_the_scaler_are_those_of_the_precision(dtype):
+    machine = Machine('cpu', dtype)
+    x = torch.ones(2, 2)
+    with machine.autocast():
+        assert (x @ x).dtype == getattr(torch, dtype)
+    assert machine.scaler().is_enabled() == (dtype == 'float16')
+
+
+# --- agreement -----------------------------------------------------------------------------------
+
+
+def test_one_process_agrees_with_itself():
+    machine = Machine('cpu')
+    machine.agree(3)
+    with pytest.raises(ValueError, match='no such thing'):
+        machine.agree(ValueError('no such thing'))
+    assert machine.sum(torch.tensor([2.0])).item() == 2
+
+
+def disagree(case):
+    machine = Machine('cpu')
+    assert machine.sum(torch.tensor([1 + machine.rank])).item() == 3
+    machine.agree(7)
+    outcome = {
+        'an error in one': OSError('gone') if machine.rank == 1 else 7,
+        'an error in each': ValueError(f'of rank {machine.rank}'),
+        'other steps': machine.rank,
+    }[case]
+    try:
+        machine.agree(outcome)
+    except (OSError, ValueError) as error:
+        print(f'{type(error).__name__}: {error}')
+    machine.close()
+
+
+@pytest.mark.parametrize(
+    'case, message',
+    [
+        ('an error in one', 'OSError: gone\n'),
+        ('an error in each', 'ValueError: of rank 0\n'),
+        (
+            'other steps',
+            'ValueError: processes would start at different steps, [0, 1]: '
+            'out_dir must be shared by all\n',
+        ),
+    ],
+)
+def test_the_first_error_is_raised_in_the_first_process_and_ends_the_others(case, message):
+    (first, out, err), (second, silence, _) = ranks(2, disagree, case)
+    assert (first, out) == (0, message), err
+    assert (second, silence) == (1, '')
+
+
+# --- signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'numbers, answer',
+    [
+        ([], (False, False)),
+        ([signal.SIGUSR1], (True, False)),
+        ([signal.SIGTERM], (True, True)),
+        ([signal.SIGINT], (True, True)),
+        ([signal.SIGTERM, signal.SIGUSR1], (True, True)),
+    ],
+)
+def test_signals_are_noted_and_each_is_taken_once(numbers, answer):
+    before = [signal.getsignal(number) for number in Signals.NUMBERS]
+    with Signals() as signals:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert signals.take() == answer
+        assert signals.take() == (False, False)
+    assert [signal.getsignal(number) for number in Signals.NUMBERS] == before

@@ -1,0 +1,117 @@
+"""rundir.py: which checkpoints a folder holds, its log, its settings, and what produced it."""
+
+import json
+import math
+import platform
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from machine import Machine
+from rundir import (
+    Log,
+    check_tokenizer,
+    checkpoints,
+    provenance,
+    read_entries,
+    read_losses,
+    read_run_config,
+)
+
+
+def test_checkpoints_come_newest_first_and_the_best_last(tmp_path):
+    assert checkpoints(tmp_path) == []
+    resumable = ['ckpt.pt', 'ckpt.pt.1', 'ckpt.pt.2', 'ckpt.pt.10', 'ckpt_best.pt']
+    others = ['ckpt_6.pt', 'ckpt.tmp', 'damaged_ckpt.pt', 'ckpt.pt.old', 'log.jsonl']
+    for name in sorted(resumable + others):
+        (tmp_path / name).write_text('')
+    assert [path.name for path in checkpoints(tmp_path)] == resumable
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+def write_log(tmp_path, text):
+    (tmp_path / 'log.jsonl').write_text(text)
+    return tmp_path
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
+    record = Log(tmp_path / 'log.jsonl')
+    record.write({'step': 0, 'loss': math.nan, 'lr': math.inf, 'val': {'A': -math.inf}})
+    assert read_entries(tmp_path) == [{'step': 0, 'loss': None, 'lr': None, 'val': {'A': None}}]
+
+
+def test_a_log_is_cut_at_the_step_where_a_run_goes_on(tmp_path):
+    lines = [{'step': 0, 'val': {'mean': 4.0}}, *({'step': n, 'loss': 3.0} for n in range(4))]
+    lines.append({'step': 2, 'val': {'mean': 3.0}})
+    write_log(tmp_path, ''.join(json.dumps(line) + '\n' for line in lines))
+    Log(tmp_path / 'log.jsonl', 2)  # the evaluation of step 2 stays, what came after goes
+    assert read_entries(tmp_path) == [*lines[:3], lines[5]]
+    Log(tmp_path / 'log.jsonl')  # a new run
+    assert read_entries(tmp_path) == []
+
+
+def test_losses_are_those_of_training_that_are_finite(tmp_path):
+    write_log(
+        tmp_path, '{"step": 0, "loss": 3}\n{"step": 1, "loss": null}\n{"step": 1, "val": {}}\n'
+    )
+    assert read_losses(tmp_path) == {0: 3}
+    write_log(tmp_path, '{"step": 0, "val": {}}\n')
+    with pytest.raises(ValueError, match='log.jsonl holds no training loss yet'):
+        read_losses(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'line', ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '', 'null']
+)
+def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
+    write_log(tmp_path, f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}')
+    with pytest.raises(ValueError, match='log.jsonl, line 2: not '):
+        read_entries(tmp_path)
+
+
+# --- settings and provenance ---------------------------------------------------------------------
+
+
+def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
+    assert read_run_config(tmp_path) == {}
+    with pytest.raises(OSError, match='config.json'):
+        read_run_config(tmp_path, 'seed')
+    path = tmp_path / 'config.json'
+    path.write_text('{"seed": 3}')
+    assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
+    for text, needed, message in (
+        ('{"seed": 3}', ['seed', 'n_layer'], 'config.json does not say n_layer'),
+        ('{', [], 'config.json: not JSON'),
+        ('[]', [], 'config.json holds no settings'),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_run_config(tmp_path, *needed)
+
+
+def test_another_tokenizer_is_refused_with_both_owners():
+    check_tokenizer('out/a', 'same', 'same', 'out/b')
+    with pytest.raises(ValueError, match='^out/a was trained with another tokenizer than out/b$'):
+        check_tokenizer('out/a', 'one', 'other', 'out/b')
+
+
+def test_provenance_says_what_produced_a_run():
+    facts = provenance(Machine('cpu', 'bfloat16'))
+    expected = {
+        'device': 'cpu',
+        'dtype': 'bfloat16',
+        'world_size': 1,
+        'threads': 1,
+        'torch': torch.__version__,
+        'numpy': np.__version__,
+        'python': platform.python_version(),
+    }
+    assert expected.items() <= facts.items()
+    assert re.fullmatch(r'\d{4}-\d\d-\d\d', facts['date'])
+    assert re.search(r', \d+ cores$', facts['cpu'])
+    assert facts['load'] >= 0 and facts['commit']
+    assert json.loads(json.dumps(facts)) == facts

@@ -1,0 +1,285 @@
+"""Whatever happens to a preparation, or comes in as data, nothing is lost and nothing is strange."""
+
+import functools
+import json
+import os
+import resource
+import signal
+import unicodedata
+from pathlib import Path
+
+import pytest
+from accidents import prepare_and_die
+from conftest import ROOT, write_dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runs import finish, fork
+
+import sources
+import tokenizer
+from data import Dataset, TrainingRows
+from prepare_slimpajama import Settings, prepare
+
+META = {'redpajama_set_name': 'RedPajamaC4'}
+
+
+def contents(folder):
+    """{path within the folder: bytes} of all files."""
+    files = [path for path in Path(folder).rglob('*') if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+# --- accidents -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    """(the settings that prepare a small corpus, what they write)."""
+    folder = tmp_path_factory.mktemp('corpus')
+    lines = []
+    for n in range(60):
+        for domain in sources.TABLE_2:
+            text = f'{n} résidual ' * (n % 40 + 1)
+            meta = {'redpajama_set_name': f'RedPajama{domain}'}
+            lines.append(json.dumps({'text': text, 'meta': meta}))
+    (folder / 'raw').mkdir()
+    for n in range(3):
+        (folder / 'raw' / f'part {n}.jsonl').write_text('\n'.join(lines[n::3]))
+    options = dict(source=str(folder / 'raw'), tokenizer='bytes', tokens=0, workers=1)
+    prepare(Settings(**options, out=str(folder / 'whole')))
+    return options, contents(folder / 'whole')
+
+
+@pytest.mark.parametrize(
+    'moment, number',
+    [('before flush', 40), ('before rename', 3), ('in the middle of an append', 150)],
+)
+def test_preparation_killed_and_continued_has_the_same_bytes(corpus, tmp_path, moment, number):
+    options, whole = corpus
+    killed = Settings(**options, out=str(tmp_path / 'killed'))
+    status, _, err = finish(fork(prepare_and_die, moment, number, killed))
+    assert status == -signal.SIGKILL, err
+    assert not (tmp_path / 'killed' / 'meta.json').exists()
+    prepare(killed)
+    assert contents(tmp_path / 'killed') == whole
+
+
+def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, tmp_path):
+    filler = small_disk / 'filler'
+    filler.write_bytes(bytes(2**20 - 40960))
+    (tmp_path / 'raw').mkdir()
+    for n in range(50):
+        (tmp_path / 'raw' / f'{n}.txt').write_text(f'{n} ' * 500)
+    raw = str(tmp_path / 'raw')
+    options = dict(source=raw, tokenizer='bytes', tokens=0, workers=1, val_fraction=0.1)
+    out = Settings(**options, out=str(small_disk / 'out'))
+    with pytest.raises(OSError, match='space') as caught:
+        prepare(out)
+    assert '\n' not in str(caught.value)
+    filler.unlink()
+    prepare(out)
+    prepare(Settings(**options, out=str(tmp_path / 'whole')))
+    assert contents(small_disk / 'out') == contents(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('name', ['meta.json', 'progress.json'])
+@pytest.mark.parametrize(
+    'content', ['', '{"asked"', '3', '[]', '{}', '{"asked": 3}', '{"asked": {}}']
+)
+def test_a_damaged_state_of_preparation_is_one_line(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match='has a damaged meta.json or progress.json .*: delete '):
+        prepare(Settings('stdlib', out=str(tmp_path), tokenizer='bytes'))
+
+
+def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
+    write_dataset(Path('data/cut'), {'train': {'A': 5000}, 'validation': {'A': 300}})
+    dataset = Dataset('cut')
+    os.truncate('data/cut/train/A.bin', 4000)
+    with pytest.raises(ValueError, match='data/cut/train/A.bin was cut off'):
+        TrainingRows(dataset, 32, seed=1).batch(200)
+
+
+# --- hostile files -------------------------------------------------------------------------------
+
+
+def test_documents_of_any_bytes_and_files_of_any_name_are_prepared(tmp_path):
+    folder = tmp_path / 'a raw corpus' / 'one domain'
+    folder.mkdir(parents=True)
+    (folder / 'a file.txt').write_bytes(b'caf\xe9 \xff\xfe \xed\xa0\x80 end')
+    (folder / 'nul.bin').write_bytes(b'ab\0cd')
+    (folder / 'empty').write_bytes(b'')
+    (folder / "it's; $(true) #1.txt").write_bytes('naïve'.encode())
+    out = tmp_path / 'an out'
+    options = dict(tokenizer='bytes', tokens=0, workers=1, val_fraction=0.0)
+    prepare(Settings(source=str(folder.parent), out=str(out), **options))
+
+    texts = {}
+    for name, tokens in contents(out).items():
+        if name.endswith('.bin'):
+            # Low bytes; <|endoftext|> is 256, whose low byte is 0.
+            texts[name] = tokens[::2].partition(b'\0')[0]
+    assert set(texts) == {'train/one_domain.bin', 'validation/one_domain.bin'}
+    q = b'\xef\xbf\xbd'  # what stands for a byte that is no text
+    cafe = b'caf' + q + b' ' + q + q + b' ' + q + q + q + b' end'
+    assert set(texts.values()) == {cafe, 'naïve'.encode()}
+
+
+def read_both(good, bomb, most):
+    """Print the error of reading the second file, having made sure of how little memory it takes."""
+    sources.MAX_LINE = 2**20
+
+    def read(path):
+        documents = sources.documents(sources.row_reader(path), path)
+        return sum(len(text) for _, text in documents)
+
+    def peak_megabytes():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+    assert read(good) == 2
+    before = peak_megabytes()
+    try:
+        read(bomb)
+    except ValueError as error:
+        print(error)
+    growth = peak_megabytes() - before
+    assert growth < most, f'{growth} MB'
+
+
+def test_a_hostile_file_of_a_giant_document_is_refused_in_little_memory(tmp_path):
+    zstandard = pytest.importorskip('zstandard')
+    text = b'{"text": "%s", "meta": {"redpajama_set_name": "RedPajamaC4"}}\n'
+    paths = [tmp_path / 'good.jsonl.zst', tmp_path / 'bomb.jsonl.zst']
+    paths[0].write_bytes(zstandard.compress(text % b'ab'))
+    paths[1].write_bytes(zstandard.compress(text % (b'a' * 2**28)))
+    assert paths[1].stat().st_size < 2**17
+    status, out, err = finish(fork(read_both, *map(str, paths), 64))
+    assert (status, out) == (0, 'line 1 is longer than 1 MB\n'), err
+
+
+def test_many_long_rows_of_parquet_made_of_one_text_take_little_memory(tmp_path):
+    pyarrow = pytest.importorskip('pyarrow')
+    parquet = pytest.importorskip('pyarrow.parquet')
+    paths = [tmp_path / 'good.parquet', tmp_path / 'bomb.parquet']
+    for path, text, rows in zip(paths, ('ab', 'a' * 2**23), (1, 40), strict=True):
+        indices = pyarrow.array([0] * rows, pyarrow.int32())
+        texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([text]))
+        table = pyarrow.table({'text': texts, 'meta': pyarrow.array([META] * rows)})
+        parquet.write_table(table, path, compression='zstd', store_schema=False)
+    assert paths[1].stat().st_size < 2**14
+    status, out, err = finish(fork(read_both, *map(str, paths), 128))
+    message = 'row 1, or one of the next three, is longer than 1 MB\n'
+    assert (status, out) == (0, message), err
+
+
+def test_a_row_of_parquet_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip('pyarrow')
+    parquet = pytest.importorskip('pyarrow.parquet')
+    rows = [{'text': 'short', 'meta': META}, {'text': 'x' * 2000, 'meta': META}]
+    path = tmp_path / 'a.parquet'
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    monkeypatch.setattr(sources, 'MAX_LINE', 1000)
+    with pytest.raises(ValueError, match='row 2 is not .*, or too long'):
+        list(sources.documents(sources.parquet_rows, str(path)))
+
+
+# --- anything at all -----------------------------------------------------------------------------
+
+BOUNDED = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+LINES = [
+    b'{"text": "a", "meta": {"redpajama_set_name": "RedPajamaC4"}}',
+    b'{"text": "a"}',
+    b'[' * 2000,
+    b'null',
+    b'1e999',
+    b'{"text": "\\ud800", "meta": {"redpajama_set_name": "RedPajamaBook"}}',
+    b'{"text": 1, "meta": {}}',
+    b'\xff',
+    b'',
+]
+LINE = st.one_of(st.binary(max_size=60), st.sampled_from(LINES))
+
+
+@BOUNDED
+@given(st.lists(LINE, max_size=5))
+def test_any_bytes_are_documents_or_an_error_that_names_the_line(tmp_path, lines):
+    path = tmp_path / 'any.jsonl'
+    path.write_bytes(b'\n'.join(lines))
+    try:
+        for domain, text in sources.documents(sources.jsonl_rows, str(path)):
+            assert domain in sources.TABLE_2
+            tokenizer.load('bytes').encode(text)
+    except ValueError as error:
+        assert str(error).startswith('line ')
+
+
+@BOUNDED
+@given(st.binary(max_size=80))
+def test_any_bytes_are_no_zstd_or_parquet_file_or_an_error(tmp_path, content):
+    pytest.importorskip('pyarrow')
+    for name in ('any.jsonl.zst', 'any.parquet'):
+        path = tmp_path / name
+        path.write_bytes(content)
+        try:
+            assert not list(sources.documents(sources.row_reader(name), str(path)))
+        except (ValueError, OSError):
+            pass
+
+
+SCALAR = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
+
+
+def containers(inner):
+    lists = st.lists(inner, max_size=3)
+    return st.one_of(lists, st.dictionaries(st.text(max_size=5), inner, max_size=3))
+
+
+JSON = st.recursive(SCALAR, containers)
+
+
+@BOUNDED
+@given(st.data())
+def test_any_damage_to_a_dataset_is_refused_or_harmless(tmp_path, monkeypatch, draw):
+    monkeypatch.chdir(tmp_path)
+    meta = write_dataset(Path('data/any'), {'train': {'A': 300}, 'validation': {'A': 40}})
+
+    # Some value in meta.json becomes another.
+    place = {'meta': meta}
+    key = 'meta'
+    for _ in range(draw.draw(st.integers(1, 4))):
+        if not isinstance(place[key], dict):
+            break
+        place = place[key]
+        key = draw.draw(st.sampled_from(sorted(place)))
+    place[key] = draw.draw(JSON)
+    Path('data/any/meta.json').write_text(json.dumps(meta))
+
+    # And the token file may be longer.
+    extra = draw.draw(st.binary(max_size=3))
+    path = Path('data/any/train/A.bin')
+    path.write_bytes(path.read_bytes() + extra)
+    try:
+        dataset = Dataset('any')
+        dataset.verify()
+        rows = TrainingRows(dataset, 16, 0)
+        assert rows.batch(3).shape == (3, 17) and not extra
+    except (ValueError, OSError):
+        pass
+
+
+LOAD = functools.cache(tokenizer.load)
+REAL = str(ROOT.parent / 'shared' / 'data' / 'tokenizer')
+
+
+@BOUNDED
+@given(st.text(max_size=60), st.sampled_from(['bytes', REAL]))
+def test_any_text_comes_back_from_its_ids(text, name):
+    if name == REAL and not os.path.isdir(name):
+        return
+    encoder = LOAD(name)
+    ids = encoder.encode(text)
+    assert ids.dtype.name == 'uint16' and encoder.eot not in ids
+    assert len(ids) == 0 or ids.max() < encoder.n_vocab
+    assert encoder.decode(ids) == unicodedata.normalize('NFC', text)

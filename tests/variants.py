@@ -1,0 +1,204 @@
+"""
+The one list of architecture variants for all tests, each small enough for the float64 reference.
+
+Whoever adds a setting, or a value to one, adds a variant here; uncovered() says which have none.
+test_variants.py and test_cache.py then check by themselves that it is exact, causal, trainable, one
+graph, usable under DDP and the same when decoded with a cache.
+"""
+
+import ast
+import dataclasses
+
+import reference
+import torch
+
+from model import GPT, GPTConfig
+
+SIZE = dict(block_size=32, vocab_size=61, n_layer=3, n_head=4, n_embd=32, n_inner=40)
+
+# Fields without a variant, and where they are tested.
+ELSEWHERE = {
+    'block_size': 'test_model.py',
+    'vocab_size': 'test_model.py',
+    'n_head': 'test_model.py',
+    'dropout': 'test_model.py: it is random in training',
+}
+
+RES = dict(v_residual=True)
+SV = dict(share_v=True)
+SV2 = dict(share_v=True, share_v_every=2)
+KEYS2 = dict(share_k=True, share_k_every=2)
+CLA = dict(**KEYS2, **SV2)
+GPT2 = dict(arch='gpt2')
+# Of a head of size 8 one wavelength is kept, one blended, and two are stretched.
+LLAMA3 = dict(rope_scaling=(8.0, 1.0, 4.0, 100))
+
+VARIANTS = {
+    # the baselines
+    'vanilla': {},
+    'GQA': dict(n_kv_head=2),
+    'MQA': dict(n_kv_head=1),
+    'gpt2': GPT2,
+    'gpt2, odd head size, n_inner 0': dict(GPT2, n_embd=20, n_inner=0),
+    'tied embeddings': dict(tie_embeddings=True),
+    'other theta and epsilon, n_inner 0': dict(rope_theta=100.0, norm_eps=1e-2, n_inner=0),
+    'llama3 RoPE': LLAMA3,
+    # ResFormer and SVFormer, alone and with what shrinks the cache (Fig. 10)
+    'ResFormer': RES,
+    'ResFormer GQA': dict(RES, n_kv_head=2),
+    'llama3 RoPE ResFormer GQA': dict(RES, **LLAMA3, n_kv_head=2),
+    'ResFormer CLA': dict(RES, **CLA),
+    'ResFormer sharing the first keys': dict(RES, share_k=True),
+    'SVFormer': SV,
+    'SVFormer GQA': dict(SV, n_kv_head=2),
+    'SVFormer CLA keys': dict(SV, **KEYS2),
+    'SVFormer CLA keys GQA': dict(SV, **KEYS2, n_kv_head=2),
+    'SVFormer 4 anchors of 8 layers': dict(SV2, n_layer=8),
+    'SVFormer 2 anchors': dict(SV2, n_layer=4),
+    'SVFormer ragged last run': dict(SV, share_v_every=3, n_layer=5),
+    'CLA': CLA,
+    # what else can be shared (Fig. 13, Fig. 4)
+    'first queries': dict(share_q=True),
+    'first keys': dict(share_k=True),
+    'first queries and keys': dict(share_q=True, share_k=True),
+    'queries every 2': dict(share_q=True, share_q_every=2, n_kv_head=2),
+    # NeuTRENO, DenseFormer
+    'NeuTRENO': dict(neutreno=0.4),
+    'NeuTRENO GQA': dict(neutreno=0.4, n_kv_head=2),
+    'NeuTRENO on ResFormer': dict(RES, neutreno=0.2),
+    'NeuTRENO on ResFormer from all': dict(RES, residual_from='all', neutreno=0.2),
+    'NeuTRENO on CLA': dict(CLA, neutreno=0.4),
+    'DenseFormer': dict(denseformer=True),
+    'DenseFormer ResFormer': dict(RES, denseformer=True),
+    # which projections and which layers (Figs. 6, 8)
+    'query residual': dict(q_residual=True),
+    'key residual': dict(k_residual=True),
+    'all three residuals': dict(RES, q_residual=True, k_residual=True),
+    'queries every 2, query residual': dict(share_q=True, share_q_every=2, q_residual=True),
+    'ResFormer, keys from CLA with residual': dict(RES, **KEYS2, k_residual=True),
+    'from previous': dict(RES, residual_from='previous'),
+    'from all': dict(RES, residual_from='all'),
+    'keys from previous': dict(k_residual=True, residual_from='previous'),
+    'from previous, a borrower': dict(RES, **SV2, residual_from='previous', n_layer=5),
+    'from all, some borrowers': dict(RES, **SV2, residual_from='all', n_layer=5),
+    'first queries, all values': dict(RES, share_q=True, residual_from='all'),
+    # the weights of the mixture
+    'constant lambda': dict(RES, residual_lambda=(2.0, 1.0)),
+    'constant lambda, from all': dict(RES, residual_from='all', residual_lambda=(0.3, 0.6)),
+    'constant lambda on q, k, v': dict(
+        RES, q_residual=True, k_residual=True, residual_lambda=(0.7, 0.2)
+    ),
+    'sparse': dict(RES, residual_layers=(2,)),
+    'sparse lambda 5': dict(RES, residual_layers=(2,), residual_lambda=(5.0, 1.0)),
+    'learned': dict(RES, residual_learned=True),
+    'learned sparse': dict(RES, residual_learned=True, residual_layers=(1,)),
+    'learned from all': dict(RES, residual_learned=True, residual_from='all'),
+    'learned from a constant': dict(RES, residual_learned=True, residual_lambda=(2.0, 1.0)),
+    'learned keys from previous': dict(
+        k_residual=True, residual_learned=True, residual_from='previous'
+    ),
+    'learned CLA': dict(RES, **CLA, residual_learned=True),
+    # the values' own map (Fig. 7)
+    'identity': dict(RES, residual_map='identity'),
+    'identity from all, GQA': dict(RES, residual_map='identity', residual_from='all', n_kv_head=2),
+    'identity from previous, a borrower': dict(
+        RES, **CLA, residual_map='identity', residual_from='previous', n_layer=5
+    ),
+    'identity sparse, key residual': dict(
+        RES, residual_map='identity', residual_layers=(2,), k_residual=True
+    ),
+    'cross': dict(RES, residual_map='cross'),
+    'cross GQA': dict(RES, residual_map='cross', n_kv_head=2),
+    'cross from previous, GQA': dict(
+        RES, residual_map='cross', residual_from='previous', n_kv_head=2
+    ),
+    'cross from all, GQA': dict(RES, residual_map='cross', residual_from='all', n_kv_head=2),
+    'cross sparse, key residual': dict(
+        RES, residual_map='cross', residual_layers=(2,), k_residual=True
+    ),
+    'cross from all, sharing the first keys': dict(
+        RES, residual_map='cross', residual_from='all', share_k=True
+    ),
+    'cross from all, ragged sharing': dict(
+        RES,
+        **KEYS2,
+        share_v=True,
+        share_v_every=3,
+        residual_map='cross',
+        residual_from='all',
+        n_layer=5,
+    ),
+    'cross NeuTRENO DenseFormer': dict(RES, residual_map='cross', neutreno=0.4, denseformer=True),
+    # the other architecture, and everything at once
+    'gpt2 ResFormer': dict(RES, **GPT2),
+    'gpt2 SVFormer': dict(SV, **GPT2),
+    'gpt2 CLA GQA': dict(CLA, **GPT2, n_kv_head=2),
+    'gpt2 NeuTRENO DenseFormer': dict(GPT2, neutreno=0.4, denseformer=True),
+    'gpt2 cross': dict(RES, **GPT2, residual_map='cross'),
+    'everything': dict(
+        RES,
+        **KEYS2,
+        q_residual=True,
+        k_residual=True,
+        share_v=True,
+        share_v_every=4,
+        residual_from='all',
+        residual_lambda=(0.4, 0.7),
+        residual_layers=(4,),
+        n_layer=5,
+        n_kv_head=2,
+        neutreno=0.3,
+        denseformer=True,
+        tie_embeddings=True,
+    ),
+}
+
+
+def config_of(name, **size):
+    """The GPTConfig of a variant; `size` replaces values of SIZE, but not the variant's own."""
+    return GPTConfig(**{**SIZE, **size, **VARIANTS[name]})
+
+
+def make(name='vanilla', **size):
+    """A variant's model with weights far from their start."""
+    return reference.perturb(GPT(config_of(name, **size)))
+
+
+def tokens(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(SIZE['vocab_size'], shape, generator=generator)
+
+
+def uncovered():
+    """[what to do] for each value of a setting that no variant has."""
+    configs = [config_of(name) for name in VARIANTS]
+    todo = []
+    for field in dataclasses.fields(GPTConfig):
+        name = field.name
+        if name in ELSEWHERE:
+            continue
+        values = {getattr(config, name) for config in configs}
+        missing = [
+            f'no variant has {name}={v!r}: add one' for v in choices(name) if v not in values
+        ]
+        if len(values) == 1 and not missing:
+            missing = [f'every variant has {name}={values.pop()!r}: add one with another value']
+        where = 'to VARIANTS in tests/variants.py, and what it computes to tests/reference.py'
+        todo += [f'{text} {where}' for text in missing]
+    return todo
+
+
+def choices(name):
+    """All values of a switch, or of a setting that is a word; none for numbers and tuples."""
+    default = getattr(GPTConfig, name)
+    if isinstance(default, bool):
+        return False, True
+    if not isinstance(default, str):
+        return ()
+    try:
+        GPTConfig(**{name: 'no such value'})
+    except ValueError as error:
+        return ast.literal_eval(str(error).partition(' is not one of ')[2])
+    raise AssertionError(
+        f'{name} accepts any word: let check() in model.py call check_choice(config, {name!r}, ...)'
+    )
