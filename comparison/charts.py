@@ -5,6 +5,7 @@ Colors are placeholders here, which svg() replaces by the page's CSS variables: 
 axes, --faint for grids, --c0 for the baseline and --c1, --c2, ... for the other arms.
 """
 
+import functools
 import io
 import math
 import re
@@ -13,6 +14,23 @@ INK, FAINT = '#010101', '#020202'
 TIMES = '\N{MULTIPLICATION SIGN}'
 COLORS = 9  # --c0 to --c8; more arms begin again, dashed
 WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
+STYLE = {
+    'svg.fonttype': 'none',
+    'svg.hashsalt': 'comparison',  # the same drawing is the same text
+    'text.color': INK,
+    'axes.labelcolor': INK,
+    'axes.edgecolor': INK,
+    'axes.titlesize': 'medium',
+    'axes.titlelocation': 'left',
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'xtick.color': INK,
+    'ytick.color': INK,
+    'grid.color': FAINT,
+    'font.size': 9,
+    'axes.formatter.useoffset': False,
+    'axes.formatter.min_exponent': 3,
+}
 
 
 def pyplot():
@@ -21,28 +39,20 @@ def pyplot():
     except ImportError:
         raise OSError('the report needs matplotlib: pip install matplotlib') from None
     matplotlib.use('Agg')
-    matplotlib.rcParams.update(
-        {
-            'svg.fonttype': 'none',
-            'svg.hashsalt': 'comparison',  # the same drawing is the same text
-            'text.color': INK,
-            'axes.labelcolor': INK,
-            'axes.edgecolor': INK,
-            'axes.titlesize': 'medium',
-            'axes.titlelocation': 'left',
-            'axes.spines.top': False,
-            'axes.spines.right': False,
-            'xtick.color': INK,
-            'ytick.color': INK,
-            'grid.color': FAINT,
-            'font.size': 9,
-            'axes.formatter.useoffset': False,
-            'axes.formatter.min_exponent': 3,
-        }
-    )
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def styled(draw):
+    """Let a plot be drawn in this page's style, and leave matplotlib's own as it is for others."""
+
+    @functools.wraps(draw)
+    def drawn(*args):
+        with pyplot().rc_context(STYLE):
+            return draw(*args)
+
+    return drawn
 
 
 def color(index):
@@ -104,6 +114,7 @@ def line_style(index):
 # --- the plots ------------------------------------------------------------------------------------
 
 
+@styled
 def forest(contrasts, arms):
     """A row per contrast: a dot per seed, the mean, its 95% interval."""
     rows = [(name, c) for name, c in contrasts.items() if c['seeds']]
@@ -146,6 +157,7 @@ def logarithmic_axis(axes, label):
     axes.set_xlabel(label)
 
 
+@styled
 def relative_curves(curves, arms):
     """Training loss minus the baseline's: seeds thin, mean thick, its 95% interval as a band.
 
@@ -203,6 +215,7 @@ def relative_curve(axes, curve, name, style):
     return [(steps, values) for values in curve['seeds'].values()]
 
 
+@styled
 def equal_cost_curves(curves, arms, kind, per_step):
     """The mean curves against the baseline's loss at equal time or FLOPs. per_step: {arm: cost}."""
     curves = {name: curve for name, curve in curves.items() if kind in curve}
@@ -226,6 +239,7 @@ def equal_cost_curves(curves, arms, kind, per_step):
     return svg(drawing, title)
 
 
+@styled
 def domain_differences(domains, contrasts, arms):
     """Per domain: mean difference and 95% interval of each contrast."""
     rows = {name: d for name, d in domains.items() if any(x['seeds'] for x in d.values())}
@@ -261,6 +275,7 @@ def domain_differences(domains, contrasts, arms):
     return svg(drawing, 'Differences per domain')
 
 
+@styled
 def rate_sweep(tuning, arms):
     """Validation loss against learning rate on the tuning seeds; the chosen rate is ringed."""
     drawing, axes = figure(title='Learning rate, on the tuning seeds')
@@ -293,6 +308,7 @@ def rate_sweep(tuning, arms):
     return svg(drawing, 'Loss against learning rate')
 
 
+@styled
 def gradient_norms(norms, arms):
     if not norms:
         return ''

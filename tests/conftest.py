@@ -112,4 +112,5 @@ def small_disk(tmp_path):
     if not is_linux or ctypes.CDLL(None).mount(b'tmpfs', bytes(disk), b'tmpfs', 0, b'size=1m'):
         pytest.skip('cannot mount a small file system here: run as root')
     yield disk
-    ctypes.CDLL(None).umount(bytes(disk))
+    detach = 2  # MNT_DETACH: even where a forked process still looks at it
+    ctypes.CDLL(None).umount2(bytes(disk), detach)

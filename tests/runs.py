@@ -208,15 +208,11 @@ def evaluations(out_dir):
     return [entry for entry in log(out_dir) if 'val' in entry]
 
 
-def losses(out_dir, start=0):
-    """{'train 3': loss, 'validation 6': mean loss, ...} from a step on."""
-    result = {}
-    for entry in log(out_dir):
-        step = entry['step']
-        if step >= start and 'loss' in entry:
-            result[f'train {step}'] = entry['loss']
-        if step >= start and 'val' in entry:
-            result[f'validation {step}'] = entry['val']['mean']
+def losses(out_dir):
+    """{'train 3': loss, 'validation 6': mean loss, ...}"""
+    result = {f'train {entry["step"]}': entry['loss'] for entry in training_steps(out_dir)}
+    for entry in evaluations(out_dir):
+        result[f'validation {entry["step"]}'] = entry['val']['mean']
     return result
 
 

@@ -8,7 +8,7 @@ import tokenize
 import pytest
 from conftest import ROOT
 
-# What the foundation may import; see the table in README, "Rooms". Packages only at run time.
+# What the files that all others stand on may import, of ours and of packages.
 FOUNDATION = {
     'configurator': set(),
     'files': set(),

@@ -85,10 +85,11 @@ def test_levers_that_cannot_be_are_refused(work, options, words):
 
 def test_the_budget_reaches_the_compiler(monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda model, **options: (model, options))
-    monkeypatch.setattr(functorch_config, 'activation_memory_budget', 1.0)
     settings = train.TrainConfig(activation_memory_budget=0.9)
-    assert train.compile_model('model', settings, fullgraph=True) == ('model', {'fullgraph': True})
-    assert functorch_config.activation_memory_budget == 0.9
+    with functorch_config.patch(activation_memory_budget=1.0):
+        compiled = train.compile_model('model', settings, fullgraph=True)
+        assert functorch_config.activation_memory_budget == 0.9
+    assert compiled == ('model', {'fullgraph': True})
 
 
 def test_a_run_says_which_attention_kernel_it_has(work):
