@@ -9,19 +9,19 @@ $ python bench.py config/vanilla_180m.py --variants=all --peers=hf --out=results
 $ python bench.py --batch_size=2 --block_size=512 --peers=hf
 $ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --block_size=65536
 
-A row's unit is the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take
+Each row times the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take
 turns (A B C A B C), so that whatever else the machine does hits all of them; ratios are medians
-over rounds of one row against another. --out is written again after each round: where a bench is
-interrupted, it holds the rounds that were finished.
+over rounds of one row against another. --out is written again after each round: if a bench is
+interrupted, it holds the rounds that have finished.
 
-A variant is what config/NAME_82m.py changes besides the shape, which all rows have from the command
-line's config, and more fields, as in vanilla+q_residual=True. Levers come after colons, as in
+A variant is config/NAME_82m.py without its shape: all rows take theirs from the command line's
+config. A + adds a field, as in vanilla+q_residual=True. Levers come after colons, as in
 vanilla:flash:chunk=8192:
 eager                   not compiled
-mode=reduce-overhead    torch.compile's mode; this one is CUDA graphs, which cannot sum gradients
-                        over several micro-steps. mode=max-autotune-no-cudagraphs
-budget=0.9              the compiler keeps this share of what the backward pass reads, and computes
-                        the rest again
+mode=reduce-overhead    a mode of torch.compile, such as max-autotune-no-cudagraphs; this one uses
+                        CUDA graphs, which cannot sum gradients over several micro-steps
+budget=0.9              the compiler stores this share of what the backward pass reads, and
+                        recomputes the rest
 flash, cudnn, efficient the attention kernel
 chunk=8192              rows of logits that are in memory at once
 checkpointed            train.py's --activation_checkpointing
@@ -120,7 +120,7 @@ def row_names(settings):
 
 
 def attempt(row, act, *args):
-    """Let a row do something, unless it failed before. Where it fails, only its problem stays.
+    """Let a row do something, unless it failed before. If it fails, only its problem is kept.
 
     Too little memory, a kernel that this device does not have, or a fault of the compiler must not
     lose the other rows.
@@ -134,7 +134,7 @@ def attempt(row, act, *args):
         traceback.print_exc()
         problem = first_line(error)[:100]
 
-    # Only here, past the `except`, nothing holds the tensors of the step that failed.
+    # Past the `except`, and not before, nothing holds the failed step's tensors any more.
     row.drop()
     row.problem = problem
     gc.collect()  # its parts refer to each other
@@ -143,9 +143,9 @@ def attempt(row, act, *args):
 
 
 def stopwatch(machine):
-    """A function that returns the device's seconds from here to its call.
+    """A function that returns the seconds that the device took between this call and its own.
 
-    A GPU's are those between two events on its stream.
+    On a GPU, they are measured between two events on its stream.
     """
     if machine.kind != 'cuda':
         begin = time.perf_counter()
@@ -197,7 +197,7 @@ def print_head(about, columns):
 
 
 def save(numbers, settings, machine):
-    """Write the table's numbers as JSON, as far as they go."""
+    """Write the table's numbers so far as JSON."""
     if settings.out and machine.is_first:
         write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
 
@@ -327,7 +327,7 @@ def print_costliest(name, trace, kind):
         wanted = torch.autograd.DeviceType.CPU
         time_of = 'self_cpu_time_total'
 
-    # An annotation's time is that of the kernels in it: they would be counted twice.
+    # An annotation's time is that of its kernels, which would be counted twice.
     events = [
         (getattr(event, time_of), event)
         for event in trace.key_averages()
@@ -366,7 +366,7 @@ def batches(settings, shape, machine):
         try:
             return loader.next()
         except Exception as error:
-            # That is no problem of the row which happens to ask: no other row gets a batch either.
+            # The row that happens to ask is not at fault: no other row gets a batch either.
             sys.exit(f'error: {first_line(error)}')
 
     try:
@@ -399,7 +399,7 @@ def bench_training(settings, config):
 
         print_training(about, reports, settings)
         check_any_timed(reports)
-        # At the end, because it may take longer than there is time.
+        # At the end, because there may not be enough time for it.
         if settings.profile:
             for row in rows:
                 attempt(row, row.profile, next_batch, settings.profile)

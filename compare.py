@@ -35,7 +35,7 @@ from train import TrainConfig
 
 
 def write_report(folder, comparison):
-    """report.md, report.html and report.json; what has not changed is not written again."""
+    """Write report.md, .html and .json, and forest.svg; unchanged files are not written again."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: value for name, value in comparison.items() if name not in ('curves', 'norms')}
     texts = {
@@ -51,7 +51,7 @@ def write_report(folder, comparison):
 
 
 def print_commands(results):
-    """The commands that can be run now, one a line; those that depend on results come later."""
+    """The commands that can be run now, one per line; those that depend on results come later."""
     plan = results.plan
     for job in results.jobs():
         print(launch.shell_line(job.arguments, plan.options.gpus))
@@ -95,7 +95,7 @@ class Watcher:
 
 
 def run_plan(options, argv):
-    """Train what is missing of a plan, unless only its commands or its report are asked for."""
+    """Train the missing runs of a plan, unless the options ask only for its commands or report."""
     plan = Plan(options, argv)
     results = Results(plan)
     timing = share_budget(plan) if options.equal != 'steps' else None
@@ -130,7 +130,7 @@ def measure(plan):
 
 
 def share_budget(plan):
-    """Give each arm the steps that fit the baseline's budget. Returns the timing that it took."""
+    """Give each arm the steps that fit the baseline's budget. Returns the timing used, or None."""
     timing, cost = None, {}
     if plan.options.equal == 'time':
         timing = measure(plan)
@@ -162,7 +162,7 @@ def main():
     argv = sys.argv[1:]
     with one_line_errors(ValueError, OSError):
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, plain='runs')
-        # Rather now than after hours of training.
+        # Better to fail now than after hours of training.
         distributions()
         report.pyplot()
         if options.runs:
@@ -183,7 +183,7 @@ def main():
 
 
 def refuse_options(argv):
-    """Runs that exist are taken as they are."""
+    """Refuse settings for runs that exist: they are taken as they are."""
     for argument in argv:
         key = argument[2:].partition('=')[0]
         if argument.startswith('--') and key not in ('name', 'contrasts'):

@@ -3,7 +3,7 @@ Settings = defaults + config files + command line, in this order; the last one w
 
 $ python train.py config/resformer_82m.py config/seq_8192.py --batch_size=4 --learning_rate=3e-4
 
-A program describes its settings as dataclasses. The comment behind a field is its help text, so a
+A program describes its settings as dataclasses. The comment after a field is its help text, so a
 new field (of GPTConfig, say) is a checked and documented setting at once. A config file is plain
 Python that assigns values; to build on another one, `from config.vanilla_82m import *` and change
 a line.
@@ -35,7 +35,7 @@ def configure(*schemas, argv=None, plain=''):
     leading --, no ending .py) are collected in the tuple field `runs` instead.
 
     Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
-    __post_init__ may refuse further. --help prints and exits.
+    __post_init__ may refuse more. --help prints and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
     if HELP & set(argv):
@@ -83,8 +83,8 @@ def sort_arguments(argv, plain):
 def choose(modes, doc, argv=None, plain=''):
     """Configure a program whose first word is a mode: (mode, [one instance of each of its schemas]).
 
-    modes: {mode: its schemas}. The mode '' is taken where the first word names none. Without it, a
-    command line that names no mode prints `doc` and exits, with status 0 for --help and else 2.
+    modes: {mode: its schemas}. If the first word names no mode, the mode is ''. If there is no such
+    mode, a command line without one prints `doc` and exits, with status 0 for --help and else 2.
     """
     argv = sys.argv[1:] if argv is None else argv
     mode = argv[0] if argv else ''
@@ -204,7 +204,7 @@ def program_name():
 
 
 def comments(schema):
-    """{field name: the comment behind it}, from the source of the dataclass and of its bases."""
+    """{field name: the comment after it}, from the source of the dataclass and of its bases."""
     classes = [cls for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)]
     source = '\n'.join(inspect.getsource(cls) for cls in classes)
     return dict(re.findall(r'^    (\w+): .*?  # (.+)$', source, re.MULTILINE))

@@ -19,7 +19,7 @@ import torch
 
 from files import DATASET_FORMAT, sha256_of
 
-# What meta.json says of the tokenizer and of each token file, and of which type it is.
+# The fields that meta.json has for the tokenizer and for each token file, with their types.
 TOKENIZER_FIELDS = {'name': str, 'sha256': str, 'n_vocab': int}
 FILE_FIELDS = {'tokens': int, 'bytes': int, 'sha256': str}
 
@@ -94,7 +94,7 @@ class Dataset:
     def verify(self, force=False):
         """Compare each file's sha256 with meta.json's, once.
 
-        A file that was right is remembered with its size and time; `force` compares all of them again.
+        A file that matched is remembered by its size and time; `force` compares all files again.
         """
         memory = self.folder / 'verified.json'
         try:
@@ -117,7 +117,7 @@ class Dataset:
                 )
 
         if marks != remembered:
-            # A read-only dataset is checked at every start.
+            # A read-only dataset remembers nothing, and is checked at every start.
             with contextlib.suppress(OSError):
                 temporary = memory.with_suffix(f'.{os.getpid()}')
                 temporary.write_text(json.dumps(marks))
@@ -126,7 +126,7 @@ class Dataset:
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
         path = self.folder / split / f'{domain}.bin'
-        # Read, not mapped: a memory map grows in resident size by all that was read through it.
+        # Read, not mapped: whatever is read through a memory map stays in its resident size.
         tokens = np.fromfile(path, dtype='<u2', count=count, offset=2 * start)
         available = self.meta['splits'][split][domain]['tokens'] - start
         if len(tokens) < min(count, available):
@@ -141,18 +141,18 @@ class Dataset:
 def check_types(entry, fields):
     for name, kind in fields.items():
         if type(entry[name]) is not kind:
-            raise TypeError(f'{name} is not of its type')
+            raise TypeError(f'{name} is not a {kind.__name__}')
 
 
 class TrainingRows:
-    """Which sequence is row r.
+    """Says which sequence each row of a run is.
 
     After any n rows each domain has had n times its weight, within one row. No sequence comes twice
     within an epoch of its domain, and each epoch has its own order.
 
-    weights: {domain: weight}, any positive numbers; {}: each domain by its number of tokens.
-    Raises ValueError for weights that name no domain or are no numbers, and for domains that are
-    shorter than one row.
+    weights: {domain: weight}, numbers, 0 or more; {}: each domain by its number of tokens.
+    Raises ValueError for a weight that is not such a number or whose domain does not exist, and for
+    a domain that is shorter than one row.
     """
 
     def __init__(self, dataset, block_size, seed, weights=None, warn=print):
@@ -327,7 +327,7 @@ def windows(dataset, domain, block_size, split='validation'):
 def read_windows(dataset, domain, rows, block_size, size=0, split='validation'):
     """Windows `rows` of a domain as (x, y), each (max(len(rows), size), block_size) int64.
 
-    What is missing to a full window or to `size` windows has the target -1.
+    Where a window is short, or there are fewer than `size` windows, the targets are -1.
     """
     shape = (max(len(rows), size), block_size)
     x = torch.zeros(shape, dtype=torch.int64)
@@ -343,8 +343,8 @@ def read_windows(dataset, domain, rows, block_size, size=0, split='validation'):
 def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, world_size=1):
     """Yield (x, y) of the same validation rows every time; batch j is rank j % world_size's.
 
-    They are `iters` batches of full windows, evenly spaced over the domain's file; with iters=0, all
-    windows. Every batch has batch_size rows, so that a compiled model sees one shape.
+    They are up to `iters` batches of full windows, evenly spaced over the domain's file; with
+    iters=0, all windows. Every batch has batch_size rows, so that a compiled model sees one shape.
     """
     if iters:
         full = max(1, dataset.sequences('validation', domain, block_size))

@@ -30,7 +30,7 @@ from model import LOSS_CHUNK
 from rundir import check_tokenizer, load_run, provenance
 from tasks import PUBLISHED, TASKS, harness_tasks
 
-# Of what the standard errors are, in every table and JSON file.
+# What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'
 TASK_ERRORS = 'over items of one run, not over seeds'
 
@@ -103,9 +103,9 @@ def compare_losses(runs, settings, machine):
     """The losses of several runs, as a dict for JSON: the provenance, and under 'runs' {run: report}.
 
     A report has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
-    `standard_error` over windows of one run (not over seeds), and the `bits_per_byte`. Runs on the
-    windows of the first one also have their difference to it, `minus_first`, which is paired window
-    by window: most of the spread is common to all runs.
+    `standard_error` over windows of one run (not over seeds), and the `bits_per_byte`. A run that
+    reads the same windows as the first also has `minus_first`, its difference from the first. It is
+    paired window by window, because most of the spread is common to all runs.
     """
     runs = [str(run) for run in runs]
     first = runs[0]
@@ -330,8 +330,8 @@ def make_lm(model, tokenizer, settings, machine):
 def score_continuations(model, pairs, n_vocab, batch_size, machine, silent=False):
     """[(log-probability of a continuation, whether each of its tokens is the likeliest)].
 
-    pairs: [(tokens of the context, of the continuation)]. Of texts longer than block_size, the model
-    sees the end, as in the harness's own wrapper.
+    pairs: [(tokens of the context, of the continuation)]. The model sees only the end of a text
+    longer than block_size, as in the harness's own wrapper.
     """
     longest = model.config.block_size + 1
     texts = [(context + continuation)[-longest:] for context, continuation in pairs]

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders to which one process at a time writes."""
+"""Files that are written whole or not at all, and folders to which one process at a time writes."""
 
 import contextlib
 import fcntl
@@ -7,17 +7,17 @@ import os
 import sys
 from pathlib import Path
 
-# The form of data/<dataset>/meta.json and of the token files beside it, which prepare_slimpajama.py
-# writes and data.py reads.
+# The version of the format of data/<dataset>/meta.json and of the token files beside it.
+# prepare_slimpajama.py writes them, and data.py reads them.
 DATASET_FORMAT = 1
 
 
 def write_whole(path, data):
-    """Write str or bytes so that `path` is there whole or not at all, even when the power fails.
+    """Write str or bytes to `path` completely or not at all, even when the power fails.
 
-    The temporary file beside it has always the same name, `<name>.tmp`, so that one left there by a
-    killed process is overwritten the next time. Only one process at a time may write a path, for
-    which there is `locked`.
+    The temporary file beside it always has the same name, `<name>.tmp`, so that one that a killed
+    process left is overwritten the next time. Only one process at a time may write to a path: see
+    locked().
     """
     path = Path(path)
     temporary = path.with_name(f'{path.name}.tmp')
@@ -38,7 +38,7 @@ def write_whole(path, data):
 
 
 def sync_folder(folder):
-    """Put a folder's names on the disk: a renaming may otherwise be lost when the power fails."""
+    """Put a folder's names on the disk: a rename may otherwise be lost when the power fails."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -50,7 +50,7 @@ def sync_folder(folder):
 def locked(folder, activity, setting='--out_dir'):
     """Hold a folder during a `with` block, at most until this process ends, however it ends.
 
-    Where another process holds it, raises OSError: `another process is {activity} {folder}; choose
+    If another process holds it, raises OSError: `another process is {activity} {folder}; choose
     another {setting}`. A file system without locks gets a warning.
     """
     handle = os.open(folder, os.O_RDONLY)

@@ -39,7 +39,7 @@ KERNELS = {
 }
 FLAGS = ('eager', 'checkpointed', 'ddp-first', 'static', *KERNELS)
 
-# Levers that change what only a training step does.
+# Levers that change only training steps.
 OF_TRAINING = ('checkpointed', 'ddp-first', 'static', 'bucket', 'chunk', 'budget')
 
 
@@ -49,7 +49,7 @@ OF_TRAINING = ('checkpointed', 'ddp-first', 'static', 'bucket', 'chunk', 'budget
 def read_name(name, shape):
     """The Recipe of a row. shape: the GPTConfig whose shape all rows have.
 
-    Raises ValueError for a variant, a field or a lever that there is not.
+    Raises ValueError for a variant, a field or a lever that does not exist.
     """
     kind, *words = name.split(':')
     kind, *flags = kind.split('+')
@@ -87,7 +87,7 @@ class Recipe:
         return GPT(self.config, seed)
 
     def flops_per_token(self):
-        """Of a training step, as the row's model or its equal of ours counts them."""
+        """Training FLOPs per token; those of hf are counted on our model of its shape."""
         with torch.device('meta'):
             return GPT(self.config).flops_per_token(self.config.block_size)
 
@@ -112,7 +112,7 @@ class HuggingFaceLlama(nn.Module):
 
 
 class Levers:
-    """What a row's name asks for after its first colon. ValueError for a word that is no lever."""
+    """What a row's name asks for after its first colon. Raises ValueError for any other word."""
 
     def __init__(self, words):
         self.name = ':'.join(words)
@@ -140,14 +140,14 @@ class Levers:
         if self.eager or not settings.compile:
             return model
         options = torch._inductor.list_mode_options(self.mode) if self.mode else {}
-        # Rows with equal options would share what was compiled for the first of them, whatever
-        # their levers are. This option has no effect but to tell them apart.
+        # Rows with equal options would share the code compiled for the first of them, whatever
+        # their levers are. This option only tells them apart.
         options['trace.debug_dir'] = self.name
         return torch.compile(model, options=options)
 
     @contextlib.contextmanager
     def pulled(self):
-        """While a row compiles or takes a step: other rows of this process have other levers."""
+        """Set the levers while a row compiles or takes a step: other rows have other levers."""
         with contextlib.ExitStack() as stack:
             if 'chunk' in self.values:
                 rows = self.values['chunk']

@@ -42,14 +42,14 @@ class Machine:
 
     device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one.
     dtype: auto, float16, bfloat16 or float32; auto is float16 on CUDA, else float32.
-    backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': only join() joins. What all
-    processes would refuse is refused before that, or those that still join would fail, too.
+    backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': not before join() is called.
+    Errors that all processes share come first: if one leaves, those that still join fail, too.
     tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
-    attention: on CUDA, the kernel of scaled_dot_product_attention where it has the choice; auto is
+    attention: on CUDA, the kernel of scaled_dot_product_attention where there is a choice; auto is
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a device, dtype or precision that is not to be had here.
+    Raises ValueError for a device, dtype or kernel that is unknown or that this machine lacks.
     """
 
     def __init__(self, device='auto', dtype='auto', backend='auto', tf32=False, attention='auto'):
@@ -104,7 +104,7 @@ class Machine:
         return kind, torch.device(device)
 
     def join(self, backend='auto'):
-        """Find the other processes, if this is one of several."""
+        """Join the other processes, if this is one of several."""
         if not self.distributed:
             return
         if backend == 'auto':
@@ -135,10 +135,10 @@ class Machine:
         return tensor
 
     def agree(self, outcome):
-        """Raise the first error of any process in all of them, so that none waits for one that left.
+        """Stop all processes with the first error of any, so that none waits for one that has left.
 
-        outcome: an exception, or the step at which this process would start. Processes that would
-        start at different steps are a ValueError, too.
+        outcome: an exception, or the step at which this process would start. If processes would
+        start at different steps, that is a ValueError, too.
         """
         outcomes = [outcome]
         if self.distributed:
@@ -177,7 +177,7 @@ class Machine:
         if self.kind != 'cuda' or self.dtype == 'float32':
             return None
         name = self.name()
-        if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or another one than it sounds
+        if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or not the one it sounds like
             return None
         for pattern, peak in PEAK_FLOPS.items():
             if re.search(rf'\b{pattern}\b', name):
@@ -195,7 +195,7 @@ def check_compiler(machine):
 
 
 class Signals:
-    """While it is entered, signals only leave a note, which the training loop takes at its own time.
+    """A context in which signals are only noted, until the training loop takes the notes.
 
     SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on.
     """

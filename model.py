@@ -6,7 +6,7 @@ The wiring of a model is three questions per layer, asked separately of q, k and
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
   3. What happens at attention? See residual_map and neutreno in GPTConfig.
 
-Layer 1 to 4 of    vanilla    ResFormer       SVFormer    CLA
+Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
                      v2        v2<─┘  │  │     │           │   │
                      v3        v3<────┘  │     │           v3  k3
@@ -101,8 +101,8 @@ class GPTConfig:
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 
-# Fields that, with the shape, give a checkpoint's weights their meaning: in a model that has them
-# otherwise, the same weights compute something else.
+# Fields that, with the shape, give a checkpoint's weights their meaning: with other values of these
+# fields, the same weights compute something else.
 BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
 # Parameters that a checkpoint may lack, because they start neutral or as the settings say.
@@ -123,12 +123,12 @@ SOURCES = {
 
 
 def wire(config):
-    """The wiring as data. Of each layer n:
+    """The wiring as data, for each layer n:
 
     owner    {part: layer that projects it}; {'q': n, 'k': n, 'v': n} in a vanilla Transformer
     sources  {part: keys of the raw tensors that are mixed in}, such as ('v', 0)
-    pairs    (owner of k, owner of v) of what it attends with: its own, and with
-             residual_map='cross' its sources' before that
+    pairs    (owner of k, owner of v) of each set of keys and values that it attends to: its own
+             and, before them, with residual_map='cross', those of its sources
     raw, attended    keys (part, layer) of the tensors that it reads, its own among them
     """
     layers = []
@@ -170,8 +170,8 @@ def owner_of(config, part, n):
 
 
 def raw_key(layers, part, source):
-    """The key of a source in raw: a borrower's tensor is its owner's. A source that is no layer, such
-    as a table of a fork, stands under its own name."""
+    """The key of a source in raw: a borrower's tensor is its owner's. A source that is not a layer,
+    such as a table that a fork adds, is stored under its own name."""
     if isinstance(source, int):
         return part, layers[source].owner[part]
     return part, source
@@ -190,8 +190,8 @@ def mixes(config, part, n):
 class Mixing(nn.Module):
     """What a layer mixes into its own projection of one part: a weighted sum (Eq. 7; Eq. 5).
 
-    Parameters of this module keep the values that they are given here, and a checkpoint may lack
-    them: let them start so that nothing changes.
+    Parameters that a fork adds to this module keep the values that they are given here. Older
+    checkpoints lack them, so let them start at values that change nothing.
     """
 
     def __init__(self, config, n_sources):
@@ -201,8 +201,8 @@ class Mixing(nn.Module):
         self.fixed = [float(source)] * n_sources + [float(own)]
 
     def weights(self, x, learned):
-        """One weight per source, and last this layer's own: numbers, or tensors that broadcast to
-        (B, heads, T, hs). x (B, T, C) is what the layer projects; learned: its residual_lambda."""
+        """One weight per source, then this layer's own: numbers, or tensors that broadcast to
+        (B, heads, T, hs). x (B, T, C): what the layer projects; learned: its residual_lambda."""
         if learned is not None:
             return learned
         return self.fixed
@@ -212,8 +212,8 @@ class Mixing(nn.Module):
         weights = self.weights(x, learned)
         dtype = own.dtype
         if learned is not None:
-            # Products in fp32: in half precision they would round the weights, too, and the gradient
-            # of a weight, a sum over all positions, would overflow long before any other.
+            # Multiply in fp32. Half precision would also round the weights, and the gradient of a
+            # weight, a sum over all positions, would overflow long before any other.
             own = own.to(learned.dtype)
             sources = [source.to(learned.dtype) for source in sources]
         mixed = weights[-1] * own
@@ -223,7 +223,7 @@ class Mixing(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of layer n. Rows of c_attn: q, then k, then v, of those it owns."""
+    """Causal self-attention of layer n. Rows of c_attn: q, then k, then v, if it owns them."""
 
     def __init__(self, config, n):
         super().__init__()
@@ -235,7 +235,7 @@ class Attention(nn.Module):
         self.residual_map = config.residual_map
         self.neutreno = config.neutreno if n > 0 else 0.0
 
-        # Projections, of what this layer owns.
+        # Projections of the parts that this layer owns.
         heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
         self.owned = [part for part in 'qkv' if self.wiring.owner[part] == n]
         self.rows = [heads[part] * self.head_size for part in self.owned]
@@ -243,7 +243,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, sum(self.rows), bias=bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
 
-        # Mixing, of what has sources. Identity and cross maps add their sources at attention.
+        # Mixing of the parts that have sources. Identity and cross maps use theirs at attention.
         self.mixing = nn.ModuleDict()
         for part, sources in self.wiring.sources.items():
             if sources and (part != 'v' or self.residual_map == 'current'):
@@ -253,18 +253,18 @@ class Attention(nn.Module):
             (mixing,) = self.mixing.values()
             self.residual_lambda = nn.Parameter(torch.tensor(mixing.fixed))
 
-        # What no later layer reads is dropped after this one, so that its memory can be freed.
+        # Tensors that no later layer reads are dropped after this one, to free their memory.
         later = layers[n + 1 :]
         last_raw = self.wiring.raw.difference(*(w.raw for w in later))
-        self.last_raw = sorted(last_raw, key=str)  # a source may be no layer number
+        self.last_raw = sorted(last_raw, key=str)  # a source need not be a layer number
         self.last_attended = sorted(self.wiring.attended.difference(*(w.attended for w in later)))
 
     def forward(self, x, rope, raw, attended, cache, mask):
         B, T, C = x.size()
         owner, sources, pairs = self.wiring.owner, self.wiring.sources, self.wiring.pairs
 
-        # Project what this layer owns. With v_residual (ResFormer), q_residual or k_residual, mix its
-        # sources into it.
+        # Project the parts that this layer owns. With v_residual (ResFormer), q_residual or
+        # k_residual, mix their sources into them.
         for part, t in zip(self.owned, self.c_attn(x).split(self.rows, dim=2), strict=True):
             t = t.view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh or n_kv_head, T, hs)
             raw[part, self.n] = t
@@ -277,7 +277,7 @@ class Attention(nn.Module):
             if cache is not None and part != 'q':
                 cache.append(part, self.n, t)
 
-        # Attend with what the owners have: SVFormer's owner['v'] is layer 0 everywhere.
+        # Attend with the owners' tensors: in SVFormer, owner['v'] is layer 0 everywhere.
         dropout = self.dropout if self.training else 0.0
         seen = attended if cache is None else cache
         keys = [seen['k', k] for k, _ in pairs]
@@ -376,15 +376,15 @@ class GPT(nn.Module):
         their biases                              zero
         norms, residual_lambda, dwa, mixing       as made: one, neutral, or the given weights
 
-        Each matrix, and the q, k and v rows of c_attn apart, has a generator of its own, seeded by
-        (seed, name, block): variants of one size share every initial weight that they have in common.
+        Each matrix has a generator of its own, seeded by (seed, name, part); in c_attn, the q rows,
+        k rows and v rows each have one. So variants of one size start with the same shared weights.
         A module with keep_init=True keeps its own initial values.
         """
-        kept = [name for name, module in self.named_modules() if keeps_init(module)]
+        own_init = [name for name, module in self.named_modules() if keeps_init(module)]
         for name, p in self.named_parameters():
             parent = self.get_submodule(name.rpartition('.')[0])
             is_random = isinstance(parent, nn.Linear | nn.Embedding)
-            if not is_random or any(name.startswith(f'{other}.') for other in kept):
+            if not is_random or any(name.startswith(f'{other}.') for other in own_init):
                 continue
             if name.endswith('.bias'):
                 p.zero_()
@@ -408,7 +408,7 @@ class GPT(nn.Module):
 
         idx (B, T) int64 -> (logits, None), logits (B, T, V) or, with last_only, (B, 1, V). With
         targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32. With a cache
-        of new_cache(), idx continues what the cache has seen, and is added to it.
+        from new_cache(), idx continues the tokens in the cache, and is added to them.
         """
         refuse(
             last_only and targets is not None,
@@ -423,7 +423,7 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     def hidden(self, idx, cache=None, last_only=False):
-        """What lm_head reads: (B, T, C), or (B, 1, C) with last_only. Arguments as in forward()."""
+        """lm_head's input: (B, T, C), or (B, 1, C) with last_only. Arguments as in forward()."""
         T = idx.size(1)
         refuse(
             T > self.config.block_size,
@@ -457,7 +457,7 @@ class GPT(nn.Module):
         return x
 
     def new_cache(self, batch_size, max_len, dtype=None):
-        """An empty KVCache for max_len tokens, on the model's device; dtype: that of the weights."""
+        """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'."""
         weight = self.lm_head.weight
         return KVCache(self.config, batch_size, max_len, dtype or weight.dtype, weight.device)
 
@@ -473,7 +473,7 @@ class GPT(nn.Module):
     ):
         """Yield the tokens (B, 1) that continue idx (B, T), as sample() chooses them.
 
-        Without a cache (slow), each follows from the last block_size tokens.
+        Without a cache (slow), each token is computed from the last block_size tokens.
         """
         refuse(
             not temperature >= 0
@@ -529,8 +529,8 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len):
         """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls.
 
-        Each weight is 2, lm_head's included, and attention counts as full T x T. What
-        residual_map='cross' computes more than it needs is not counted.
+        A weight counts as 2, lm_head's included, and attention as the full T x T. The extra queries
+        that residual_map='cross' computes and discards are not counted.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         keys = sum(len(block.attn.wiring.pairs) * seq_len for block in self.transformer.h)
@@ -552,8 +552,8 @@ def refuse(condition, message):
 def attend(q, k, v, dropout=0.0, mask=None):
     """Attention of q (B, nh, T, hs) to k, v (B, n_kv_head, S, hs); all variants call it.
 
-    mask (T, S): True where a query sees a key. Without one: causal (S = T), or one query that sees
-    all keys (T = 1).
+    mask (T, S): True where a query sees a key. Without a mask: causal (S = T), or one query that
+    sees all keys (T = 1).
     """
     B, nh, T, hs = q.size()
     group = nh // k.size(1)
@@ -563,7 +563,7 @@ def attend(q, k, v, dropout=0.0, mask=None):
             q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
         )
     if group > 1:
-        # The query heads of a group become rows: its keys are read once, by any kernel.
+        # The query heads of a group become rows, so that any kernel reads its keys only once.
         q = q.reshape(B, nh // group, group * T, hs)
         if mask is not None:
             mask = mask.repeat(group, 1)
@@ -573,9 +573,9 @@ def attend(q, k, v, dropout=0.0, mask=None):
 def attend_cross(q, keys, values, dropout=0.0, mask=None):
     """One softmax over the keys of one or several layers, causal in each (Eq. 2).
 
-    keys and values: lists of (B, n_kv_head, S, hs), one per layer. With several layers' keys
-    interleaved in time, and each query standing behind all keys of its own time, plain causal
-    attention does it without a mask.
+    keys and values: lists of (B, n_kv_head, S, hs), one per layer. Over a whole text, the
+    keys of several layers are interleaved in time, and each query is placed after all keys of its
+    own time: plain causal attention then needs no mask.
     """
     P = len(keys)
     if P == 1:
@@ -604,7 +604,7 @@ def rope_tables(config):
     """RoPE's cos and sin, (block_size, hs) each.
 
     Llama 3's scaling stretches wavelengths longer than original_length / low_freq by `factor`, leaves
-    those shorter than original_length / high_freq, and blends in between.
+    those shorter than original_length / high_freq alone, and blends in between.
     """
     inverse = config.rope_theta ** (
         -torch.arange(0, config.head_size, 2).float() / config.head_size
@@ -612,8 +612,8 @@ def rope_tables(config):
     if config.rope_scaling:
         factor, low, high, length = config.rope_scaling
         turns = length * inverse / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        inverse = inverse * (kept + (1 - kept) / factor)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        inverse = inverse * (unscaled + (1 - unscaled) / factor)
     angles = torch.outer(torch.arange(config.block_size).float(), inverse).repeat(1, 2)
     return angles.cos(), angles.sin()
 
@@ -622,11 +622,11 @@ def rope_tables(config):
 
 
 class KVCache:
-    """Keys and values of the tokens so far, as attended with: (B, n_kv_head, max_len, hs) for each
-    layer that owns them; borrowers have none.
+    """The attended keys and values of the tokens so far: (B, n_kv_head, max_len, hs) for each layer
+    that owns them; borrowers have none.
 
-    Its place in the text is a tensor, so that a compiled model decodes without recompiling. Compiled,
-    attention reads all max_len rows under a mask; not compiled, only those that are filled.
+    The position is a tensor, so that a compiled model decodes without recompiling. In a compiled
+    model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
     def __init__(self, config, batch_size, max_len, dtype, device):
@@ -651,7 +651,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def begin(self, T):
-        """Make ready for T more tokens; returns their positions (T,) and the mask for attend()."""
+        """Prepare for T more tokens; returns their positions (T,) and the mask for attend()."""
         device = self.position.device
         self.positions = self.position + torch.arange(T, device=device)
         if torch.compiler.is_compiling():
@@ -681,10 +681,10 @@ class KVCache:
 def sample(logits, temperature, top_k, top_p, generator):
     """One token per row of logits (B, V) -> (B, 1).
 
-    From the top_k likeliest, of these from the fewest with top_p of the probability; at temperature 0
-    the likeliest.
+    It is drawn from the top_k likeliest, and among these from the fewest that have top_p of the
+    probability. At temperature 0, it is the likeliest.
     """
-    if temperature < 1e-6:  # what is divided by less may overflow
+    if temperature < 1e-6:  # logits divided by less may overflow
         return logits.argmax(dim=-1, keepdim=True)
     probs = F.softmax(logits / temperature, dim=-1)
     if not top_k and (top_p or 1) >= 1:
@@ -692,7 +692,7 @@ def sample(logits, temperature, top_k, top_p, generator):
 
     V = probs.size(-1)
     probs, order = probs.topk(min(top_k or V, V))
-    # A token stays if those before it have less than top_p.
+    # A token stays if the likelier ones together have less than top_p.
     before = probs.cumsum(dim=-1) - probs
     probs = probs * (before < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))
@@ -707,8 +707,8 @@ MOST_CHUNKS = 8
 def rows_per_chunk(rows):
     """How many of the loss's rows are computed at once.
 
-    At most 8 chunks: with more, the compiler fuses the sum of their gradients of the weight, and for
-    that keeps the logits of most of them (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
+    At most 8 chunks: with more, the compiler fuses the sum of the chunks' weight gradients, and
+    for it keeps the logits of most chunks (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
     """
     return max(LOSS_CHUNK, math.ceil(rows / MOST_CHUNKS))
 
@@ -717,8 +717,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Sum over rows of the cross entropy of x @ weight.T, in chunks.
 
     The (N, V) logits never exist at once. A chunk's logits become its gradients right away, so that
-    nothing is computed twice (as in Liger's fused kernel). FP16-safe: the loss scale comes in
-    backward, in fp32.
+    nothing is computed twice (as in Liger's fused kernel). FP16-safe: the loss scale is applied
+    in backward, in fp32.
 
     x (N, C), weight (V, C), targets (N,) int64 with -1 ignored; returns a fp32 scalar (float64 for
     float64 inputs).
@@ -743,8 +743,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 logits = (xc @ w.T).to(wide)
                 lse = logits.logsumexp(dim=1, keepdim=True)
                 target_logits = logits.gather(1, tc.clamp(min=0))
-                # Not total +=: compiled by torch 2.11, a result made in place loses its gradient,
-                # silently.
+                # Not total +=: when torch 2.11 compiles it, a result computed in place silently
+                # loses its gradient.
                 total = total + ((lse - target_logits) * counted).sum()
                 if want_grad:
                     # Not a scatter: this comparison fuses when compiled.
@@ -752,7 +752,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     softmax = logits.sub_(lse).exp_()
                     grad = softmax.sub_(hit.to(wide)).mul_(counted).to(dtype)
                     grad_x.append(grad @ w)
-                    # / 64, undone below: a FP16 sum over rows stays finite.
+                    # / 64, undone below, so that an FP16 sum over rows stays finite.
                     grad_w += (grad.T @ (xc / 64)).to(wide)
         ctx.save_for_backward(torch.cat(grad_x) if grad_x else None, grad_w.mul_(64))
         ctx.dtypes = x.dtype, weight.dtype
@@ -761,7 +761,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        # A scalar takes the other's type: in FP16 the loss scale would overflow.
+        # The product with a scalar has the tensor's type: in FP16 the loss scale would overflow.
         grad_x = grad_x.to(grad.dtype)
         x_dtype, weight_dtype = ctx.dtypes
         return (grad * grad_x).to(x_dtype), (grad * grad_w).to(weight_dtype), None, None
@@ -779,7 +779,7 @@ RESIDUAL_SETTINGS = (
 
 
 def check(config):
-    """Raise ValueError for settings that do nothing or contradict each other; it says what to do."""
+    """Raise ValueError for settings that do nothing or contradict each other; say what to do."""
     check_shape(config)
     check_residuals(config)
     check_sources(config)
@@ -787,7 +787,7 @@ def check(config):
         check_sharing(config, part)
     refuse(
         config.neutreno and config.n_layer == 1,
-        'neutreno does nothing with n_layer=1; drop one',
+        'neutreno does nothing with n_layer=1; drop it or use more layers',
     )
     check_wiring(config)
 
@@ -871,19 +871,19 @@ def check_residuals(config):
 
 
 def check_sources(config):
-    """Refuse sources of SOURCES that a layer cannot read."""
+    """Refuse a residual_from whose sources a layer cannot read."""
     name = config.residual_from
     for n in range(1, config.n_layer):
         for source in SOURCES[name](n, config.n_layer):
             is_layer = isinstance(source, int)
             refuse(
                 is_layer and not 0 <= source < n,
-                f'residual_from={name!r} gives layer {n} the source {source}, which is no earlier layer',
+                f'residual_from={name!r} gives layer {n} the source {source}, which is not an earlier layer',
             )
             refuse(
                 not is_layer and config.residual_map == 'cross',
                 f"residual_map='cross' attends to keys of layers, but residual_from={name!r} has the "
-                f'source {source!r}, which is none',
+                f'source {source!r}, which is not a layer',
             )
 
 
@@ -897,7 +897,7 @@ def check_sharing(config, part):
     )
     refuse(
         share and config.n_layer == 1,
-        f'share_{part} does nothing with n_layer=1; drop one',
+        f'share_{part} does nothing with n_layer=1; drop it or use more layers',
     )
     whole_depth = share and (every == 0 or every >= config.n_layer)
     refuse(

@@ -8,14 +8,14 @@ A local copy, or a part of one:
 $ python prepare_slimpajama.py --source=raw/slimpajama --tokenizer=raw/tokenizer.json \
       --tokens=2e9 --out=data/sp2b
 
-All of one's own texts (0 tokens: everything), and Python's own library, which needs no download:
+All of your own texts (0 tokens: everything), and Python's own library, which needs no download:
 $ python prepare_slimpajama.py --source=my_texts --tokenizer=bytes --tokens=0 --out=data/mine
 $ python prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 
 A source is one of these:
 - a hub repository or a folder of .jsonl, .jsonl.zst or .parquet files in SlimPajama's form,
-  {"text", "meta": {"redpajama_set_name"}}. Paths that start with train, validation or test say the
-  split; test is left out.
+  {"text", "meta": {"redpajama_set_name"}}. A folder or file name that starts with train, validation
+  or test names the split; test is left out.
 - a folder of plain text files, whose first-level sub-folders are the domains. The text is read as
   UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte) are skipped. A
   file over a twentieth of its domain is cut at line ends, so that one long file can be split, too.
@@ -98,8 +98,8 @@ def tokenize_unit(unit, room, spill, tokenizer_path, seed, val_fraction):
 
     room: {domain: training tokens still wanted}, an upper bound, because units before this one may
     still be on their way. The parent decides where a domain ends; the worker stops when there is
-    surely no need for more. Returns None, or what is wrong with the unit, which is no error where
-    the parent turns out to have enough before it gets there.
+    surely no need for more. Returns None, or a message about what is wrong with the unit;
+    the parent ignores it if it has enough tokens before that point.
     """
     encoder = load_tokenizer(tokenizer_path)
     domains = list(room)
@@ -165,7 +165,7 @@ def utf8_size(text):
 
 
 def start_worker():
-    # Ctrl-C is the parent's, and a killed parent must leave no worker behind.
+    # The parent handles Ctrl-C, and a killed parent must leave no worker behind.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=die_with_parent, daemon=True).start()
 
@@ -192,7 +192,7 @@ class Plan(NamedTuple):
 def prepare(settings):
     """Make the dataset settings.out, or continue it, or find it complete.
 
-    Raises ValueError and OSError, with one line that says why.
+    Raises ValueError or OSError, with one line that says why.
     """
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -360,7 +360,7 @@ def write_tokens(plan, state, estimate):
         submit = stack.enter_context(open_workers(workers))
         bar = stack.enter_context(tqdm(total=estimate, unit='tok', unit_scale=True, mininterval=1))
 
-        # Of the units state['done'], state['done'] + 1, ...: functions that wait for the result.
+        # For each submitted unit, from state['done'] on: a function that waits for its result.
         results = collections.deque()
         text_bytes = 0
         while state['done'] < len(plan.units):
@@ -424,7 +424,7 @@ def part_path(out, split, domain):
 def open_workers(number):
     """A function that submits a task, and returns a function that waits for its result.
 
-    One worker is this process itself: it does the task when it is asked for the result.
+    With one worker, this process does the task itself, when it is asked for the result.
     """
     if number == 1:
         yield lambda task: task
@@ -439,7 +439,7 @@ def open_workers(number):
 
 
 def task(plan, counts, number):
-    """What is to be done to unit `number`, as a function without arguments; picklable."""
+    """The work on unit `number`, as a function without arguments; picklable."""
     room = {
         domain: plan.goals[domain] - entry['tokens'] for domain, entry in counts['train'].items()
     }
@@ -470,7 +470,7 @@ def merge(unit, spill, parts, counts, goals):
     and the bytes of text that it has added.
     """
     domains = list(counts['train'])
-    targets = set()  # the token files that have got a document of this unit
+    targets = set()  # the token files that hold a document of this unit
     added_tokens = 0
     added_bytes = 0
     with open(spill, 'rb') as file:

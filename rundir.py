@@ -52,8 +52,8 @@ def checkpoints(folder):
 def save_checkpoint(folder, checkpoint, keep=1, names=()):
     """Write, flush, rename: a crash or a full disk leaves the earlier checkpoints whole.
 
-    The last keep - 1 of them stay as ckpt.pt.1, ckpt.pt.2, ... `names`: other names under which the
-    new one stays, too. Raises OSError where it cannot be written.
+    The last keep - 1 of them stay as ckpt.pt.1, ckpt.pt.2, ... names: other names under which to
+    keep the new one, too. Raises OSError if it cannot be written.
     """
     older = [path for path in checkpoints(folder) if path.name != 'ckpt_best.pt']
     path = folder / 'ckpt.pt'
@@ -64,7 +64,7 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
             file.flush()
             os.fsync(file.fileno())
 
-        # The other names come before the renaming: a run killed in between comes here again.
+        # The other names come before the rename: a run killed in between writes them again.
         for name in names:
             (folder / name).unlink(missing_ok=True)
             try:
@@ -77,7 +77,7 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
         os.replace(temporary, path)
         sync_folder(folder)
 
-        # The oldest go only now: there was never one fewer.
+        # Delete the oldest only now, so that there are never fewer than before.
         for i in range(keep, len(older) + 1):
             (folder / f'ckpt.pt.{i}').unlink()
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
@@ -88,9 +88,9 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
 
 
 def load_checkpoint(path, warn=print):
-    """A checkpoint's dict, and under 'path' where it is from.
+    """A checkpoint's dict, with the file that it is from under 'path'.
 
-    path: a checkpoint file, or a run's folder, which gives its newest checkpoint that is whole.
+    path: a checkpoint file, or a run's folder, of which the newest whole checkpoint is loaded.
     Raises FileNotFoundError or ValueError where there is none.
     """
     path = Path(path)
@@ -104,7 +104,7 @@ def load_checkpoint(path, warn=print):
             checkpoint = read_checkpoint(candidate)
         except FileNotFoundError:
             raise FileNotFoundError(f'there is no {candidate}: nothing to resume or load') from None
-        except Exception as error:  # zip, pickle and torch each have their own
+        except Exception as error:  # zip, pickle and torch each raise their own
             # torch's own advice, to trust the file, is bad advice.
             failure = failure or ValueError(
                 f'{candidate} is not a checkpoint of train.py, or damaged ({type(error).__name__})'
@@ -117,8 +117,8 @@ def load_checkpoint(path, warn=print):
 
 
 def read_checkpoint(path):
-    """The dict in a checkpoint file. Raises whatever a file that is damaged or foreign provokes."""
-    # torch.load does not look at the check sums.
+    """The dict in a checkpoint file. A damaged or foreign file may raise any exception."""
+    # torch.load does not look at the checksums.
     if zipfile.ZipFile(path).testzip():
         raise ValueError
     # weights_only: a file from a stranger must not run code.
@@ -134,16 +134,16 @@ def read_checkpoint(path):
 def set_aside_newer(path):
     """Rename the checkpoints newer than this one, which are damaged.
 
-    save_checkpoint() does not know their new names; under the old ones they would take the places of
-    whole checkpoints.
+    save_checkpoint() ignores their new names; under the old ones they would displace whole
+    checkpoints.
     """
     for newer in itertools.takewhile(lambda other: other != path, checkpoints(path.parent)):
         os.replace(newer, newer.with_name(f'damaged_{newer.name}'))
 
 
 @contextlib.contextmanager
-def misfits_named(path):
-    """Turn any error of taking a foreign checkpoint apart into a ValueError that names its file."""
+def name_misfits(path):
+    """Turn any error from a checkpoint that does not fit into a ValueError that names its file."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -157,7 +157,7 @@ def misfits_named(path):
 def check_resume(checkpoint, settings, config, dataset):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
     path = checkpoint['path']
-    # Fields that came later have their defaults.
+    # Fields added since then have their defaults.
     old_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
     for name, value in asdict(config).items():
         if old_config[name] != value:
@@ -201,10 +201,10 @@ def check_tokenizer(user, sha256, other_sha256, owner):
 
 
 def load_weights(model, checkpoint):
-    """Take over a checkpoint's weights; learned mixtures that it lacks stay as they start.
+    """Take over a checkpoint's weights; mixing weights that it lacks keep their initial values.
 
-    Raises ValueError where the weights would mean something else in this model, which the shapes of
-    the tensors alone do not tell, and where they do not fit.
+    Raises ValueError if they do not fit, or if they would mean something else in this model, which
+    the shapes of the tensors alone do not show.
     """
     path = checkpoint['path']
     theirs = meaning(GPTConfig(**checkpoint['model_config']))
@@ -224,14 +224,14 @@ def load_weights(model, checkpoint):
 
 
 def meaning(config):
-    """{name: (value to set, what decides)} of the fields that give weights their meaning."""
+    """{name: (value to set, more to compare)} of the fields that give weights their meaning."""
     shape = config.shape()
-    del shape['block_size']  # how far positions go; their weights, if any, have a shape
+    del shape['block_size']  # it only limits positions; wpe, where there is one, has a shape
     fields = {name: (value, value) for name, value in shape.items()}
     for name in BASE:
         value = getattr(config, name)
         fields[name] = (value, value)
-    # Where these are 0, they follow from the width and the heads.
+    # At 0, these follow from the width and the heads.
     fields['n_inner'] = (config.ffn_width, config.ffn_width, config.n_embd)
     fields['n_kv_head'] = (config.kv_heads, config.kv_heads, config.n_head)
     return fields
@@ -245,11 +245,13 @@ def load_state(optimizer, scaler, checkpoint):
     params = [p for group in optimizer.param_groups for p in group['params']]
     moments = checkpoint['optimizer']['state']
     for i, state in moments.items():
-        # Unchecked, AdamW itself would write past the end of smaller ones.
+        # Without this check, AdamW would write past the end of moments that are too small.
         expected = {'step': (), 'exp_avg': params[i].shape, 'exp_avg_sq': params[i].shape}
         shapes = {name: tensor.shape for name, tensor in state.items()}
         if shapes != expected:
-            raise ValueError(f'{checkpoint["path"]} has moments that are not of its weights')
+            raise ValueError(
+                f'{checkpoint["path"]} has optimizer moments that do not match its weights'
+            )
     optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
@@ -262,8 +264,8 @@ def load_run(path, tokenizer=''):
     """(model, tokenizer, checkpoint) of a run's folder, a checkpoint file or a Hugging Face folder.
 
     A Hugging Face folder has no checkpoint: None. tokenizer: where to find it; '': where the run's
-    dataset is. Raises ValueError or OSError where something is missing, and where the tokenizer is
-    not the one that the model was trained with.
+    dataset is. Raises ValueError or OSError if something is missing, or if the tokenizer is not the
+    one that the model was trained with.
     """
     path = Path(path)
     checkpoint = None
@@ -273,7 +275,7 @@ def load_run(path, tokenizer=''):
     else:
         # Older checkpoints of a folder are for resuming only.
         checkpoint = load_checkpoint(path / 'ckpt.pt' if path.is_dir() else path)
-        with misfits_named(path):
+        with name_misfits(path):
             encoder = load_tokenizer(path, checkpoint, tokenizer)
             model = GPT(GPTConfig(**checkpoint['model_config']))
             model.load_state_dict(checkpoint['model'])
@@ -304,7 +306,7 @@ def load_tokenizer(path, checkpoint, where):
 
 
 class Log:
-    """out_dir/log.jsonl, one object per line. On resume, what lies past the checkpoint's step is cut."""
+    """out_dir/log.jsonl, one object per line. On resume, lines past the checkpoint are cut."""
 
     def __init__(self, path, step=None):
         self.recent = collections.deque(maxlen=100)  # losses
@@ -333,8 +335,8 @@ class Log:
         return lines
 
     def write(self, entry):
-        """Write a line. Returns whether its loss is a spike, which is noted in it: six standard
-        deviations above the mean of the last hundred."""
+        """Write a line. Returns whether its loss is a spike, six standard deviations above the mean
+        of the last hundred; the line then says so, too."""
         spike = False
         before = [loss for loss in self.recent if isinstance(loss, float)]
         if 'loss' in entry and len(before) >= 20:
@@ -353,7 +355,7 @@ class Log:
 
 
 def read_entries(run):
-    """The lines of a run's log.jsonl, [{'step': ...}]. ValueError names a line that is none."""
+    """The lines of a run's log.jsonl, [{'step': ...}]. ValueError names a damaged line."""
     path = Path(run, 'log.jsonl')
     entries = []
     for number, line in enumerate(path.read_text(errors='replace').splitlines(), 1):
@@ -385,7 +387,8 @@ def read_losses(run):
 
 
 def read_run_config(run, *needed):
-    """The settings of a run, {} where it has no config.json; without those `needed`: ValueError."""
+    """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
+    of those `needed` is missing."""
     path = Path(run, 'config.json')
     if not path.exists() and not needed:
         return {}

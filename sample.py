@@ -45,7 +45,7 @@ def read_prompt(start):
 
 
 def start_stream(model, ids, settings, device):
-    """(the stream of tokens that continue `ids`, its cache). Raises ValueError before the first one."""
+    """(the stream of tokens after `ids`, its cache). Raises ValueError before the first token."""
     longest = model.config.block_size
     if len(ids) >= longest:
         raise ValueError(

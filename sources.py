@@ -52,13 +52,13 @@ class Unit(NamedTuple):
 def find_units(source, revision, weights, seed):
     """Return the units of a source in reading order, and the share of each domain.
 
-    source: a hub repository, of which `revision` is read, a folder, or 'stdlib'.
+    source: a hub repository, read at `revision`, a folder, or 'stdlib'.
     weights: {domain: weight}; {}: Table 2, or for plain text each domain's share of the bytes.
     Units of the validation split come before those of training. The shares, {domain: share}, add
-    up to 1. Raises ValueError where the source or the weights do not fit, OSError where the hub
-    cannot be read.
+    up to 1. Raises ValueError if the source or the weights do not fit, OSError if the hub cannot be
+    read.
     """
-    # Either units of rows in SlimPajama's form, or those of plain text, {domain: units}.
+    # Either a list of units in SlimPajama's form, or {domain: units} of plain text.
     rows = []
     texts = {}
     if source == 'stdlib':
@@ -72,7 +72,7 @@ def find_units(source, revision, weights, seed):
         rows = hub_units(source, revision)
     else:
         raise ValueError(
-            f"no source {source!r}: give a folder that is there, a hub repository, or 'stdlib'"
+            f"no source {source!r}: give an existing folder, a hub repository, or 'stdlib'"
         )
 
     natural = {domain: sum(unit.size for unit in units) for domain, units in texts.items()}
@@ -148,8 +148,8 @@ def hub_units(source, revision):
 
 
 def split_of(name):
-    """The split that a path says, such as 'train/chunk1/example_train_0.jsonl.zst' or
-    'data/train-00000-of-00048.parquet'; 'train' where it says none."""
+    """The split that a path names, such as 'train/chunk1/example_train_0.jsonl.zst' or
+    'data/train-00000-of-00048.parquet'; 'train' where it names none."""
     match = re.search(r'(?:^|/)(train|validation|test)', name)
     return match[1] if match else 'train'
 
@@ -255,7 +255,7 @@ def row_reader(name):
 
 def jsonl_rows(path):
     if path.endswith('.zst'):
-        # Not the package zstandard, which takes a file that was cut off for a whole one.
+        # Not the package zstandard, which does not notice that a file was cut off.
         import pyarrow
 
         stream = pyarrow.input_stream(path, compression='zstd')

@@ -1,6 +1,6 @@
 """
 The six zero-shot tasks of the paper's Table 1, as lm-evaluation-harness defines them: its prompts, its
-scoring. evaluate.py has them answered.
+scoring. evaluate.py runs models on them.
 
 Their items come from the Hugging Face hub, or from a folder --data_dir with one folder per task, which
 holds the files as they were first published (see PUBLISHED).
@@ -28,7 +28,7 @@ TASKS = tuple(PUBLISHED)  # in the order of Table 1's columns
 def read_items(task, data_dir):
     """The items of a task as rows for the harness's definition of it, [{column: value}].
 
-    Raises FileNotFoundError or ValueError that names the file where it is missing or damaged.
+    If a file is missing or damaged, raises FileNotFoundError or ValueError that names it.
     """
     names, _ = PUBLISHED[task]
     columns = [read_lines(task, data_dir, name) for name in names]
@@ -54,7 +54,7 @@ def read_lines(task, data_dir, name):
     lines = [line for line in path.read_text(errors='replace').split('\n') if line.strip()]
     if len(lines) != items:
         raise ValueError(
-            f'{path} has {len(lines)} lines, the set {items}: perhaps half a download; '
+            f'{path} has {len(lines)} lines instead of {items}: perhaps half a download; '
             'download it again'
         )
     return lines
@@ -67,7 +67,7 @@ def to_row(task, item, label=None):
     the right answer is not one of the choices, and KeyError where something is missing.
     """
     if task == 'hellaswag':
-        # Preprocessed as the harness does it, but for the case of the context's second half.
+        # Preprocessed as the harness does it, except for capitals in the context's second half.
         row = {
             'ctx_a': item['ctx'],
             'ctx_b': '',
@@ -110,7 +110,7 @@ def harness_tasks(names, data_dir, folder, manager=None):
     """The harness's tasks of these names, on the data of the hub or of `data_dir`.
 
     Local data go through files in `folder`, which must outlive the tasks. Raises ValueError for
-    names that are no task, ConnectionError where the hub cannot be reached.
+    a name that is not a task, ConnectionError where the hub cannot be reached.
     """
     import datasets
     from lm_eval.tasks import TaskManager

@@ -84,7 +84,7 @@ def download(name):
 
         return hf_hub_download(name, 'tokenizer.json')
     except (ImportError, OSError, RuntimeError) as error:
-        # These are what the hub's client may raise on its many ways to fail.
+        # The hub's client has many ways to fail, and these are what it raises.
         raise OSError(
             f'cannot get tokenizer.json of {name} from the hub ({first_line(error)}): '
             'download it once and give its path, or a folder that holds it'
@@ -117,7 +117,7 @@ class BytePairs:
         self.eot = added_ids(file)[EOT]
         self.n_vocab = max(self.token_bytes) + 1
         pattern = NEOX_PATTERN % longest_run if longest_run else GPT2_PATTERN
-        # Training on prepared token files needs no tiktoken: it is imported where it encodes.
+        # Training on prepared token files needs no tiktoken, so it is imported only here.
         try:
             import tiktoken
         except ImportError:
@@ -126,7 +126,7 @@ class BytePairs:
             self.name,
             pat_str=pattern,
             mergeable_ranks=ranks,
-            # encode_to_numpy needs a special token to look for; encode() below never lets it act.
+            # encode_to_numpy needs a special token to look for; encode() below turns it off.
             special_tokens={EOT: self.eot},
         )
 
@@ -332,7 +332,7 @@ def check_added_tokens(file):
 
 
 def check_ids(file):
-    """Refuse ids that a uint16 does not hold, and merges that tiktoken would not make the same."""
+    """Refuse ids that do not fit a uint16, and merges that tiktoken would make in another order."""
     vocab = file['model']['vocab']
     top = max([*vocab.values(), *added_ids(file).values()])
     if top > 65_535:
@@ -346,7 +346,7 @@ def check_ids(file):
     if any(first >= second for first, second in itertools.pairwise(ids)):
         raise ValueError('its merges are not in the order of their ids')
 
-    # These bytes are in no UTF-8.
+    # These bytes never occur in UTF-8.
     never = {0xC0, 0xC1, *range(0xF5, 0x100)}
     alphabet = byte_alphabet().items()
     missing = [byte for byte, character in alphabet if byte not in never and character not in vocab]

@@ -36,7 +36,7 @@ from rundir import (
     load_checkpoint,
     load_state,
     load_weights,
-    misfits_named,
+    name_misfits,
     provenance,
     save_checkpoint,
     set_aside_newer,
@@ -127,8 +127,8 @@ AT_LEAST_0 = (
     'eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters max_skipped'
 )
 
-# Settings that say where a run happens and what is watched of it. Two runs that differ in nothing
-# else are the same run.
+# Settings that say where a run happens and how it is watched. Two runs that differ only in these
+# are the same run.
 INCIDENTAL = frozenset(
     'out_dir init_from verify_data eval_interval eval_only log_interval keep_checkpoints save_steps '
     'max_skipped eval_tasks eval_data_dir wandb_log wandb_project wandb_run_name device dtype '
@@ -152,15 +152,15 @@ def make_optimizer(model, settings):
 
 
 def checkpoint_blocks(model):
-    """Let each block keep only its input and what later layers read of it.
+    """Let each block store only its input and the tensors that later layers read.
 
-    Its backward pass runs the block again: less memory, about a third more computation.
+    The backward pass runs the block again: less memory, about a third more computation.
     """
 
     def checkpointed(forward):
         def run(x, rope, raw, attended, cache, mask):
             def pure(x, raw, attended):
-                # The block changes both dicts, and its second run must find what the first one found.
+                # The block changes both dicts, and its second run must start from the same ones.
                 raw = dict(raw)
                 attended = dict(attended)
                 x = forward(x, rope, raw, attended, cache, mask)
@@ -181,10 +181,10 @@ def checkpoint_blocks(model):
 
 
 def compile_model(model, settings, **options):
-    """The model, compiled where the settings say so; options: torch.compile's.
+    """The model, compiled if the settings say so; options: those of torch.compile.
 
     With an activation_memory_budget below 1, the compiler stores less for the backward pass and
-    computes it again, what is cheapest first: norms and SwiGLU before any matrix product.
+    recomputes the rest, the cheapest first: norms and SwiGLU before any matrix product.
     """
     if not settings.compile:
         return model
@@ -193,14 +193,14 @@ def compile_model(model, settings, **options):
 
 
 def distribute(model, machine, **options):
-    """The model, under torchrun wrapped in DistributedDataParallel."""
+    """The model; under torchrun, wrapped in DistributedDataParallel."""
     if not machine.distributed:
         return model
     return DistributedDataParallel(
         model,
         device_ids=[machine.device] if machine.kind == 'cuda' else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # RoPE's tables are constants, and would go out at every micro-step
+        broadcast_buffers=False,  # RoPE's tables are constants: do not send them at every step
         **options,
     )
 
@@ -221,25 +221,25 @@ def learning_rate(step, settings):
 def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_clip):
     """Forward, backward and update over this process's micro-batches.
 
-    Returns (mean loss, gradient norm), tensors. There is no update where the norm is not finite, as
-    it is with every loss that is not; the norm is the same on all processes.
+    Returns (mean loss, gradient norm), tensors. The norm is the same on all processes. If it is not
+    finite, there is no update; a loss that is not finite always makes it so.
     """
     total = torch.zeros((), device=machine.device)
     for micro in range(micro_steps):
         if machine.distributed:
-            # All-reduce with the last backward only. DDP reads this in its forward, so it must be
-            # set before.
+            # All-reduce with the last backward only. DDP reads this flag in its forward, so set it
+            # first.
             model.require_backward_grad_sync = micro == micro_steps - 1
         x, y = next_batch()
         with machine.autocast():
             _, loss = model(x, y)
-        poison = 1 + 0 * loss.detach()  # 1, or NaN: a loss may be infinite and its gradient not
+        poison = 1 + 0 * loss.detach()  # 1, or NaN: an infinite loss may have a finite gradient
         scaler.scale(poison * loss / micro_steps).backward()
         total += loss.detach()
 
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    # The scaler skips steps that are not finite itself, without waiting for the device.
+    # The scaler itself skips steps that are not finite, without waiting for the device.
     if scaler.is_enabled() or norm.isfinite():
         scaler.step(optimizer)
     scaler.update()
@@ -297,7 +297,7 @@ class Start:
 
 
 def start_run(settings, config, machine, closing):
-    """The Start of a run, of which all processes agree that it can be. Locks the run's folder."""
+    """The Start of a run, once all processes agree that it can start. Locks the run's folder."""
     out = Path(settings.out_dir)
     writes = machine.is_first and not settings.eval_only
     checkpoint = start = None
@@ -348,7 +348,8 @@ def silent(message):
 
 
 def open_checkpoint(settings, config, machine):
-    """What init_from names: None, a checkpoint's dict, or the weights of a Hugging Face folder."""
+    """The checkpoint that init_from names: a dict (of a Hugging Face folder, only its weights);
+    None for scratch."""
     out = Path(settings.out_dir)
     resumes = settings.init_from == 'resume'
     refuse(
@@ -376,8 +377,8 @@ def open_checkpoint(settings, config, machine):
 
 
 def take_over(checkpoint, start, settings, config):
-    """Fill `start` from a checkpoint: its weights, and everything else of a run that is resumed."""
-    with misfits_named(checkpoint['path']):
+    """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
+    with name_misfits(checkpoint['path']):
         if settings.init_from != 'resume':
             load_weights(start.model, checkpoint)
             return
@@ -394,7 +395,7 @@ def take_over(checkpoint, start, settings, config):
 
 
 class Reporter:
-    """The log file, the terminal and wandb. On other processes than the first, it does nothing."""
+    """The log file, the terminal and wandb. On every process but the first, it does nothing."""
 
     def __init__(self, settings, config, machine, start):
         self.settings = settings
@@ -507,7 +508,7 @@ class Reporter:
         if not self.active:
             return
         if interrupted:
-            print(f'interrupted, and saved, at step {step}')
+            print(f'interrupted at step {step}; the run is saved')
         else:
             print(f'finished at step {step}')
         if self.tracker:
@@ -602,7 +603,7 @@ def train(settings, config, machine, micro_steps, closing):
                 machine.agree(gave_up(step, skipped_in_a_row, settings))
 
     loader.close()
-    # Leave together: torchrun kills those that have not finished soon after the first one left.
+    # Leave together: soon after the first process has left, torchrun kills the others.
     machine.agree(step)
     reporter.finish(step, interrupted=not last)
     return not last
@@ -649,10 +650,13 @@ def keep(step, losses, best, skips, start, settings, config, reporter):
     if not reporter.active:
         return best
 
-    # Log lines first, the checkpoint then: no step of it can be missing from the log.
+    # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
     reporter.log.flush()
     if losses and not math.isfinite(losses['mean']):
-        print('warning: that is not finite: no checkpoint, the ones before stay', file=sys.stderr)
+        print(
+            'warning: the validation loss is not finite: no checkpoint is written, and the earlier ones stay',
+            file=sys.stderr,
+        )
         return best
 
     tokenizer = start.dataset.meta['tokenizer']
@@ -687,7 +691,7 @@ def gave_up(step, skipped, settings):
 
 
 def evaluate_tasks(settings):
-    """Run evaluate.py tasks, a program of its own on one device. Returns its exit status."""
+    """Run `evaluate.py tasks` as a separate program on one device. Returns its exit status."""
     options = {
         'out_dir': settings.out_dir,
         'tasks': settings.eval_tasks,
@@ -711,7 +715,7 @@ LESS_MEMORY = (
 
 
 def main():
-    with one_line_errors(ValueError, OSError):  # alike on every process
+    with one_line_errors(ValueError, OSError):  # the same on every process
         settings, config = configure(TrainConfig, GPTConfig)
         machine = Machine(
             settings.device, settings.dtype, backend='', tf32=True, attention=settings.attention

@@ -199,7 +199,7 @@ def problems(states):
 
 
 def origins(states):
-    """{fact: values} of what the runs were made with, from their config.json."""
+    """{fact: values}: what the runs were made with, from their config.json."""
     facts = {}
     for state in states:
         for name in ('commit', 'device', 'cpu', 'threads', 'dtype', 'world_size', 'torch', 'load'):
@@ -214,7 +214,7 @@ def origins(states):
 
 
 def group_runs(folders):
-    """Runs whose settings differ in the seed alone: {arm: {'settings', 'states': [State]}}."""
+    """Group runs whose settings differ only in the seed: {arm: {'settings', 'states': [State]}}."""
     defaults = decisive_settings(TrainConfig(), GPTConfig())
     del defaults['seed']
     groups = []
@@ -224,7 +224,7 @@ def group_runs(folders):
         state = read_state(Path(folder))
         if not state.config:
             raise ValueError(f'{folder}: {state.detail}')
-        # A setting that config.json lacks came later, with a default that changed nothing.
+        # A setting that config.json lacks was added since, with a default that changes nothing.
         settings = {name: state.config.get(name, value) for name, value in defaults.items()}
         group = next((group for group in groups if group['settings'] == settings), None)
         if not group:
@@ -269,7 +269,7 @@ def compare_runs(options):
     seconds = {}
     for name, arm in arms.items():
         seconds[name] = measures.logged_seconds(arm['states'].values())
-    timing = {'how': 'as logged in each run, not in turns', 'seconds': seconds}
+    timing = {'how': 'as logged in each run, not in turns: no ratios', 'seconds': seconds}
     states = [state for group in groups.values() for state in group['states']]
     return assemble(arms, contrasts, incomplete, timing) | {
         'title': default_title(options),
@@ -302,7 +302,7 @@ def existing_arm(group, base):
 
 
 def existing_problems(groups, arms):
-    """{folder: what is wrong with it}: what problems() names, and what is left out."""
+    """{folder: what is wrong with it}: those of problems(), unfinished runs, and runs left out."""
     texts = {}
     for name, group in groups.items():
         for state in group['states']:

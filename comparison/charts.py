@@ -69,7 +69,7 @@ def figure(height=HEIGHT, title=''):
 
 
 def svg(drawing, label):
-    """The figure as an <svg> element to put into a page; label: what it shows, for those who listen."""
+    """The figure as an <svg> element for a page; label: what it shows, for screen readers."""
     text = io.StringIO()
     drawing.savefig(text, format='svg', transparent=True, metadata={'Date': None, 'Creator': None})
     pyplot().close(drawing)

@@ -140,8 +140,8 @@ def start(job, environment, gpus):
     words[0] = sys.executable
     words[words.index('train.py')] = str(ROOT / 'train.py')
 
-    # A file, not a pipe, at which a training would die with this process. A session of its own,
-    # so that Ctrl-C in a terminal reaches it once, from here.
+    # A file, because a training that writes to a pipe would die with this process. A session of
+    # its own, so that Ctrl-C in a terminal reaches it once, from here.
     with open(job.folder / 'train.log', 'a') as log:
         job.log_start = log.tell()
         job.process = subprocess.Popen(
@@ -166,7 +166,7 @@ def failure_file(folder):
 
 
 def record(job):
-    """Keep the reason where a training failed; one that was interrupted is not a failure."""
+    """Write down why a training failed; an interrupted one has not failed."""
     status = job.process.returncode
     if status in (0, INTERRUPTED, -signal.SIGTERM):
         return
@@ -210,7 +210,7 @@ class Progress:
         self.last_time = 0.0
 
     def show(self, runs, all_runs, steps, all_steps, note=''):
-        """runs of all_runs have finished; steps of all_steps have been taken, in runs under way, too."""
+        """runs of all_runs have finished; steps of all_steps are taken, runs under way included."""
         now = time.monotonic()
         if self.first_steps is None:
             self.first_steps = steps

@@ -1,5 +1,5 @@
 """
-What is measured of arms and their runs: cost, step time, curves, skipped steps.
+Measurements of arms and their runs: cost, step time, curves, skipped steps.
 
 Nothing here judges: steps of one run are not independent of each other, and verdicts come from
 verdict.py alone.
@@ -75,8 +75,8 @@ def measure_steps(configs, path):
 def time_steps(configs, machine):
     """({arm: [seconds]}, {arm: problem}, {arm: bytes}), by bench.py's rows.
 
-    They take turns, A B C A B C, so that whatever else the machine does hits all arms. One that fails
-    keeps no other from being timed.
+    They take turns, A B C A B C, so that whatever else the machine does hits all arms. If one
+    fails, the others are still timed.
     """
     torch._dynamo.config.recompile_limit = 64  # to the compiler, all arms are one piece of code
     rows, batches = [], {}
@@ -112,12 +112,13 @@ def step_time(timing, name, baseline):
     if own:
         result['ms'] = 1e3 * statistics.median(own)
         result['peak_bytes'] = timing.get('peak_bytes', {}).get(name)
-    if own and other:
-        result['ratio'] = statistics.median(own) / statistics.median(other)
-        in_turns = 'about' in timing
-        if in_turns and name != baseline:  # round by round
-            ratios = [a / b for a, b in zip(own, other, strict=True)]
-            low, result['ratio'], high = statistics.quantiles(ratios, n=4)
+    # Runs that were trained one after the other may have met a busy machine and an idle one: without
+    # turns, there is no ratio.
+    was_in_turns = own and other and 'about' in timing
+    if was_in_turns:
+        ratios = [a / b for a, b in zip(own, other, strict=True)]
+        low, result['ratio'], high = statistics.quantiles(ratios, n=4)
+        if name != baseline:
             result['quartiles'] = [low, high]
     return result
 
@@ -130,7 +131,7 @@ def training(entries):
 
 
 def seconds_of(entries):
-    """How long a run has trained, by its log; 0 where that does not tell."""
+    """How long a run has trained, by its log; 0 if the log does not say."""
     seconds, tokens = 0.0, 0
     for entry in training(entries):
         if entry.get('tok_per_s') and entry.get('tokens'):
@@ -140,7 +141,7 @@ def seconds_of(entries):
 
 
 def logged_seconds(states):
-    """Median seconds a step of each run."""
+    """Median seconds per step of each run."""
     medians = []
     for state in states:
         steps = []
@@ -169,7 +170,7 @@ def series(state, name):
 
 
 def trailing_mean(steps, values):
-    """Means over a fiftieth of the points. Each belongs to its last step: it knows no future."""
+    """Means over a fiftieth of the points, each placed at its last step: it uses no later one."""
     window = max(1, len(values) // 50)
     if len(values) <= window:
         return steps, values
@@ -226,7 +227,7 @@ def relative(arms, table, baseline):
 
 
 def paired_seeds(ours, theirs):
-    """The seeds that have finished in both arms; as long as none has, those that are under way."""
+    """The seeds that have finished in both arms; if none has yet, those under way."""
     both = [seed for seed in ours if seed in theirs]
     complete = [s for s in both if ours[s].kind == 'finished' and theirs[s].kind == 'finished']
     return complete or both
@@ -248,7 +249,7 @@ def summary(marks, each):
 def at_equal_cost(marks, mean, slope, table, name, baseline):
     """The mean curve against the baseline at the step that it reaches for the same time or FLOPs.
 
-    The pairing by batches is kept: the difference at the same step, plus what the baseline changes
+    The pairing by batches is kept: the difference at the same step, plus how far the baseline falls
     between that step and the one it reaches, from a line through its mean curve nearby.
     """
     flops = [table[arm]['cost']['flops_per_token'] for arm in (name, baseline)]

@@ -1,13 +1,13 @@
 """
 What a comparison will do, written down before its first result: arms, rates, seeds, and the test.
 
-An arm is a name and settings on top of the config that is given for all: --key=value pairs, config
-files, or both. Of a config file only the wiring counts (every field of GPTConfig that is not its
-shape), so that `resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and
-data; the report says what was taken.
+An arm is a name, and settings on top of the config that all arms share: key=value pairs, config
+files, or both. Only the wiring of a config file counts (every field of GPTConfig but its shape), so
+that `resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and data; the
+report says which fields were taken.
 
 A run is (arm, rate, seed), trained by train.py in out/compare/<name>/<arm>_lr<rate>_seed<seed>.
-plan.json holds all that decides a result, its hash, the commit and the diff of the work tree.
+plan.json holds everything that decides a result, a hash of it, the commit and the work tree's diff.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 # Settings that compare.py itself chooses.
 CHOSEN = set('seed out_dir init_from eval_only'.split())
-# What all arms have in common, or their losses would be those of different texts.
+# Settings that all arms must share, or their losses would be measured on different texts.
 COMMON = 'dataset domain_weights block_size eval_iters'.split()
 
 METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
@@ -44,13 +44,13 @@ class CompareConfig:
     seeds: int | tuple = 5  # test seeds: 1 to 5, or a tuple of them
     rates: tuple = ()  # learning rates that every arm tries on the tuning seeds; (): untuned
     tuning_seeds: tuple = (101, 102)  # none of them may be a test seed
-    contrasts: str = ''  # more of them than each arm against the baseline: 'mine-resformer, a-b'
+    contrasts: str = ''  # more, besides each arm against the baseline: 'mine-resformer, a-b'
     equal: str = 'steps'  # or time, flops: each arm has the steps that fit the baseline's budget
     baseline_steps: tuple = ()  # also train the baseline this long, to say what extra cost is worth
     name: str = ''  # its folder in out/compare; '': named for the config or the runs
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 1  # GPUs of each training, by torchrun
-    print: bool = False  # write the commands still to be run, one a line, and train nothing
+    print: bool = False  # write the commands still to be run, one per line, and train nothing
     watch: bool = False  # train nothing, and redraw the report while runs are under way elsewhere
     timing: bool = True  # measure step times, in turns, on this machine
     runs: tuple = ()  # folders of runs that exist, to be compared as they are
@@ -102,7 +102,7 @@ def check_numbers(name, values, kind, least):
 class Arm:
     name: str
     words: list  # as given: config files and key=value
-    flags: list  # what they come to, as --key=value
+    flags: list  # the same settings, as --key=value
     seed_offset: int = 0  # 'again: seed_offset=1000' is the same arm under other seeds
     from_files: dict = field(default_factory=dict)  # {config file: the wiring taken from it}
 
@@ -111,7 +111,7 @@ class Arm:
 
 
 def parse_arms(text):
-    """{name: Arm} of --arms. Raises ValueError where it cannot be read."""
+    """{name: Arm} of --arms. Raises ValueError if it cannot be read."""
     arms = {}
     for part in text.split(';'):
         if not part.strip():
@@ -126,7 +126,7 @@ def parse_arms(text):
             raise ValueError(f'arms: {name} is there twice')
         arms[name] = make_arm(name, split_words(words))
     if len(arms) < 2:
-        raise ValueError('arms must be at least two: --arms="vanilla; mine: v_residual=True"')
+        raise ValueError('give at least two arms: --arms="vanilla; mine: v_residual=True"')
     return arms
 
 
@@ -197,7 +197,7 @@ class Run:
 class Plan:
     """A comparison's arms and runs. options: the CompareConfig that the command line argv gives.
 
-    Raises ValueError or OSError for whatever can be refused before the first training.
+    Raises ValueError or OSError for everything that can be refused before the first training.
     """
 
     def __init__(self, options, argv):
@@ -226,7 +226,7 @@ class Plan:
         return '_'.join(Path(path).stem for path in self.files)
 
     def configure(self, arm=None, more=()):
-        """(TrainConfig, GPTConfig) of what all arms have, of what an arm adds, and of more flags."""
+        """(TrainConfig, GPTConfig) of all arms' settings, of one arm's own, and of more flags."""
         flags = self.arms[arm].flags if arm else []
         return configure(TrainConfig, GPTConfig, argv=[*self.files, *self.flags, *flags, *more])
 
@@ -268,7 +268,7 @@ class Plan:
             raise ValueError(f'max_iters follows from --equal={options.equal}; drop it')
 
     def check_seeds(self):
-        """No seed that judges an arm may have chosen its rate, nor belong to two pairs."""
+        """Refuse a test seed that also chooses a learning rate, or that belongs to two pairs."""
         for name, arm in self.arms.items():
             seeds = {seed + arm.seed_offset for seed in self.options.seeds}
             if self.options.rates and seeds & set(self.options.tuning_seeds):
@@ -333,7 +333,7 @@ class Plan:
         return self.folder / run.name
 
     def share_budget(self, cost):
-        """Give each arm the steps that fit the baseline's budget; cost: {arm: of a step}."""
+        """Give each arm the steps that fit the baseline's budget; cost: {arm: a step's}."""
         for name in self.arms:
             steps = self.settings.max_iters * cost[self.baseline] / cost[name]
             self.steps[name] = max(1, math.floor(steps + 1e-9))
@@ -376,8 +376,8 @@ class Plan:
     def write(self, results, trains=True):
         """Write plan.json where it is new or has changed; returns what it holds.
 
-        results: {'tuning': runs finished, 'test': ...} before. What changes after results exist, in
-        the plan or in the code that is to train more, is kept, and the report shows it.
+        results: {'tuning': number of finished runs, 'test': ...}. If there are any, a change of the
+        plan, or of the code that is to train more runs, is recorded, and the report shows it.
         """
         path = self.folder / 'plan.json'
         contents = self.contents()
@@ -426,7 +426,7 @@ def decisive_settings(settings, config):
 
 
 def as_json(value):
-    """As it comes back from a JSON file: lists for tuples, None for what is not finite."""
+    """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
@@ -457,7 +457,7 @@ def read_plan(path):
 
 
 def plan_changes(old, new):
-    """What differs in two plans. A setting that the old one lacks came later, and changed nothing."""
+    """What differs in two plans. A setting that the old one lacks was added since."""
     changes = changes_between(old, new)
     for name in new['settings'].keys() - old['settings'].keys():
         changes.pop(f'settings.{name}', None)
@@ -497,7 +497,7 @@ def code_state():
 
 
 def code_change(old, new):
-    """What became of the code, and the diff it had."""
+    """How the code changed, and the diff that it had before."""
     what = f'commit {old["commit"][:12]} became {new["commit"][:12]}'
     if old['commit'] == new['commit']:
         what = 'the diff of the work tree is another'

@@ -84,7 +84,7 @@ def verdict(contrast):
 
 
 def evidence(contrast):
-    """The numbers behind it."""
+    """The numbers behind the verdict."""
     if contrast['mean'] is None:
         return ''
     text = f'Difference {signed(contrast["mean"])}'
@@ -107,7 +107,7 @@ def outlook(contrast):
         more = f'about {needed} seeds' if needed else 'more than 1,000 seeds'
         parts.append(
             f'These seeds would find a difference of {contrast["smallest"]:.4f} with 80% '
-            f'probability; one as large as the observed would need {more}.'
+            f'probability; one as large as the observed one would need {more}.'
         )
     return ' '.join(parts)
 
@@ -142,7 +142,7 @@ def gain_and_cost(comparison, contrast):
 
 
 def cautions(comparison):
-    """What a reader must know before believing it."""
+    """What a reader must know before believing the verdicts."""
     notes = []
     if not comparison['finished']:
         notes.append('Not finished: no verdict is given before every planned run has arrived.')
@@ -360,7 +360,7 @@ def facts(comparison):
 
 
 def times(comparison):
-    """[(name, text)]: what another go at the same runs would change."""
+    """[(name, text)]: the facts that would change if the same runs were trained again."""
     lines = [('training took', f'{duration(comparison["seconds"])}, all runs together')]
     load = comparison['provenance'].get('load')
     if load:
@@ -373,7 +373,7 @@ def times(comparison):
 
 
 def tables(comparison):
-    """Those that have something to show."""
+    """The tables that have something to show."""
     every = [contrast_table(comparison), arm_table(comparison), cost_table(comparison)]
     if comparison['tuning']:
         every.append(tuning_table(comparison))
@@ -568,7 +568,7 @@ def html_diff(comparison):
 
 
 def plots(comparison):
-    """The SVGs, those that have something to show."""
+    """The SVGs that have something to show."""
     arms = list(comparison['arms'])
     table = comparison['arms']
     seconds = {name: (arm['ms'] or 0) / 1e3 for name, arm in table.items()}

@@ -1,5 +1,5 @@
 """
-What has arrived of a comparison's runs, and what is still to be trained.
+Which runs of a comparison have finished, and which are still to be trained.
 
 Everything is read from the runs' own folders: nothing is lost when compare.py is killed, and it does
 not matter who trained them.
@@ -20,8 +20,8 @@ from train import TrainConfig
 
 # --- what a run's folder holds --------------------------------------------------------------------
 
-# finished: its last evaluation is there. diverged: it is not finite. unfinished, missing: to be
-# trained. failed, damaged, foreign (a run with other settings): named in the report.
+# finished: its last evaluation is in the log. diverged: that evaluation is not finite. unfinished,
+# missing: to be trained. failed, damaged, foreign (a run with other settings): named in the report.
 STATES = ('finished', 'diverged', 'unfinished', 'missing', 'failed', 'damaged', 'foreign')
 
 
@@ -41,7 +41,7 @@ class State:
 
 
 def read_state(folder, settings=None):
-    """The State of a run. settings: those that it must have, from Plan.settings_of()."""
+    """The State of a run. settings: those it must have, from Plan.settings_of()."""
     failure = launch.failure_file(folder)
     failed = failure.read_text().strip() if failure.exists() else ''
     log = folder / 'log.jsonl'
@@ -71,9 +71,9 @@ def read_state(folder, settings=None):
 
 
 def first_difference(config, settings):
-    """How a run differs from the one that is asked for, or ''."""
+    """How a run differs from the one that the plan wants, or ''."""
     for name, value in settings.items():
-        # A setting that config.json lacks came later, with a default that changed nothing.
+        # A setting that config.json lacks was added since, with a default that changes nothing.
         default = getattr(TrainConfig, name, getattr(GPTConfig, name, None))
         own = config.get(name, json.loads(json.dumps(default)))
         if name == 'domain_weights':
@@ -98,7 +98,7 @@ def final_losses(entries, steps):
 
 
 class Results:
-    """What has arrived of a plan's runs, and what is still to be trained."""
+    """Which runs of a plan have finished, and which are still to be trained."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -183,7 +183,7 @@ class Results:
         return ladder
 
     def all_runs(self):
-        """Every run that is known of, in the order of training: seed by seed, all arms of a seed."""
+        """Every run known so far, in the order of training: seed by seed, all arms of a seed."""
         options = self.plan.options
         runs = []
         if options.rates:
@@ -200,7 +200,7 @@ class Results:
         return runs
 
     def jobs(self):
-        """What is still to be trained, as launch.Job.
+        """The runs still to be trained, as launch.Job.
 
         A run that failed is tried again; a foreign one is never touched.
         """
@@ -223,7 +223,7 @@ class Results:
 
 
 def best_rate(trials):
-    """The rate of the lowest mean loss; None while one is missing, or where none has a loss."""
+    """The rate of the lowest mean loss; None while a run is missing, or if every rate failed."""
     if not all(result['complete'] for result in trials.values()):
         return None
     best = min(trials, key=lambda rate: (trials[rate]['mean'], rate))

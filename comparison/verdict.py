@@ -21,7 +21,7 @@ import math
 import numpy as np
 
 LEVEL = 0.05  # of all contrasts together (family-wise)
-POWER = 0.8  # with which the smallest difference would have been seen
+POWER = 0.8  # the probability with which outlook()'s smallest difference is found
 LEAST_SEEDS = 3  # fewer never give a verdict
 MOST_SEEDS = 1000  # more are not counted: nobody will train them
 
@@ -86,7 +86,7 @@ def holm(p):
 
 
 def power(difference, sd, n, level=LEVEL):
-    """Probability that a t test of n differences finds a true one, of standard deviation sd.
+    """Probability that a t test of n differences, scattering by sd, finds a true difference.
 
     From the noncentral t distribution; the arguments may be arrays.
     """
@@ -112,8 +112,8 @@ def plausible_scales(seeds):
 def expected_power(difference, sd, n, level, measured_with):
     """power(), averaged over what the true standard deviation may be.
 
-    With few seeds the measured one is often far too small, and to take it for the true one would
-    promise too much: at three seeds a power of 80% would be one of 60%.
+    With few seeds the measured one is often far too small. Taking it for the true one would promise
+    too much: at three seeds, a power of 80% would really be 60%.
     """
     scales, weights = plausible_scales(measured_with)
     return float(weights @ power(difference, sd * scales, n, level))
@@ -137,7 +137,7 @@ def smallest_in_sd(n, level):
 def smallest_difference(sd, n, contrasts=1):
     """The true difference that n seeds, scattering by sd, find with 80% probability.
 
-    The level is that of the first of Holm's steps, LEVEL / contrasts, which every contrast can count on.
+    The level is that of Holm's first step, LEVEL / contrasts, which every contrast can count on.
     """
     return sd * smallest_in_sd(n, LEVEL / contrasts)
 
@@ -173,7 +173,7 @@ def decide(mean, p, seeds):
 
 
 def describe(differences):
-    """The numbers of one contrast, {seed: difference}; what cannot be known from them is None."""
+    """The numbers of one contrast, {seed: difference}; those that take more seeds are None."""
     n = len(differences)
     numbers = dict.fromkeys(('mean', 'sd', 'low', 'high', 'p'))
     if n:
@@ -234,8 +234,8 @@ def worth_of_cost(ratio, ladder):
     """What the baseline would gain if it had `ratio` times its budget, in nats; None where unknown.
 
     ladder: {steps: loss} of fully decayed runs of the baseline, with different numbers of steps. The
-    gain per doubling is that from the next shorter run to the longest one, the only slope that is
-    measured where it is needed.
+    gain per doubling is taken between the two longest runs, because only that slope is measured
+    where it is needed.
     """
     if len(ladder) < 2 or ratio <= 0:
         return None

@@ -25,7 +25,7 @@ from rundir import load_run
 
 __all__ = ['export', 'llama_settings', 'load']
 
-# In config.json: this folder may be replaced.
+# A key in config.json that says: this folder may be replaced.
 MARK = 'nanoresformer_export'
 
 # What a variant takes along, as it stands here.
@@ -36,8 +36,8 @@ WEIGHTS = 'model.safetensors'
 CODE_NAMES = {path.name for path in CODE}
 FILE_NAMES = {'config.json', WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', *CODE_NAMES}
 
-# Models of transformers, and the fields of GPTConfig that they can express. Any other field that is
-# not its default makes a variant. Dropout acts in training only; Llama has none where ours has it.
+# Models of transformers, and the fields of GPTConfig that they can express. Any other field that
+# differs from its default makes a variant. Dropout acts in training only; Llama lacks some of ours.
 PLAIN = {'llama': 'LlamaForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
 EXPRESSIBLE = {
     'llama': {*LLAMA, *BOTH, 'rope_scaling', 'dropout'},
@@ -62,7 +62,7 @@ class ExportConfig:
 def replaceable(folder):
     """Whether a folder is new, empty, or an export and no more.
 
-    What transformers saves of an export has the mark, too, but also other files.
+    A folder that transformers saved from an export has the mark, too, but also other files.
     """
     if not folder.exists():
         return True
@@ -80,7 +80,7 @@ def replaceable(folder):
 def export(model, tokenizer, to):
     """Write `model` and its tokenizer as a Hugging Face folder.
 
-    Raises ValueError, before anything is written, where a weight of it would be lost.
+    Raises ValueError, before anything is written, if one of its weights would be lost.
     """
     config = model.config
     if is_plain(config):
@@ -138,7 +138,7 @@ def plain_settings(config):
 
 
 def llama_settings(config):
-    """Keyword arguments of the transformers.LlamaConfig that is a vanilla GPT of this config."""
+    """Keyword arguments of the transformers.LlamaConfig that equals this vanilla GPTConfig."""
     settings = {'hidden_act': 'silu', **rename(config, LLAMA)}
     if config.rope_scaling:
         numbers = dict(zip(ROPE_SCALING, config.rope_scaling, strict=True))
@@ -147,7 +147,7 @@ def llama_settings(config):
 
 
 def gpt2_settings(config):
-    """Likewise of transformers.GPT2Config."""
+    """Likewise for transformers.GPT2Config."""
     return {
         **rename(config, GPT2),
         'activation_function': 'gelu_new',

@@ -83,7 +83,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs['past_key_values'] = self.past(given, batch_size * copies, max_length)
 
     def past(self, given, rows, max_length):
-        """The Past that is given, or a new one in place of none and of an empty cache of another kind."""
+        """The given Past; a new one in place of None, or of an empty cache of another kind."""
         if isinstance(given, Past):
             return given
         is_empty = isinstance(given, Cache) and given.get_seq_length() == 0
@@ -106,7 +106,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         B, T = input_ids.shape
         if attention_mask is not None and not torch.all(attention_mask):
-            raise ValueError('this model knows no padding: give sequences of one length')
+            raise ValueError('this model does not support padding: give sequences of equal length')
         if use_cache and past_key_values is None and self.training and torch.is_grad_enabled():
             raise ValueError('a cache keeps no gradients: train with use_cache=False')
 

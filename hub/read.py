@@ -43,8 +43,8 @@ def load(path_or_hub_id):
 def read(path_or_hub_id):
     """(GPTConfig, our state dict) of a checkpoint. One tensor at a time is in memory twice.
 
-    Raises ValueError for models that GPT does not compute and for files that are damaged, OSError
-    where they cannot be read or downloaded.
+    Raises ValueError for models that GPT does not compute and for damaged files, OSError if they
+    cannot be read or downloaded.
     """
     folder = fetch(path_or_hub_id)
     config = read_config(folder)
@@ -102,7 +102,7 @@ def read_weight(tensors, name, parts, shape, transposed):
 
 
 def check_tied_head(tensors, embedding):
-    """A head may be there though it is tied, but then it must be the embedding."""
+    """A checkpoint may hold a tied head as well, but then it must equal the embedding."""
     name = 'lm_head.weight'
     if name in tensors.places and not torch.equal(tensors.take(name).float(), embedding):
         raise ValueError(
@@ -156,7 +156,7 @@ ROPE_SCALING = (
     'original_max_position_embeddings',
 )
 
-# What a config.json means that does not name these. None: as if our field were 0.
+# What a config.json means if it does not name these. None: as if our field were 0.
 LLAMA_DEFAULTS = {
     'num_key_value_heads': None,
     'rope_theta': 10000.0,
@@ -186,7 +186,7 @@ COMPUTED = {'llama': LLAMA_COMPUTED, 'mistral': LLAMA_COMPUTED, 'gpt2': GPT2_COM
 
 
 class Settings:
-    """The values of a config.json. Those that do not fit are a ValueError that names them."""
+    """The values of a config.json. One that does not fit raises a ValueError that names it."""
 
     def __init__(self, folder, values):
         self.path = folder / 'config.json'
@@ -205,7 +205,7 @@ class Settings:
         return value
 
     def expect(self, name, *allowed):
-        """Refuse a value that is not allowed. Without one, it is the first of those allowed."""
+        """Refuse a value that is not allowed. If there is none, the first allowed one counts."""
         value = self.values.get(name, allowed[0])
         if value not in allowed:
             choice = ' or '.join(map(repr, allowed))
@@ -251,7 +251,7 @@ def take_fields(settings, names):
 
 
 def bound_positions(settings):
-    """Within its window, and no further, attention that slides is causal attention."""
+    """Allow positions only within the window, where sliding attention is causal attention."""
     name = 'max_position_embeddings'
     positions = settings.take(name, int)
     window = settings.take('sliding_window', int | None)
@@ -259,7 +259,7 @@ def bound_positions(settings):
 
 
 def read_rope(settings):
-    """GPTConfig's rope_scaling. RoPE's base, wherever it stands, becomes the value rope_theta."""
+    """GPTConfig's rope_scaling. RoPE's base, wherever it stands, moves to rope_theta."""
     rope = {}
     for name in ('rope_scaling', 'rope_parameters'):  # older and newer transformers
         rope |= settings.take(name, dict | None) or {}
@@ -277,7 +277,7 @@ def read_rope(settings):
 
 # --- the names of its weights --------------------------------------------------------------------
 
-# The modules of a block, and of which of Llama's they are joined, row by row. GPT-2 has our names.
+# The modules of a block, and Llama's modules whose rows each one joins. GPT-2 has our names.
 BLOCK = {
     'ln_1': ['input_layernorm'],
     'attn.c_attn': ['self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'],
@@ -291,8 +291,8 @@ BLOCK = {
 def layout(config):
     """Our weights in transformers' names: {ours: {theirs: its rows, or None for all of ours}}.
 
-    It lists what a model of transformers has, not what ours has: a weight that is not in it, such as
-    one that a fork adds, has no place there.
+    It lists the weights of transformers' model, not of ours: a weight that only ours has, such as
+    one that a fork adds, is not in it.
     """
     return gpt2_layout(config) if config.arch == 'gpt2' else llama_layout(config)
 
@@ -388,7 +388,7 @@ def open_tensors(path):
             from safetensors import safe_open
 
             return safe_open(path, 'pt')
-        mmap = zipfile.is_zipfile(path)  # not before torch 1.6
+        mmap = zipfile.is_zipfile(path)  # older than torch 1.6: not a zip file
         tensors = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
         for name, t in tensors.items():
             if not isinstance(name, str) or not isinstance(t, torch.Tensor):
@@ -398,7 +398,7 @@ def open_tensors(path):
         raise ValueError(
             f'{path} is missing, though the index names it: did a download stop half way?'
         ) from None
-    except Exception as error:  # safetensors, zip, pickle: each has its own
+    except Exception as error:  # safetensors, zip and pickle each raise their own
         raise ValueError(
             f'{path} is damaged, or holds more than tensors ({type(error).__name__})'
         ) from error

@@ -83,7 +83,7 @@ class AnalyzeConfig:
 def watch(model, see):
     """Call see(layer, q, keys, values) where a layer attends; shapes as in model.attend_cross().
 
-    Gives that function as it was.
+    Yields the original function.
     """
     original = architecture.attend_cross
     calls = 0
@@ -164,7 +164,7 @@ def importance(q, keys):
 
 
 def uniform_entropy(T):
-    """The entropy of token importance where every token attends alike to all tokens up to itself."""
+    """The entropy of token importance if each token attends equally to all tokens up to itself."""
     weights = 1 / torch.arange(1, T + 1, dtype=torch.float64)  # that each query gives to a token
     columns = weights.flip(0).cumsum(0).flip(0) / T
     return torch.special.entr(columns).sum().item()
@@ -188,7 +188,7 @@ def similarity(model, idx):
 def mean_cosine(x):
     """The mean cosine over pairs of different tokens of x (B, T, C).
 
-    The square of the sum of the unit vectors holds them all.
+    The squared norm of the sum of the unit vectors adds up all of them, and T ones.
     """
     unit = F.normalize(x.double(), dim=2)
     T = x.size(1)
@@ -300,7 +300,7 @@ def open_hub(path):
         ) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # each kind of tokenizer has its own
+    except Exception as error:  # each kind of tokenizer raises its own
         raise ValueError(
             f'{path} has no tokenizer that transformers can load: {first_line(error)}'
         ) from error

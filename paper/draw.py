@@ -28,7 +28,7 @@ from rundir import read_run_config
 
 # --- names and colors -----------------------------------------------------------------------------
 
-# A model is named after the first of these whose fields it all has.
+# A model is named after the first family here of which it has all fields.
 FAMILIES = {
     'CLA': ('share_k', 'share_v'),
     'SVFormer': ('share_v',),
@@ -44,7 +44,7 @@ DETAILS = set(
     'residual_learned residual_layers residual_map share_q_every share_k_every share_v_every'.split()
 )
 
-# Fields that make no family of their own, but leave one what it is.
+# Fields that make no family of their own and do not change a model's family.
 ABLATIONS = {'q_residual', 'k_residual', 'share_q', 'share_k'}
 
 # Okabe and Ito's colors, which color-blind readers can tell apart. A family has the same one in every
@@ -92,7 +92,7 @@ def color_of(config):
 def styles(configs):
     """{run: matplotlib's line settings} of {run: GPTConfig}.
 
-    A model has its color. Runs of one color differ in their dashes, after four of them in strength.
+    A model has its color. Runs of one color differ in their dashes and, beyond four, in strength.
     """
     counts = dict.fromkeys(COLORS.values(), 0)
     result = {}
@@ -109,7 +109,7 @@ def styles(configs):
 
 
 def shades(configs):
-    """Like styles(), for runs of one model in an order, such as that of their sizes: ever stronger."""
+    """Like styles(), for runs of one model in order, such as by size: ever stronger."""
     strengths = np.linspace(0.25, 1.0, len(configs))
     result = {}
     for (run, config), strength in zip(configs.items(), strengths, strict=True):
@@ -165,8 +165,8 @@ def curves(axes, pairs, window, names, style):
 def frame(axes, curves):
     """Limits, grid and legend of curves over steps.
 
-    The first steps, where all losses fall by nats, would squeeze the rest: of the first tenth of a
-    curve, up to 1% of its points may lie outside.
+    The first steps, where all losses fall by nats, would squeeze the rest: up to 1% of a curve's
+    points above and below may lie outside, all of them in its first tenth.
     """
     low = high = 0.0
     for curve in curves:
@@ -187,7 +187,7 @@ def legend(owner, axes, inches, **place):
     handles, names = axes.get_legend_handles_labels()
     longest = max(
         len(re.sub('[${}_]', '', name)) for name in names
-    )  # signs of formulas are not seen
+    )  # a formula's markup is not shown
     columns = max(1, int(inches / (0.5 + 0.07 * longest)))
     owner.legend(handles, names, frameon=False, fontsize=8, ncols=columns, **place)
     return 0.18 * math.ceil(len(names) / columns)
@@ -271,7 +271,7 @@ def critical_axes(axes, pairs, window):
     for point in known:
         face = color if point['crossed'] else 'none'
         axes.plot(point['length'], point['step'], 'o', color=color, markerfacecolor=face)
-    if len(known) > 2:  # two points are on any exponential
+    if len(known) > 2:  # an exponential fits any two points
         lengths = [point['length'] for point in known]
         logarithms = [np.log(point['step']) for point in known]
         slope, intercept = np.polyfit(lengths, logarithms, 1)

@@ -1,8 +1,8 @@
 """
-The paper's tables and figures as data: which runs each is drawn from, and what it is printed to show.
+The paper's tables and figures as data: the runs behind each, and what the paper says it shows.
 
 Tables, figures and equations are numbered as in the first version, arXiv:2410.17897v1 (October 2024).
-Sentences of the text were read in its revision of November 2024, which numbers figures otherwise:
+Sentences of the text were read in its revision of November 2024, which numbers figures differently:
 Figs. 3 to 8 there are 4 to 11, Figs. 9 to 14 are 12 to 17. `v5` is the version of June 2025.
 """
 
@@ -136,7 +136,7 @@ FIGURES = {
 
 # --- claims ---------------------------------------------------------------------------------------
 
-# Signs of a claim: what is printed of ours, compared with theirs.
+# Signs of a claim: how our metric compares with theirs, as printed.
 SIGNS = {'<': 'below', '>': 'above', '>=': 'not below'}
 
 # How a claim is known to be printed.
@@ -167,12 +167,12 @@ class Claim:
     """What the paper prints: the metric of `ours` is below, above or not below that of `theirs`.
 
     A Run says of which model, size, sequence length and learning rate. In `entropy with depth` and
-    `mapping` ours is theirs: such a metric is a difference within one run.
+    `mapping`, ours equals theirs: such a metric is a difference within one run.
     """
 
     figure: str  # of FIGURES, from whose runs it can be tested; '': from none of them
-    where: str  # it is printed
-    says: str  # in other words
+    where: str  # the place where it is printed
+    says: str  # the claim in our words
     ours: Run
     sign: str  # of SIGNS
     theirs: Run

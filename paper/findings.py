@@ -1,8 +1,8 @@
 """
 What the runs of a figure show, in words, beside what the paper prints of it.
 
-A run of each model is one seed, which decides nothing: a line says how large the difference is here
-and which sign it has in the paper, and gives no verdict. compare.py gives one, from several seeds.
+Each model has one run, so one seed, which decides nothing: a line says how large the difference is
+here and which sign it has in the paper, but gives no verdict. compare.py does, from several seeds.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ def entropy(claim, scale, panels):
     ours, our_error = series('entropy', 'entropy', claim.ours, scale, panels)
     theirs, their_error = series('entropy', 'entropy', claim.theirs, scale, panels)
     deep = slice(len(ours) // 2, None)
-    # As if the layers erred together, so that the error is not too small.
+    # The layers' errors count as fully correlated, so that the mean's is not too small.
     error = np.hypot(our_error, their_error)[deep].mean()
     return (ours - theirs)[deep].mean(), f'± {error:.4f} over sequences'
 
@@ -93,7 +93,7 @@ def similarity(claim, scale, panels):
     return np.mean(ours - theirs), ''
 
 
-# All of figures.METRICS but the critical step, of which describe_crossings() tells as a whole.
+# All of figures.METRICS but the critical step, which describe_crossings() reports as a whole.
 DIFFERENCES = {
     'final loss': final_loss,
     'early loss': early_loss,
@@ -137,7 +137,7 @@ def describe(claim, scale, panels):
 
 
 def describe_savings(saved):
-    """saved: of losses.savings()."""
+    """saved: from losses.savings()."""
     words = []
     for i, what in enumerate(('parameters', 'tokens')):
         share = saved[f'{what}_saved']
@@ -149,7 +149,7 @@ def describe_savings(saved):
 
 
 def describe_crossings(points):
-    """points: of draw.critical_axes()."""
+    """points: from draw.critical_axes()."""
     words = [f'{point["length"]}: {draw.describe_crossing(point)}' for point in points]
     paper = 'the paper: the later, the longer the sequence'
     return f'SVFormer is overtaken at {", ".join(words)} ({paper}); {ONE_SEED}'

@@ -33,7 +33,7 @@ def differences(baseline, run, window):
 def relative(baseline, run, window):
     """(steps, differences()), each a mean over `window` points.
 
-    The mean belongs to the last of them: a point never tells of steps still to come.
+    The mean belongs to the last of them: a point uses no later steps.
     """
     steps, difference = differences(baseline, run, window)
     return steps[window - 1 :], running_mean(difference, window)
@@ -56,12 +56,12 @@ def early_difference(baseline, run):
 
 
 def critical_step(baseline, run, window):
-    """(the step from which on `run` loses what it was ahead, whether that was seen).
+    """(the step from which on `run` is behind, whether the logs reach it).
 
-    Seen: after the step where the sum of its smoothed differences is lowest, which a few points
-    beyond 0 do not move. Not yet seen: where the line through the last half of the curve meets 0 (the
-    paper: through its last 1,000 points). The step is None where the run was never ahead, or where
-    its curve does not rise.
+    If they do, it follows the step where the sum of the smoothed differences is lowest, which a few
+    points beyond 0 do not move. If not, it is where a line through the last half of the curve meets
+    0, or through its last 1,000 points (the paper's number) if those are fewer. The step is None if
+    the run was never ahead, or if its curve does not rise.
     """
     steps, difference = relative(baseline, run, window)
     lead = np.cumsum(difference)

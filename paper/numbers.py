@@ -1,6 +1,6 @@
 """
-The numbers that the paper prints (arXiv:2410.17897) and that runs here are compared with, and which
-models they are of.
+The paper's printed numbers (arXiv:2410.17897), with which runs here are compared, and the models
+that they belong to.
 """
 
 from dataclasses import fields, replace
@@ -73,7 +73,7 @@ def shape(size):
 
 
 def resolved(config):
-    """A GPTConfig with defaults written out, and without what does not decide on the size."""
+    """A GPTConfig with defaults written out, and without the fields that do not decide its size."""
     return replace(
         config,
         n_kv_head=config.kv_heads,

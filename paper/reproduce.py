@@ -1,6 +1,6 @@
 """
-The paper's tables and figures: trains what is missing, analyses, draws, and sets what it finds beside
-what the paper prints.
+The paper's tables and figures: trains the missing runs, analyzes, draws, and sets the results
+beside the paper's.
 
 $ python -m paper.reproduce list                       # what there is, what it needs, how long it takes
 $ python -m paper.reproduce fig6 --scale=tiny          # one of them, or several; all: every one
@@ -107,7 +107,7 @@ def draw_panels(panels, title, scale, out):
         if panel.how in ('relative', 'pairs'):
             curves.append(ax)
 
-    # Curves side by side are to be compared.
+    # Curves side by side share their limits, so that they can be compared.
     limits = [ax.get_ylim() for ax in curves]
     for ax in curves:
         ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
@@ -206,7 +206,7 @@ def reproduce(name, settings, machine):
     out.parent.mkdir(parents=True, exist_ok=True)
     title = f'{name}: {figure.title} ({scale.name})'
 
-    # Tables and analyses first, each with a file of its own; then what shares a picture.
+    # Tables and analyses first, each with a file of its own; then the panels that share a picture.
     panels, pictures = [], []
     for panel in figure.panels:
         if panel.how in TABLES:
@@ -276,7 +276,7 @@ def besides(figure):
 
 
 def hours(run, tok_per_s):
-    """A run at the paper's scale where vanilla at 82M has this throughput; time goes with FLOPs."""
+    """Hours of a run at the paper's scale, if vanilla at 82M has this throughput; time ~ FLOPs."""
     tokens = PAPER.tokens * TrainConfig.max_iters
     return flops(run) / flops(Run()) * tokens / tok_per_s / 3600
 
@@ -320,7 +320,7 @@ def main():
         train_missing(settings.names(), SCALES[settings.scale], settings)
 
         problems = []
-        for name in settings.names():  # one that fails keeps no other from being drawn
+        for name in settings.names():  # if one fails, the others are still drawn
             try:
                 reproduce(name, settings, machine)
             except (ValueError, OSError) as error:

@@ -1,7 +1,7 @@
 """
 The runs behind the paper's figures, at three scales: their settings, their folders, their training.
 
-A run is kept in out/<scale>/<name>. One that has finished is reused, one that has not goes on.
+A run is kept in out/<scale>/<name>. Finished runs are reused, unfinished ones go on.
 """
 
 import functools
@@ -55,8 +55,8 @@ def shapes(*rows):
     return {size: dict(zip(names, row, strict=True)) for size, row in zip(SIZES, rows, strict=True)}
 
 
-# The values that the paper does not give for Figs. 12a and 12b are ours. What a scale does not set
-# are TrainConfig's defaults, the paper's.
+# The values that the paper does not give for Figs. 12a and 12b are ours. Settings that a
+# scale does not give are TrainConfig's defaults, which are the paper's.
 PAPER = Scale(
     name='paper',
     tokens=VANILLA['gradient_accumulation_steps'] * VANILLA['batch_size'] * VANILLA['block_size'],
@@ -196,7 +196,7 @@ def folder(run, scale):
 
 
 def state_of(run, scale):
-    """What its folder holds: a comparison.results.State."""
+    """What the run's folder holds: a comparison.results.State."""
     settings, config = configs_of(run, scale)
     values = asdict(settings) | asdict(config)
     decisive = {name: value for name, value in values.items() if name not in INCIDENTAL}
@@ -204,7 +204,7 @@ def state_of(run, scale):
 
 
 def is_finished(run, scale):
-    """Whether its last evaluation is there, of a run with the settings that it is to have."""
+    """Whether its folder holds the last evaluation of a run with these very settings."""
     return state_of(run, scale).kind in ('finished', 'diverged')
 
 
@@ -221,7 +221,7 @@ def check_own(run, scale):
 def train(runs, scale, jobs=1, gpus=1, device='auto'):
     """Train runs to their end, `jobs` at a time; at scale paper one at a time on `gpus` GPUs.
 
-    One that fails keeps no other from being trained. Then raises OSError. KeyboardInterrupt lets
+    If one fails, the others are still trained, and then OSError is raised. KeyboardInterrupt lets
     every training save itself, and is raised again.
     """
     environment = {}
@@ -266,7 +266,7 @@ def job_of(run, scale, device):
 
 
 def prepare(scale):
-    """Prepare the standard library where it is the dataset; any other must be there."""
+    """Prepare the dataset if it is the standard library; any other must exist already."""
     dataset = scale.settings['dataset']
     if Path('data', dataset, 'meta.json').exists():
         return

@@ -128,7 +128,9 @@ def test_a_residual_of_which_no_layer_has_a_source_is_refused(monkeypatch):
 @pytest.mark.parametrize('source', [1, 2, -1])
 def test_a_source_that_is_no_earlier_layer_is_refused(monkeypatch, source):
     monkeypatch.setitem(model_py.SOURCES, 'later', lambda n, L: [source])
-    message = f"residual_from='later' gives layer 1 the source {source}, which is no earlier layer"
+    message = (
+        f"residual_from='later' gives layer 1 the source {source}, which is not an earlier layer"
+    )
     with pytest.raises(ValueError, match=message):
         GPTConfig(**SIZE, **RES, residual_from='later')
 

@@ -150,7 +150,7 @@ def test_an_interrupted_training_is_saved_and_goes_on(here):
         before, saved = saved, load(run / 'ckpt.pt')['step']
         steps = [entry['step'] for entry in log(run) if 'loss' in entry]
         assert saved > before and steps == list(range(saved))
-        assert 'interrupted, and saved' in (run / 'train.log').read_text()
+        assert '; the run is saved' in (run / 'train.log').read_text()
 
 
 def steps_logged(run):

@@ -256,7 +256,7 @@ def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, task, dam
 def test_piqa_without_its_labels_or_with_too_few_is_refused(published):
     path = published / 'piqa' / 'dev-labels.lst'
     path.write_text('1\n0\n')
-    with pytest.raises(ValueError, match=f'{path} has 2 lines, the set 3'):
+    with pytest.raises(ValueError, match=f'{path} has 2 lines instead of 3'):
         tasks.read_items('piqa', published)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f'there is no {path}'):

@@ -89,7 +89,7 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whol
     name = f'out/{number.name}'
     before = signal.getsignal(number)
     status, text = signalled(monkeypatch, number, 4, name)
-    assert status == INTERRUPTED == 75 and 'interrupted, and saved, at step 5' in text
+    assert status == INTERRUPTED == 75 and 'interrupted at step 5; the run is saved' in text
     assert signal.getsignal(number) == before
     assert load(f'{name}/ckpt.pt')['step'] == 5 and log(name)[-1]['step'] == 4
     good(name, init_from='resume')
