@@ -114,7 +114,9 @@ LOGGED = ('.residual_lambda', '.dwa.')
 
 # --- the wiring ----------------------------------------------------------------------------------
 
-# residual_from: which layers are the sources of layer n >= 1 (0-based) in a model of L layers.
+# residual_from: which layers are the sources of layer n >= 1 (0-based) in a model of L layers. A word
+# in place of a layer is a source of another kind: let hidden() put its tensor, (B, heads, T, hs), into
+# raw[part, word].
 SOURCES = {
     'first': lambda n, L: [0],  # ResFormer (Eq. 7)
     'previous': lambda n, L: [n - 1],  # Fig. 8
@@ -345,6 +347,13 @@ class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
+        # A module that keeps its own initial values may draw them: they follow from the seed, too.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.make_modules(config)
+        self.init_weights(seed)
+
+    def make_modules(self, config):
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -365,7 +374,6 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):

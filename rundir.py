@@ -220,7 +220,11 @@ def load_weights(model, checkpoint):
             wrong.append(name)
     if wrong:
         dots = ' ...' if len(wrong) > 3 else ''
-        raise ValueError(f'{path} does not fit this model: {", ".join(wrong[:3])}{dots}')
+        names = ', '.join(wrong[:3]) + dots
+        raise ValueError(
+            f'{path} does not fit this model: {names} (weights that start neutral may be missing: see '
+            'MAY_BE_MISSING in model.py)'
+        )
 
 
 def meaning(config):

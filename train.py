@@ -140,7 +140,7 @@ INCIDENTAL = frozenset(
 
 
 def make_optimizer(model, settings):
-    """AdamW, fused; matrices and embeddings decay, norms, biases and mixing weights do not."""
+    """AdamW, fused; matrices and embeddings decay; norms, biases and learned scalars do not."""
     params = list(model.parameters())
     groups = [
         {'params': [p for p in params if p.dim() >= 2], 'weight_decay': settings.weight_decay},

@@ -336,7 +336,10 @@ def test_every_variant_is_known_to_the_drawings():
     for name in VARIANTS:
         config = config_of(name)
         label = draw.model_name(config)
-        assert label in draw.COLORS or grey & config.variant().keys(), (name, label)
+        known = label in draw.COLORS or grey & config.variant().keys()
+        assert known, (
+            f'{label} would be grey: name its setting in DETAILS, ABLATIONS or FAMILIES of paper/draw.py'
+        )
 
 
 @dataclasses.dataclass

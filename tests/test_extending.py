@@ -237,3 +237,33 @@ def test_a_source_that_is_no_layer_is_mixed_in_and_dropped_after_its_last_reader
     keys = raw_after_each_block(model, insert={('v', 'table'): table})
     assert keys == [{('v', 'table')}, set(), set()]
     assert not torch.allclose(logits[0], vanilla_logits, atol=1e-3)
+
+
+# --- random values of a fork's own ----------------------------------------------------------------
+
+
+class LowRankGate(Mixing):
+    """One factor is zero, so that it starts neutral; the other is random, or it could not learn."""
+
+    def __init__(self, config, n_sources):
+        super().__init__(config, n_sources)
+        self.down = nn.Linear(config.n_embd, 2, bias=False)
+        self.up = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+
+def test_random_values_of_a_mixing_follow_from_the_seed_alone(monkeypatch):
+    monkeypatch.setattr(model_py, 'Mixing', LowRankGate)
+    config = GPTConfig(**{**SIZE, **RES})
+    name = 'transformer.h.1.attn.mixing.v.down.weight'
+    torch.manual_seed(5)
+    one = GPT(config, seed=1).state_dict()[name]
+    after = torch.rand(3)
+    again = GPT(config, seed=1).state_dict()[name]
+    other = GPT(config, seed=2).state_dict()[name]
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+    # Nobody else's random numbers are touched.
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), after)
