@@ -349,7 +349,7 @@ class GPT(nn.Module):
         self.config = config
         # A module that keeps its own initial values may draw them: they follow from the seed, too.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(seed % 2**63)
             self.make_modules(config)
         self.init_weights(seed)
 
