@@ -1,9 +1,11 @@
 """Runs of small models on random bytes, for the tests of evaluate.py."""
 
+import functools
 import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import write_dataset
 from programs import BYTES, ours
@@ -60,3 +62,14 @@ def table(text):
     rows = [line[1:-1].split('|') for line in text.splitlines() if line.startswith('|')]
     assert len({len(row) for row in rows}) == 1, text
     return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.fixture(scope='module')
+def trained(work):
+    return train_once()
+
+
+@pytest.fixture
+def run(trained):
+    """run(name, **changes): a run with other weights. Returns its out_dir."""
+    return functools.partial(write_run, trained)

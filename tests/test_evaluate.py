@@ -8,11 +8,12 @@ import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
+import byte_runs
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from byte_runs import RESFORMER, random_model, table, train_once, write_byte_dataset, write_run
+from byte_runs import RESFORMER, random_model, table, write_byte_dataset
 from programs import BYTES, assert_one_line
 from programs import program as call_program
 from runs import load, ranks
@@ -23,16 +24,8 @@ from hub.convert import export
 from machine import Machine
 from rundir import load_run
 
-
-@pytest.fixture(scope='module')
-def trained(work):
-    return train_once()
-
-
-@pytest.fixture
-def run(trained):
-    """run(name, **changes): a run with other weights. Returns its out_dir."""
-    return functools.partial(write_run, trained)
+trained = byte_runs.trained
+run = byte_runs.run
 
 
 program = functools.partial(call_program, evaluate.main)

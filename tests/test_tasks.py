@@ -5,10 +5,11 @@ import statistics
 import sys
 from pathlib import Path
 
+import byte_runs
 import numpy as np
 import pytest
 import task_items
-from byte_runs import random_model, train_once, write_run
+from byte_runs import random_model
 from programs import BYTES, assert_one_line
 from programs import program as call_program
 from task_items import ITEMS, PUBLISHED, needs_published, pairs, set_whole
@@ -22,15 +23,8 @@ published = task_items.published
 program = functools.partial(call_program, evaluate.main, 'tasks')
 
 
-@pytest.fixture(scope='module')
-def trained(work):
-    return train_once()
-
-
-@pytest.fixture
-def run(trained):
-    """run(name, **changes): a run with other weights. Returns its out_dir."""
-    return functools.partial(write_run, trained)
+trained = byte_runs.trained
+run = byte_runs.run
 
 
 # --- what is asked, and what counts as right -----------------------------------------------------

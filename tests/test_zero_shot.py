@@ -9,11 +9,12 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import byte_runs
 import numpy as np
 import pytest
 import task_items
 import torch
-from byte_runs import RESFORMER, SIZE, random_model, table, train_once, write_run
+from byte_runs import RESFORMER, SIZE, random_model, table
 from programs import BYTES
 from programs import program as call_program
 from runs import command_line, ranks, run_train
@@ -30,15 +31,8 @@ published = task_items.published
 program = functools.partial(call_program, evaluate.main, 'tasks')
 
 
-@pytest.fixture(scope='module')
-def trained(work):
-    return train_once()
-
-
-@pytest.fixture
-def run(trained):
-    """run(name, **changes): a run with other weights. Returns its out_dir."""
-    return functools.partial(write_run, trained)
+trained = byte_runs.trained
+run = byte_runs.run
 
 
 # --- log-likelihoods -----------------------------------------------------------------------------
