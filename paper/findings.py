@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from paper import analyze, draw, losses
-from paper.figures import CLAIMS, METRICS, SAVINGS, SIGNS
+from paper.claims import CLAIMS, METRICS, SAVINGS, SIGNS
 from paper.runs import folder
 
 # --- what a claim comes to: (a difference, its error in words) ------------------------------------
 
-# claim: a figures.Claim whose runs have finished. panels: {how: the numbers of that panel}.
+# claim: a claims.Claim whose runs have finished. panels: {how: the numbers of that panel}.
 
 
 def final_loss(claim, scale, panels):
@@ -93,7 +93,7 @@ def similarity(claim, scale, panels):
     return np.mean(ours - theirs), ''
 
 
-# All of figures.METRICS but the critical step, which describe_crossings() reports as a whole.
+# All of claims.METRICS but the critical step, which describe_crossings() reports as a whole.
 DIFFERENCES = {
     'final loss': final_loss,
     'early loss': early_loss,

@@ -1,12 +1,13 @@
-"""The paper's claims as data (paper/figures.py), and what a figure's runs say of them (findings.py)."""
+"""The paper's claims as data (paper/claims.py), and what a figure's runs say of them (findings.py)."""
 
 import numpy as np
 import pytest
 from test_draw import write_run
 from test_reproduce import write_finished
 
-from paper import figures, findings, losses, runs
-from paper.figures import BASES, CLAIMS, FIGURES, METRICS, SIGNS
+from paper import findings, losses, runs
+from paper.claims import BASES, CLAIMS, METRICS, SAVINGS, SIGNS
+from paper.figures import FIGURES
 from paper.numbers import TABLE_1, TABLE_5, paper_size
 from paper.runs import LENGTHS, SCALES, Run
 
@@ -272,5 +273,5 @@ def test_crossings_are_told_for_every_length_and_predictions_marked():
 
 
 def test_the_savings_that_versions_of_the_paper_print_are_shares():
-    for parameters, tokens in figures.SAVINGS.values():
+    for parameters, tokens in SAVINGS.values():
         assert 0.1 < parameters < tokens < 0.21
