@@ -472,8 +472,12 @@ DIFF_LINES = 400  # of the work tree's diff in the page; plan.json has all of it
 
 
 def forest_svg(comparison):
-    """The forest plot as a file of its own, for a README: it follows the reader's light or dark."""
-    plot = charts.forest(comparison['contrasts'], list(comparison['arms']))
+    """The forest plot as a file of its own, for a README."""
+    return standalone(charts.forest(comparison['contrasts'], list(comparison['arms'])))
+
+
+def standalone(plot):
+    """An <svg> of charts.py as a file of its own: it follows the reader's light or dark."""
     style = f'<style>{THEME}svg {{ background: var(--paper); font-family: sans-serif; }}</style>'
     return plot.replace('>', f'>{style}', 1)
 

@@ -91,9 +91,41 @@ def statement(figure, where, says, *contrasts, metric='final loss', basis='text'
     return result
 
 
+LAMBDAS = (0.2, 1.0, 2.0, 5.0)
+
+
 def with_lambda(value):
     """V_n + lambda V_1 in place of their mean."""
     return f'resformer+residual_lambda=({value},1.0)'
+
+
+# What a reader calls each model.
+NAMES = {
+    V: 'vanilla',
+    R: 'ResFormer',
+    S: 'SVFormer',
+    'neutreno': 'NeuTRENO',
+    'neutreno_resformer': 'NeuTRENO + ResFormer',
+    'denseformer': 'DenseFormer',
+    'gqa': 'GQA',
+    'cla': 'CLA',
+    ON_QUERIES: 'residual on queries',
+    ON_KEYS: 'residual on keys',
+    IDENTITY: 'identity map',
+    EQ_6: 'identity map of all sources (Eq. 6)',
+    CROSS: 'cross-layer attention',
+    PREVIOUS: 'source: previous layer',
+    ALL: 'source: all earlier layers',
+    **{with_lambda(value): f'V_n + {value:g} V_1' for value in LAMBDAS},
+    'learned_resformer': 'ResFormer, learned weights',
+    'constant_resformer': 'ResFormer, constant (2, 1)',
+    'sparse_resformer': 'ResFormer, sparse with 5',
+    KEYS_OF_2: 'keys shared by two layers',
+    VALUES_OF_2: 'values shared by two layers',
+    TWO_ANCHORS: 'SVFormer, two anchors',
+    FIRST_QUERIES: "all share the first layer's queries",
+    FIRST_KEYS: "all share the first layer's keys",
+}
 
 
 CLAIMS = [

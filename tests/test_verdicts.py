@@ -1,0 +1,196 @@
+"""What kept runs say of the paper's claims (paper/verdicts.py)."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+from test_draw import write_run
+
+from comparison.plan import decisive_settings
+from configurator import configure
+from model import GPTConfig
+from paper import verdicts
+from paper.claims import CLAIMS, NAMES, SIGNS, Claim
+from paper.figures import R, S, V
+from paper.runs import Run
+from train import TrainConfig
+
+SEEDS = range(1, 6)
+BELOW = Claim('fig1', 'Fig. 1', 'ResFormer is below vanilla', Run(R), '<', Run(V))
+ABOVE = Claim('fig1', 'Section 1', 'vanilla is above SVFormer', Run(V), '>', Run(S))
+NOT_BELOW = Claim('fig6', 'Fig. 6', 'no gain', Run(S), '>=', Run(R))
+
+
+def write_runs(folder, model, losses, early=(), rate=6e-3, **more):
+    """A finished run for each seed, {seed: validation loss}, of ten training steps."""
+    flags = {V: {}, R: {'v_residual': True}, S: {'share_v': True}}[model]
+    words = [f'--{name}={value}' for name, value in {**flags, 'max_iters': 20, **more}.items()]
+    settings, config = configure(TrainConfig, GPTConfig, argv=words)
+    paths = []
+    for seed, loss in losses.items():
+        values = decisive_settings(settings, config)
+        values |= {'seed': seed, 'learning_rate': rate, 'min_lr': rate / 10}
+        path = folder / f'{model}_{rate:g}_{more.get("eval_iters", 0)}_seed{seed}'
+        path.mkdir()
+        first = list(early[seed]) if early else [3.0, 3.0]
+        paths.append(write_run(path, first + [loss] * 18, **values))
+    return paths
+
+
+def scattered(mean, noise=0.001):
+    return {seed: mean + noise * (seed - 3) for seed in SEEDS}
+
+
+def rows_of(claims, folders, analyses=None):
+    return verdicts.rows_of(claims, verdicts.read_groups(folders, analyses or {}))
+
+
+def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0))
+    folders += write_runs(tmp_path, R, {seed: 1.9 + 0.002 * (seed % 2) for seed in SEEDS})
+    folders += write_runs(tmp_path, S, {seed: 2.0 + 0.1 * (-1) ** seed for seed in SEEDS})
+    below, above, not_below = rows_of([BELOW, ABOVE, NOT_BELOW], folders)
+    assert (below.verdict, above.verdict) == ('agrees', 'undecided')
+    assert below.runs == [f'{model}_0.006_0_seed{seed}' for model in (R, V) for seed in SEEDS]
+    assert below.rates == {'ResFormer': [6e-3], 'vanilla': [6e-3]}
+
+    opposite = Claim('fig1', 'Fig. 1', 'the reverse', Run(R), '>', Run(V))
+    (row,) = rows_of([opposite], folders)
+    assert row.verdict == 'contradicts'
+
+
+def test_not_below_is_contradicted_by_what_is_below_and_agrees_with_what_is_above(tmp_path):
+    folders = write_runs(tmp_path, R, scattered(2.0))
+    folders += write_runs(tmp_path, S, {seed: 1.9 + 0.002 * (seed % 2) for seed in SEEDS})
+    assert rows_of([NOT_BELOW], folders)[0].verdict == 'contradicts'
+    reverse = Claim('fig6', 'Fig. 6', 'no gain', Run(R), '>=', Run(S))
+    assert rows_of([reverse], folders)[0].verdict == 'agrees'
+
+
+def test_holm_counts_the_tested_claims_of_one_figure(tmp_path):
+    random = np.random.default_rng(0)
+    losses = {
+        model: dict(zip(SEEDS, 2 + 0.02 * random.normal(size=5), strict=True)) for model in 'VRS'
+    }
+    folders = write_runs(tmp_path, V, losses['V'])
+    folders += write_runs(tmp_path, R, losses['R'])
+    folders += write_runs(tmp_path, S, losses['S'])
+    rows = rows_of([BELOW, ABOVE, NOT_BELOW], folders)
+
+    p = []
+    for ours, theirs in ('RV', 'VS', 'SR'):
+        p.append(
+            scipy.stats.ttest_rel(list(losses[ours].values()), list(losses[theirs].values())).pvalue
+        )
+    small, large = sorted(p[:2])
+    holm = {small: 2 * small, large: max(2 * small, large)}
+    expected = [min(1, holm[p[0]]), min(1, holm[p[1]]), p[2]]
+    assert [row.numbers['p_holm'] for row in rows] == pytest.approx(expected)
+
+
+def test_only_runs_that_share_their_settings_are_compared_and_most_seeds_count(tmp_path):
+    few = {seed: 2.0 for seed in (1, 2)}
+    folders = write_runs(tmp_path, V, few, eval_iters=4)
+    folders += write_runs(tmp_path, R, scattered(1.5), eval_iters=8)
+    (row,) = rows_of([BELOW], folders)
+    assert row.verdict == 'untestable'
+    assert row.reason == 'no runs with the same settings and seeds'
+
+    folders += write_runs(tmp_path, R, few, eval_iters=4)
+    folders += write_runs(tmp_path, V, scattered(1.6), eval_iters=8, rate=3e-3)
+    (row,) = rows_of([BELOW], folders)
+    assert row.numbers['seeds'] == 5
+    assert row.rates == {'ResFormer': [6e-3], 'vanilla': [3e-3]}
+
+
+def test_a_contrast_that_is_printed_twice_is_one_row(tmp_path):
+    again = Claim('fig5', 'Fig. 5', 'once more', Run(R), '<', Run(V), metric='validation loss')
+    (row,) = rows_of([BELOW, again], write_runs(tmp_path, V, scattered(2.0)))
+    assert row.where == ['Fig. 1', 'Fig. 5']
+    assert row.reason == 'no runs of ResFormer'
+    with pytest.raises(ValueError, match='two signs'):
+        rows_of([BELOW, Claim('fig5', '', '', Run(R), '>', Run(V))], [])
+
+
+def test_the_early_loss_is_the_mean_of_the_first_tenth(tmp_path):
+    early = {seed: (3.0 + seed, 5.0) for seed in SEEDS}
+    folders = write_runs(tmp_path, V, scattered(2.0), early)
+    early = {seed: (2.0 + seed, 4.0) for seed in SEEDS}
+    folders += write_runs(tmp_path, R, scattered(2.0), early)
+    claim = Claim('fig11', 'Fig. 11', 'faster', Run(R), '<', Run(V), metric='early loss')
+    (row,) = rows_of([claim], folders)
+    assert row.numbers['differences'] == pytest.approx(dict.fromkeys(SEEDS, -1.0))
+
+
+def write_analysis(folder, kind, series):
+    """{run: {name: values of its layers}} as paper.analyze writes it."""
+    runs = {}
+    for run, means in series.items():
+        runs[f'elsewhere/{run}'] = {'series': {n: {'mean': m} for n, m in means.items()}}
+    (folder / f'{kind}.json').write_text(json.dumps({'runs': runs}))
+
+
+def test_what_happens_inside_a_model_is_read_from_its_analysis(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(2.0))
+    layers = {}
+    for seed in SEEDS:
+        layers[f'vanilla_0.006_0_seed{seed}'] = {'entropy': [4.0, 3.0, 2.0, 1.0 + 0.01 * seed]}
+        layers[f'resformer_0.006_0_seed{seed}'] = {'entropy': [4.0, 3.0, 3.0, 3.0]}
+    write_analysis(tmp_path, 'entropy', layers)
+    claims = [claim for claim in CLAIMS if claim.metric in ('entropy', 'entropy with depth')]
+    depth, difference = rows_of(claims, folders, verdicts.read_analyses(tmp_path))
+    expected = {seed: 1.5 + 0.005 * seed - 4 for seed in SEEDS}
+    assert depth.numbers['differences'] == pytest.approx(expected)
+    expected = {seed: 1.5 + 0.005 * seed - 3 for seed in SEEDS}
+    assert difference.numbers['differences'] == pytest.approx(expected)
+    assert (depth.verdict, difference.verdict) == ('agrees', 'agrees')
+
+    depth, difference = rows_of(claims, folders)
+    assert depth.reason == 'no analysis of entropy'
+
+
+def test_every_claim_has_a_row_and_a_label_that_a_reader_understands():
+    rows = rows_of(CLAIMS, [])
+    assert sum(len(row.where) for row in rows) == len(CLAIMS)
+    assert {row.verdict for row in rows} == {'untestable'}
+    for claim in CLAIMS:
+        assert {claim.ours.model, claim.theirs.model} <= NAMES.keys()
+    labels = [row.label() for row in rows]
+    assert len(set(labels)) == len(labels)
+    for row in rows:
+        assert SIGNS[row.sign] in row.label()
+        assert row.reason and row.lacks
+    assert all(row.label() in verdicts.markdown(rows) for row in rows)
+    assert verdicts.forest(rows) == ''
+
+
+def test_the_program_writes_a_table_the_numbers_and_a_picture(tmp_path, monkeypatch, capsys):
+    folders = write_runs(tmp_path, V, scattered(2.0))
+    folders += write_runs(tmp_path, R, {seed: 1.9 + 0.002 * (seed % 2) for seed in SEEDS})
+    out = tmp_path / 'made' / 'verdicts'
+    words = ['paper.verdicts', *map(str, folders), f'--out={out}']
+    monkeypatch.setattr('sys.argv', words)
+    verdicts.main()
+    assert 'ResFormer below vanilla' in capsys.readouterr().out
+    numbers = json.loads(out.with_suffix('.json').read_text())
+    assert numbers['verdicts']['agrees'] == 1
+    picture = out.with_suffix('.svg').read_text()
+    assert 'ResFormer below vanilla' in picture and 'prefers-color-scheme' in picture
+    table = out.with_suffix('.md').read_text()
+    assert '| ResFormer below vanilla |' in table and 'no runs of DenseFormer' in table
+
+
+def test_runs_that_cannot_be_used_are_refused(tmp_path, monkeypatch, capsys):
+    (path,) = write_runs(tmp_path, V, {1: 2.0})
+    copy = tmp_path / 'copy'
+    copy.mkdir()
+    write_run(copy, [3.0] * 20, **json.loads((path / 'config.json').read_text()))
+    with pytest.raises(ValueError, match='have the same model and seed'):
+        verdicts.read_groups([path, copy], {})
+    (copy / 'log.jsonl').write_text('{"step": 0, "loss": 3.0}\n')
+    with pytest.raises(ValueError, match='is unfinished: step 0 of 20'):
+        verdicts.read_groups([copy], {})
+    monkeypatch.setattr('sys.argv', ['paper.verdicts'])
+    with pytest.raises(SystemExit, match='name the folders of runs'):
+        verdicts.main()
