@@ -96,6 +96,8 @@ LAMBDAS = (0.2, 1.0, 2.0, 5.0)
 
 def with_lambda(value):
     """V_n + lambda V_1 in place of their mean."""
+    if value == 2.0:
+        return 'constant_resformer'
     return f'resformer+residual_lambda=({value},1.0)'
 
 
@@ -118,7 +120,6 @@ NAMES = {
     ALL: 'source: all earlier layers',
     **{with_lambda(value): f'V_n + {value:g} V_1' for value in LAMBDAS},
     'learned_resformer': 'ResFormer, learned weights',
-    'constant_resformer': 'ResFormer, constant (2, 1)',
     'sparse_resformer': 'ResFormer, sparse with 5',
     KEYS_OF_2: 'keys shared by two layers',
     VALUES_OF_2: 'values shared by two layers',

@@ -1,7 +1,8 @@
 """
 What kept runs say of every claim that the paper prints: they agree, contradict it, or decide nothing.
 
-$ python -m paper.verdicts results/claims/main/*_seed[1-5] --analyses=results/claims --out=results/claims/verdicts
+$ python -m paper.verdicts plan fig6 fig7                      # the command that trains what they need
+$ python -m paper.verdicts out/compare/claims/*_seed[1-5] --analyses=FOLDER --out=FOLDER/verdicts
 
 A claim says which of two models has the lower loss, entropy, and so on (claims.py). It is tested by
 all runs of the two models that share everything but the seed and each model's own learning rate; if
@@ -20,6 +21,7 @@ name of their folder. Writes <out>.json, <out>.md and <out>.svg.
 
 import json
 import re
+import shlex
 import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,14 +33,17 @@ from comparison.plan import decisive_settings
 from comparison.report import standalone
 from comparison.results import read_state
 from comparison.verdict import judge
-from configurator import choose, one_line_errors
+from configurator import choose, one_line_errors, read_settings
 from files import write_whole
 from model import GPTConfig
 from paper import analyze
 from paper.claims import BASES, CLAIMS, METRICS, NAMES, SIGNS
+from paper.figures import FIGURES, V
 from paper.runs import PAPER, Run, configs_of
 from rundir import gpt_config
 from train import TrainConfig
+
+SIZE = Path('config/claims.py')  # for which command() plans
 
 # {verdict: how a headline counts it}
 VERDICTS = {
@@ -55,13 +60,23 @@ MISSING = 'the runs are missing'
 
 @dataclass
 class VerdictsConfig:
-    runs: tuple = ()  # folders of finished runs
+    names: tuple = ()  # folders of finished runs
     analyses: str = ''  # a folder with <analysis>.json of those runs
     out: str = 'verdicts'  # where to write, without ending
 
     def __post_init__(self):
-        if not self.runs:
+        if not self.names:
             raise ValueError('name the folders of runs')
+
+
+@dataclass
+class PlanConfig:
+    names: tuple = ()  # figures whose claims are to be tested; (): all of them
+
+    def __post_init__(self):
+        for name in self.names:
+            if name not in FIGURES:
+                raise ValueError(f'no figure {name!r}; there are {", ".join(FIGURES)}')
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -91,7 +106,7 @@ def read_groups(folders, analyses):
             raise ValueError(f'{folder} is {state.kind}: {state.detail or "it has no log"}')
         config = gpt_config(state.config, folder)
         group = groups.setdefault(common_settings(state.config, config), {})
-        seeds = group.setdefault(as_key(config.variant()), {})
+        seeds = group.setdefault(as_key(config), {})
         kept = keep(state, analyses)
         if kept.seed in seeds:
             raise ValueError(f'{folder} and {seeds[kept.seed].name} have the same model and seed')
@@ -99,8 +114,9 @@ def read_groups(folders, analyses):
     return groups
 
 
-def as_key(variant):
-    """Fields and values in one order, so that equal variants have equal keys."""
+def as_key(config):
+    """A model's wiring as text. Sizes differ in their heads: what counts is the share of KV heads."""
+    variant = config.variant() | {'n_kv_head': config.kv_heads / config.n_head}
     return json.dumps(variant, sort_keys=True)
 
 
@@ -328,7 +344,7 @@ def why_no_pair(claim, groups):
 
 def variant_of(run):
     _, config = configs_of(run, PAPER)
-    return as_key(config.variant())
+    return as_key(config)
 
 
 def judge_family(rows, family):
@@ -494,24 +510,68 @@ def name_of(figure):
     return re.sub(r'^fig', 'Fig. ', re.sub(r'^table', 'Table ', figure))
 
 
+# --- a plan that tests claims ----------------------------------------------------------------------
+
+
+def command(figures):
+    """The command line of compare.py whose runs test the claims of some figures, as far as runs of
+    one size and length can. Raises ValueError where they cannot."""
+    arms, contrasts = {V: arm_of(V)}, []
+    for claim in CLAIMS:
+        if beyond(claim) or (figures and claim.figure not in figures):
+            continue
+        pair = [claim.ours.model, claim.theirs.model]
+        arms |= {model: arm_of(model) for model in pair}
+        if V not in pair:
+            contrasts.append('-'.join(arm_name(model) for model in pair))
+    if len(arms) < 2:
+        raise ValueError('these claims need other sizes, lengths or measurements')
+    words = ['python', 'compare.py', str(SIZE), f'--arms={"; ".join(arms.values())}']
+    if contrasts:
+        words.append(f'--contrasts={", ".join(dict.fromkeys(contrasts))}')
+    return shlex.join(words)
+
+
+def arm_of(model):
+    """A model as an arm of compare.py."""
+    kind, *flags = model.split('+')
+    _, config = configs_of(Run(model), PAPER)
+    if config.kv_heads < config.n_head:
+        heads = read_settings(str(SIZE))['n_head']
+        flags.append(f'n_kv_head={config.kv_heads * heads // config.n_head}')
+    return ' '.join([f'{arm_name(model)}:', f'config/{kind}_82m.py', *flags])
+
+
+def arm_name(model):
+    """resformer_residual_map_cross of resformer+residual_map=cross"""
+    return re.sub(r'[^\w.]+', '_', model.replace('=True', '')).strip('_')
+
+
 # --- the program ----------------------------------------------------------------------------------
+
+
+def write_verdicts(settings):
+    rows = rows_of(CLAIMS, read_groups(settings.names, read_analyses(settings.analyses)))
+    table, picture = markdown(rows), forest(rows)
+    numbers = {'verdicts': count_verdicts(rows), 'rows': [asdict(row) for row in rows]}
+    texts = {'json': json.dumps(numbers, indent=1) + '\n', 'md': table}
+    if picture:
+        texts['svg'] = standalone(picture)
+    out = Path(settings.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for ending, text in texts.items():
+        write_whole(out.with_name(f'{out.name}.{ending}'), text)
+    print(table)
 
 
 def main():
     with one_line_errors(ValueError, OSError):
-        _, (settings,) = choose({'': (VerdictsConfig,)}, __doc__, plain='runs')
-        groups = read_groups(settings.runs, read_analyses(settings.analyses))
-        rows = rows_of(CLAIMS, groups)
-        out = Path(settings.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        numbers = {'verdicts': count_verdicts(rows), 'rows': [asdict(row) for row in rows]}
-        texts = {'json': json.dumps(numbers, indent=1) + '\n', 'md': markdown(rows)}
-        picture = forest(rows)
-        if picture:
-            texts['svg'] = standalone(picture)
-        for ending, text in texts.items():
-            write_whole(out.with_name(f'{out.name}.{ending}'), text)
-        print(markdown(rows))
+        modes = {'': (VerdictsConfig,), 'plan': (PlanConfig,)}
+        mode, (settings,) = choose(modes, __doc__, plain='names')
+        if mode == 'plan':
+            print(command(settings.names))
+        else:
+            write_verdicts(settings)
 
 
 if __name__ == '__main__':

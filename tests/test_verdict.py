@@ -22,7 +22,7 @@ from comparison.verdict import (
     worth_of_cost,
 )
 
-# Validation losses of seeds 1, 2, 3: results/claims, 0.52M parameters, 5.1M bytes.
+# Validation losses of seeds 1, 2, 3: results/untuned, 0.52M parameters, 5.1M bytes.
 LOGGED = {
     'vanilla': (1.856, 1.805, 1.835),
     'resformer': (1.798, 1.782, 1.777),

@@ -1,13 +1,15 @@
 """What kept runs say of the paper's claims (paper/verdicts.py)."""
 
 import json
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 from test_draw import write_run
 
-from comparison.plan import decisive_settings
+from comparison.plan import CompareConfig, Plan, decisive_settings
 from configurator import configure
 from model import GPTConfig
 from paper import verdicts
@@ -16,6 +18,7 @@ from paper.figures import R, S, V
 from paper.runs import Run
 from train import TrainConfig
 
+ROOT = Path(__file__).parent.parent
 SEEDS = range(1, 6)
 BELOW = Claim('fig1', 'Fig. 1', 'ResFormer is below vanilla', Run(R), '<', Run(V))
 ABOVE = Claim('fig1', 'Section 1', 'vanilla is above SVFormer', Run(V), '>', Run(S))
@@ -179,6 +182,27 @@ def test_the_program_writes_a_table_the_numbers_and_a_picture(tmp_path, monkeypa
     assert 'ResFormer below vanilla' in picture and 'prefers-color-scheme' in picture
     table = out.with_suffix('.md').read_text()
     assert '| ResFormer below vanilla |' in table and 'no runs of DenseFormer' in table
+
+
+def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_claims(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    usual = [claim for claim in CLAIMS if not verdicts.beyond(claim)]
+    for figures in ((), ('fig6',), ('fig10',)):
+        _, program, *argv = shlex.split(verdicts.command(figures))
+        assert program == 'compare.py'
+        options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, argv=argv)
+        plan = Plan(options, argv)
+        wirings = {name: verdicts.as_key(plan.configure(name)[1]) for name in plan.arms}
+        tested = {(wirings[ours], wirings[theirs]) for ours, theirs in plan.contrasts}
+        for claim in usual:
+            ours, theirs = (verdicts.variant_of(run) for run in (claim.ours, claim.theirs))
+            if ours != theirs and (not figures or claim.figure in figures):
+                assert (ours, theirs) in tested or (theirs, ours) in tested
+
+    with pytest.raises(ValueError, match='need other sizes, lengths or measurements'):
+        verdicts.command(['fig12a'])
+    with pytest.raises(ValueError, match="no figure 'fig99'; there are table1"):
+        verdicts.PlanConfig(('fig99',))
 
 
 def test_runs_that_cannot_be_used_are_refused(tmp_path, monkeypatch, capsys):
