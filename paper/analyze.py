@@ -417,38 +417,45 @@ def curve_of(kind, title, series):
     return mean, error
 
 
-def figure_of(numbers, title=''):
-    """The figure of analyze()'s numbers: one curve per run, mean and standard error over sequences."""
+def figure_of(numbers, title='', names=None):
+    """The figure of analyze()'s numbers: one curve per run, mean and standard error over sequences.
+
+    names: {run: its name in the legend}, of every run; None: the ends of their paths.
+    """
     kind, reports = numbers['analysis'], numbers['runs']
-    names = list(next(iter(reports.values()))['series'])
-    panels = panels_of(kind, names)
-    width = 4 * max(len(panels), 1.4)
-    figure, axes = draw.pyplot().subplots(1, len(panels), squeeze=False, layout='constrained')
+    configs = {run: architecture.GPTConfig(**report['config']) for run, report in reports.items()}
+    looks = draw.looks(configs, names or draw.labels(reports))
+    panels = panels_of(kind, list(next(iter(reports.values()))['series']))
+    width = 3.1 * max(len(panels), 2)
+    # Panels of one quantity share its axis, so that they can be compared.
+    options = {'squeeze': False, 'sharey': kind == 'similarity', 'layout': 'constrained'}
+    figure, axes = draw.pyplot().subplots(1, len(panels), **options)
     for ax, (panel, series) in zip(axes[0], panels.items(), strict=True):
-        draw_panel(ax, kind, panel, series, reports)
-    height = 3.6 + draw.legend(figure, axes[0][0], width, loc='outside lower center')
+        draw_panel(ax, kind, panel, series, reports, looks)
+    if kind != 'spectrum':
+        axes[0][0].set_ylabel(Y_LABELS[kind], fontsize=draw.FONT)
+    height = 3.3 + draw.legend_below(figure, axes[0][0], width)
     figure.set_size_inches(width, height)
-    figure.suptitle(title or kind, fontsize=10)
+    figure.suptitle(title or kind, fontsize=11)
     return figure
 
 
-def draw_panel(ax, kind, title, names, reports):
+def draw_panel(ax, kind, title, names, reports, looks):
     of_eigenvalues = title == FIRST_LAYER
-    configs = {run: architecture.GPTConfig(**report['config']) for run, report in reports.items()}
-    styles, labels = draw.styles(configs), draw.labels(reports)
     for run, report in reports.items():
+        look = looks[run]
         for name, marker in zip(names, '.x', strict=False):
             mean, error = curve_of(kind, title, report['series'][name])
             low = mean - error
             if kind == 'spectrum':  # a log axis has no 0
                 low = np.maximum(low, np.nanmin(mean) / 2)
             formula = re.sub(r'([AV])_(n(-1)?)', r'$\1_{\2}$', name)
-            label = f'{labels[run]} {formula}' if len(names) > 1 else labels[run]
+            label = f'{look["label"]} {formula}' if len(names) > 1 else look['label']
             marker = '' if of_eigenvalues else marker
             x = np.arange(1, len(mean) + 1)
-            ax.plot(x, mean, marker=marker, label=label, **styles[run])
-            color = styles[run]['color']
-            ax.fill_between(x, low, mean + error, color=color, alpha=0.2, linewidth=0)
+            ax.plot(x, mean, marker=marker, **{**look, 'label': label})
+            band = {'color': look['color'], 'alpha': 0.2, 'linewidth': 0}
+            ax.fill_between(x, low, mean + error, **band)
 
     if kind == 'entropy':
         for T in sorted({report['length'] for report in reports.values()}):
@@ -456,9 +463,9 @@ def draw_panel(ax, kind, title, names, reports):
             ax.axhline(uniform_entropy(T), color='#BBBBBB', linewidth=1, label=label)
     ax.set_title(title, fontsize=10)
     ax.xaxis.set_major_locator(draw.pyplot().MaxNLocator(integer=True))
-    ax.set_xlabel('index of the eigenvalue' if of_eigenvalues else 'layer')
-    ax.set_ylabel('eigenvalue' if of_eigenvalues else Y_LABELS[kind])
+    ax.set_xlabel('index of the eigenvalue' if of_eigenvalues else 'layer', fontsize=draw.FONT)
     if kind == 'spectrum':
+        ax.set_ylabel('eigenvalue' if of_eigenvalues else Y_LABELS[kind], fontsize=draw.FONT)
         ax.set_yscale('log')
     ax.grid(alpha=0.3)
 

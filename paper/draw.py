@@ -1,29 +1,31 @@
 """
-Drawings from the logs of runs.
+Drawings from the logs of runs, and of how models are wired.
 
 $ python -m paper.draw relative out/demo/vanilla out/demo/resformer out/demo/svformer --window=10
-$ python -m paper.draw bars out/demo/vanilla out/demo/resformer out/demo/svformer --window=20
-$ python -m paper.draw scaling out/vanilla_{82m,180m} out/resformer_{82m,180m} --window=50
+$ python -m paper.draw scaling out/vanilla_{2m,82m,180m} out/resformer_{2m,82m,180m} --window=50
 $ python -m paper.draw critical out/vanilla_512 out/svformer_512 out/vanilla_2048 out/svformer_2048
+$ python -m paper.draw wiring vanilla resformer+residual_from=all out/demo/svformer --layers=4
 
-relative  smoothed training loss of each run minus that of the first (Figs. 1, 4 to 8, 13, 14)
-bars      the same over the last steps, a bar for each run
+relative  smoothed training loss of each run minus that of the first (Figs. 1, 4 to 8, 10 to 14)
 scaling   loss against parameters, fitted power laws, savings at equal loss (Fig. 5)
-critical  the step at which each run is overtaken by the one before it, against length (Fig. 11)
+critical  whether and when each run is overtaken by the one before it, against length (Fig. 11)
+wiring    which layers' queries, keys and values a layer uses (Fig. 2): of a model of config/, with
+          +setting=value, or of a run
 
---out=FILE.png or FILE.pdf is the picture. Whether a difference means anything takes several seeds:
+--out=FILE.png, .svg or .pdf is the picture. Whether a difference means anything takes several seeds:
 see compare.py.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from configurator import choose, one_line_errors
-from paper import losses
+from paper import losses, wiring
+from paper.runs import PAPER, Run, configs_of
 from rundir import read_run_config
 
 # --- names and colors -----------------------------------------------------------------------------
@@ -60,8 +62,8 @@ COLORS = {
     'other': '#888888',
 }
 
-# Dashes tell runs of one color apart, and hatches their bars.
-HATCHES = {'-': '', '--': '//', ':': '..', '-.': 'xx'}
+# Dashes tell runs of one color apart.
+DASHES = ('-', '--', ':', '-.')
 
 
 def model_name(config):
@@ -98,23 +100,35 @@ def styles(configs):
     result = {}
     for run, config in configs.items():
         color = color_of(config)
-        strength, dashes = divmod(counts[color], len(HATCHES))
-        result[run] = {
-            'color': color,
-            'linestyle': list(HATCHES)[dashes],
-            'alpha': 1 / (1 + strength),
-        }
+        strength, dashes = divmod(counts[color], len(DASHES))
+        result[run] = {'color': lighter(color, 1 / (1 + strength)), 'linestyle': DASHES[dashes]}
         counts[color] += 1
     return result
 
 
 def shades(configs):
     """Like styles(), for runs of one model in order, such as by size: ever stronger."""
-    strengths = np.linspace(0.25, 1.0, len(configs))
+    strengths = np.linspace(0.35, 1.0, len(configs))
     result = {}
     for (run, config), strength in zip(configs.items(), strengths, strict=True):
-        result[run] = {'color': color_of(config), 'linestyle': '-', 'alpha': float(strength)}
+        result[run] = {'color': lighter(color_of(config), strength), 'linestyle': '-'}
     return result
+
+
+def lighter(color, strength):
+    """A color '#RRGGBB' mixed with white; strength 1 is the color itself.
+
+    Lines of a mixed color do not shine through each other, as transparent ones do.
+    """
+    channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    mixed = [round(255 + strength * (channel - 255)) for channel in channels]
+    return '#' + ''.join(f'{channel:02X}' for channel in mixed)
+
+
+def looks(configs, names, ordered=False):
+    """{run: its line settings, and its name as 'label'}; ordered: runs of one model, in an order."""
+    settings = shades(configs) if ordered else styles(configs)
+    return {run: {**settings[run], 'label': names[run]} for run in configs}
 
 
 def labels(runs):
@@ -129,164 +143,233 @@ def labels(runs):
     return result
 
 
-# --- axes: each function draws on them, and gives the numbers that it drew ------------------------
+# --- numbers: what the axes below draw, ready for JSON --------------------------------------------
 
 
-def relative_axes(axes, baseline, runs, window):
-    """Each run minus one baseline: {run: (steps, differences)}."""
-    configs = {run: losses.model_config(run) for run in (baseline, *runs)}
-    names = labels(configs)
-    axes.axhline(0, color=color_of(configs[baseline]), linewidth=1, label=names[baseline])
-    axes.set_ylabel(f'training loss relative to\n{names[baseline]} (nats)')
-    pairs = [(baseline, run) for run in runs]
-    return curves(axes, pairs, window, names, styles(configs))
+def curves_of(pairs, smooth, window):
+    """{run: its curve} of [(baseline, run)], each a mean over `smooth` points.
 
-
-def pairs_axes(axes, pairs, window):
-    """Each run minus a baseline of its own: {run: (steps, differences)}; pairs: [(baseline, run)]."""
-    configs = {run: losses.model_config(run) for _, run in pairs}
-    one_model = len({model_name(config) for config in configs.values()}) == 1
-    style = shades(configs) if one_model else styles(configs)
-    axes.axhline(0, color=COLORS['vanilla'], linewidth=1, label='its own baseline')
-    axes.set_ylabel('training loss relative to\nits own baseline (nats)')
-    return curves(axes, pairs, window, labels(configs), style)
-
-
-def curves(axes, pairs, window, names, style):
+    A curve is {'steps', 'difference', 'final'}; final is the mean of the last `window` steps.
+    """
     result = {}
     for baseline, run in pairs:
-        result[run] = steps, values = losses.relative(baseline, run, window)
-        axes.plot(steps, values, label=names[run], **style[run])
-    axes.set_xlabel('step')
-    frame(axes, [values for _, values in result.values()])
+        steps, values = losses.relative(baseline, run, smooth)
+        final = losses.final_difference(baseline, run, window)
+        result[run] = {'steps': steps.tolist(), 'difference': values.tolist(), 'final': final}
     return result
 
 
-def frame(axes, curves):
-    """Limits, grid and legend of curves over steps.
+def scaling_of(runs, window):
+    """{model: {'parameters', 'loss', 'runs', ...}} of runs of several sizes, from small to large.
 
-    The first steps, where all losses fall by nats, would squeeze the rest: up to 1% of a curve's
-    points above and below may lie outside, all of them in its first tenth.
+    A model has a 'power_law' or says under 'no_law' why not; all but vanilla have losses.savings().
     """
-    low = high = 0.0
-    for curve in curves:
-        later = curve[len(curve) // 10 :]
-        low = min(low, later.min(), np.quantile(curve, 0.01))
-        high = max(high, later.max(), np.quantile(curve, 0.99))
-    margin = 0.1 * (high - low) or 1.0
-    axes.set_ylim(low - margin, high + margin)
-    axes.grid(alpha=0.3)
-    legend(axes, axes, 4.6, loc='lower left', bbox_to_anchor=(0, 1))
-
-
-def legend(owner, axes, inches, **place):
-    """The legend of `axes` outside of them, where it hides no curve. Returns its height in inches.
-
-    owner: what it belongs to, the axes or their figure. inches: the width that it may take.
-    """
-    handles, names = axes.get_legend_handles_labels()
-    longest = max(
-        len(re.sub('[${}_]', '', name)) for name in names
-    )  # a formula's markup is not shown
-    columns = max(1, int(inches / (0.5 + 0.07 * longest)))
-    owner.legend(handles, names, frameon=False, fontsize=8, ncols=columns, **place)
-    return 0.18 * math.ceil(len(names) / columns)
-
-
-def bars_axes(axes, baseline, runs, window):
-    """The mean of the last `window` steps, without an error: {run: {'mean': difference}}."""
-    configs = {run: losses.model_config(run) for run in (baseline, *runs)}
-    style = styles(configs)
-    names = labels(configs)
-    result = {}
-    for i, run in enumerate(runs):
-        mean = losses.final_difference(baseline, run, window)
-        result[run] = {'mean': mean}
-        look = {'color': style[run]['color'], 'hatch': HATCHES[style[run]['linestyle']]}
-        axes.barh(i, mean, height=0.6, edgecolor='white', **look)
-
-    axes.axvline(0, color='#000000', linewidth=1)
-    axes.set_yticks(range(len(runs)), [names[run].replace('+', '\n+') for run in runs], fontsize=8)
-    axes.invert_yaxis()
-    axes.locator_params(axis='x', nbins=5)
-    axes.set_xlabel(
-        f"loss minus {names[baseline]}'s (nats)\nmean of the last {window} steps, one seed"
-    )
-    axes.grid(alpha=0.3, axis='x')
-    return result
-
-
-def scaling_axes(axes, runs, window):
-    """Loss against parameters: {model: {'parameters', 'loss', 'runs', ...}}; see losses.savings()."""
-    points, colors = {}, {}
+    points = {}
     for run in runs:
-        config = losses.model_config(run)
-        name = model_name(config)
-        colors[name] = color_of(config)
-        point = losses.parameters_of(run), losses.last_loss(run, window), run
+        name = model_name(losses.model_config(run))
+        point = losses.parameters_of(run), losses.last_loss(run, window), str(run)
         points.setdefault(name, []).append(point)
 
     models = {}
     for name, of_model in points.items():
         parameters, loss, names = zip(*sorted(of_model), strict=True)
-        models[name] = {
-            'parameters': parameters,
-            'loss': loss,
-            'runs': [str(run) for run in names],
-        }
-        label = name
-        if len(set(parameters)) > 1:
-            a, b = models[name]['power_law'] = losses.power_law(parameters, loss)
-            label = f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$'
-            x = np.geomspace(min(parameters), max(parameters), 50)
-            axes.plot(x, a * x**-b, color=colors[name])
-        axes.plot(parameters, loss, 'o', color=colors[name], label=label)
-
-    with_law = [name for name, model in models.items() if 'power_law' in model]
-    for name in with_law:
-        if name != 'vanilla' and 'vanilla' in with_law:
+        models[name] = {'parameters': parameters, 'loss': loss, 'runs': names}
+        models[name]['no_law'] = losses.why_no_law(parameters, loss)
+        if not models[name]['no_law']:
+            models[name]['power_law'] = losses.power_law(parameters, loss)
+    for name in models:
+        if name != 'vanilla' and 'vanilla' in models:
             models[name].update(losses.savings(models, name, window))
-    axes.set_xscale('log')
-    axes.set_yscale('log')
-    axes.set_xlabel('parameters')
-    axes.set_ylabel(f'training loss (nats)\nmean of the last {window} steps')
-    axes.legend(framealpha=1, fontsize=8)
-    axes.grid(alpha=0.3, which='both')
     return models
 
 
-def critical_axes(axes, pairs, window):
-    """The step at which a run is overtaken, against sequence length; pairs: [(baseline, run)].
-
-    Returns [{'length', 'step', 'crossed'}], see losses.critical_step().
-    """
+def crossings_of(pairs, window):
+    """[{'length', 'tokens', and a losses.Crossing}] of [(baseline, run)]; tokens: of the whole run."""
     points = []
     for baseline, run in pairs:
-        step, crossed = losses.critical_step(baseline, run, window)
         length = read_run_config(run, 'block_size')['block_size']
-        points.append({'length': length, 'step': step, 'crossed': crossed})
+        crossing = losses.crossing(baseline, run, window)
+        tokens = crossing.steps * losses.tokens_per_step(run)
+        points.append({'length': length, 'tokens': tokens, **asdict(crossing)})
+    return points
 
-    color = color_of(losses.model_config(pairs[0][1]))
-    known = [point for point in points if point['step'] and point['step'] > 0]
-    for point in known:
-        face = color if point['crossed'] else 'none'
-        axes.plot(point['length'], point['step'], 'o', color=color, markerfacecolor=face)
-    if len(known) > 2:  # an exponential fits any two points
+
+def in_pairs(items):
+    """[a, b, c, d] -> [(a, b), (c, d)]"""
+    return list(zip(items[::2], items[1::2], strict=True))
+
+
+# --- axes: each function draws numbers on them ----------------------------------------------------
+
+SIZE = (7.4, 3.4)  # of one axes, in inches: in a README, its letters are as large as the text's
+FONT = 9
+# Of a legend beside the axes, where the names of curves are, too.
+BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.01, 0.5), 'frameon': False, 'fontsize': FONT}
+
+
+def curve_axes(axes, curves, look, baseline, smooth, window, limits=None):
+    """Each curve, and where it ends its name and its difference at the end.
+
+    curves: from curves_of() with the same `smooth` and `window`. look: {run: line settings}, from
+    looks(). baseline: what the zero line is. limits: of the y axis.
+    """
+    for run, curve in curves.items():
+        axes.plot(curve['steps'], curve['difference'], **look[run])
+    axes.axhline(0, color=COLORS['vanilla'], linewidth=1)
+    axes.set_ylim(limits or limits_of(curves))
+    axes.margins(x=0)
+    axes.grid(alpha=0.3)
+    words = f'step (curves: mean of {smooth} steps; numbers: mean of the last {window})'
+    axes.set_xlabel(words, fontsize=FONT)
+    axes.set_ylabel(f'training loss minus\n{baseline} (nats)', fontsize=FONT)
+    note = {'color': '#777777', 'fontsize': FONT, 'transform': axes.transAxes}
+    axes.text(0.01, 0.02, 'below 0: better', **note)
+
+    ends = [(0.0, baseline, {'color': COLORS['vanilla'], 'linestyle': '-'})]
+    for run, curve in curves.items():
+        number = f'{curve["final"]:+.3f}'.replace('-', '\N{MINUS SIGN}')
+        ends.append((curve['difference'][-1], f'{number}  {look[run]["label"]}', look[run]))
+    end_labels(axes, ends)
+
+
+def limits_of(curves):
+    """The limits of an axis of curves over steps.
+
+    The first steps, where all losses fall by nats, would squeeze the rest: up to 1% of a curve's
+    points above and below may lie outside, all of them in its first tenth.
+    """
+    low = high = 0.0
+    for curve in curves.values():
+        values = np.array(curve['difference'])
+        later = values[len(values) // 10 :]
+        low = min(low, later.min(), np.quantile(values, 0.01))
+        high = max(high, later.max(), np.quantile(values, 0.99))
+    margin = 0.1 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def end_labels(axes, ends):
+    """Names beside the right ends of curves, where they hide none, moved apart if they overlap.
+
+    ends: [(y, name, line settings)]
+    """
+    low, high = axes.get_ylim()
+    figure = axes.get_figure()
+    # The height of the axes alone, without the words around them.
+    inches = figure.get_figheight() / len(figure.axes) - 0.9
+    gap = 1.4 * FONT / 72 / inches * (high - low)
+    places = spread([y for y, _, _ in ends], gap)
+    beside = axes.get_yaxis_transform()
+    for (y, name, look), place in zip(ends, places, strict=True):
+        line = {'arrowstyle': '-', 'linewidth': 1.5, 'shrinkA': 2, 'shrinkB': 0, 'relpos': (0, 0.5)}
+        line |= {'color': look['color'], 'linestyle': look['linestyle']}
+        text = {'va': 'center', 'fontsize': FONT, 'annotation_clip': False, 'arrowprops': line}
+        frame = {'xycoords': beside, 'textcoords': beside}
+        axes.annotate(name, xy=(1.0, y), xytext=(1.06, place), **frame, **text)
+
+
+def spread(values, gap):
+    """Places at least `gap` apart, in the order of the values and as near to them as can be.
+
+    Without the gaps, the places only have to rise: neighbors that fall are pooled to their mean.
+    """
+    order = np.argsort(values, kind='stable')
+    pools = []
+    for rank, i in enumerate(order):
+        pools.append([values[i] - rank * gap])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    places = np.empty(len(values))
+    rising = [np.mean(pool) for pool in pools for _ in pool]
+    for rank, i in enumerate(order):
+        places[i] = rising[rank] + rank * gap
+    return places.tolist()
+
+
+def scaling_axes(axes, models, window):
+    """Loss against parameters, and a power law where there is one; models: from scaling_of()."""
+    for name, model in models.items():
+        color = COLORS.get(name, COLORS['other'])
+        parameters = model['parameters']
+        label = f'{name}: no power law,\n{model["no_law"]}'
+        line = {'linestyle': ':'}
+        if not model['no_law']:
+            a, b = model['power_law']
+            label = f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$'
+            line = {'linestyle': 'none'}
+            x = np.geomspace(min(parameters), max(parameters), 50)
+            axes.plot(x, a * x**-b, color=color)
+        axes.plot(parameters, model['loss'], marker='o', color=color, label=label, **line)
+    axes.set_xscale('log')
+    axes.set_yscale('log')
+    axes.set_xlabel('parameters N', fontsize=FONT)
+    axes.set_ylabel(f'training loss (nats)\nmean of the last {window} steps', fontsize=FONT)
+    axes.grid(alpha=0.3, which='both')
+    axes.legend(**BESIDE)
+
+
+# How a losses.Crossing is drawn: marker, whether it is filled, what the legend says.
+MARKERS = {
+    'overtaken': ('o', True, 'overtaken'),
+    'predicted': ('o', False, 'not overtaken:\npredicted'),
+    'not overtaken': ('^', False, 'not overtaken by\nthe end of training'),
+    'never ahead': ('v', False, 'behind, and\nnever ahead'),
+}
+
+
+def critical_axes(axes, points, color):
+    """The step at which a run is overtaken, against sequence length; points: from crossings_of().
+
+    A run that is not overtaken is at the end of its training.
+    """
+    for kind, (marker, is_filled, label) in MARKERS.items():
+        of_kind = [point for point in points if point['kind'] == kind]
+        if of_kind:
+            x = [point['length'] for point in of_kind]
+            y = [place_of(point) for point in of_kind]
+            face = color if is_filled else 'white'
+            look = {'color': color, 'markerfacecolor': face, 'markersize': 8, 'linestyle': 'none'}
+            axes.plot(x, y, marker=marker, label=label, **look)
+    end = max(point['steps'] for point in points)
+    label = f'end of training:\n{min(point["tokens"] for point in points):,} tokens'
+    axes.axhline(end, color='#BBBBBB', linewidth=1, zorder=0, label=label)
+
+    known = [point for point in points if point['kind'] == 'overtaken']
+    if len({point['length'] for point in known}) >= losses.MIN_POINTS:
         lengths = [point['length'] for point in known]
         logarithms = [np.log(point['step']) for point in known]
         slope, intercept = np.polyfit(lengths, logarithms, 1)
         x = np.linspace(min(lengths), max(lengths), 50)
         label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
         axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
-        axes.legend(framealpha=1, fontsize=8)
 
-    missing = [str(point['length']) for point in points if point not in known]
-    if missing:
-        axes.set_title(f'no sign of crossing: {", ".join(missing)}', fontsize=8)
-    axes.set_xlabel('sequence length T (tokens); hollow: predicted')
-    axes.set_ylabel('step at which it is overtaken')
+    lengths = [point['length'] for point in points]
+    axes.set_xscale('log')
+    axes.set_xticks(lengths, [f'{length:,}' for length in lengths])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.08 * max(end, *[place_of(point) for point in points]))
+    axes.set_xlabel('sequence length T (tokens)', fontsize=FONT)
+    axes.set_ylabel('step at which it is overtaken', fontsize=FONT)
     axes.grid(alpha=0.3)
-    return points
+    axes.legend(**BESIDE)
+
+
+def place_of(point):
+    if point['kind'] == 'never ahead':
+        return 0
+    return point['step'] or point['steps']
+
+
+def legend_below(figure, axes, inches):
+    """The legend of `axes` below all of a figure, `inches` wide. Returns its height in inches."""
+    handles, names = axes.get_legend_handles_labels()
+    longest = max(
+        len(re.sub('[${}_]', '', name)) for name in names
+    )  # a formula's markup is not shown
+    columns = max(1, int(inches / (0.5 + 0.07 * longest)))
+    place = {'loc': 'outside lower center', 'ncols': columns}
+    figure.legend(handles, names, frameon=False, fontsize=FONT, **place)
+    return 0.2 * math.ceil(len(names) / columns)
 
 
 # --- matplotlib -----------------------------------------------------------------------------------
@@ -307,6 +390,7 @@ def pyplot():
 def save(figure, out):
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
+    pyplot().close(figure)
     print(f'\nwrote {out}')
 
 
@@ -317,82 +401,128 @@ def save(figure, out):
 class DrawConfig:
     runs: tuple = ()  # folders of runs: a baseline, then the runs to compare with it
     window: int = 10  # steps in a running mean (the paper: 10, 50 or 100)
-    out: str = ''  # the picture; the ending chooses PNG or PDF; '': relative.png, bars.png, ...
+    layers: int = 0  # of a wiring; 0: those that the model has
+    out: str = ''  # the picture; the ending chooses PNG, SVG or PDF; '': relative.png, ...
 
     def __post_init__(self):
         if self.window < 1:
             raise ValueError(f'window={self.window} must be at least 1')
+        if self.layers < 0:
+            raise ValueError(f'layers={self.layers} must not be negative')
 
 
 def draw_relative(settings):
+    check_runs(settings, 'relative')
     baseline, *runs = settings.runs
-    figure, axes = pyplot().subplots(figsize=(6.4, 4), layout='constrained')
-    lines = relative_axes(axes, baseline, runs, settings.window)
+    names = labels(settings.runs)
+    configs = {run: losses.model_config(run) for run in runs}
+    curves = curves_of([(baseline, run) for run in runs], settings.window, settings.window)
+    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
+    look = looks(configs, names)
+    curve_axes(axes, curves, look, names[baseline], settings.window, settings.window)
     print(f'Training loss minus that of {baseline}, mean of {settings.window} steps\n')
-    print_curves(lines)
+    print_curves(curves)
     return figure
 
 
-def print_curves(lines):
+def print_curves(curves):
     """A table of curves at five steps; a cell is empty where a run has no value."""
-    every_step = np.unique(np.concatenate([steps for steps, _ in lines.values()]))
+    every_step = np.unique(np.concatenate([curve['steps'] for curve in curves.values()]))
     shares = np.array([0.1, 0.25, 0.5, 0.75, 1.0])
     marks = every_step[np.round(shares * (len(every_step) - 1)).astype(int)]
     print('| run | ' + ' | '.join(f'step {mark}' for mark in marks) + ' |')
     print('|---|' + '---:|' * len(marks))
-    for run, (steps, values) in lines.items():
+    for run, curve in curves.items():
+        steps = curve['steps']
         cells = []
         for mark in marks:
             inside = steps[0] <= mark <= steps[-1]
             last = np.searchsorted(steps, mark, side='right') - 1
-            cells.append(f'{values[last]:+.4f}' if inside else '')
+            cells.append(f'{curve["difference"][last]:+.4f}' if inside else '')
         print(f'| {run} | ' + ' | '.join(cells) + ' |')
 
 
-def draw_bars(settings):
-    baseline, *runs = settings.runs
-    size = (6.4, 1 + 0.4 * len(settings.runs))
-    figure, axes = pyplot().subplots(figsize=size, layout='constrained')
-    for run, difference in bars_axes(axes, baseline, runs, settings.window).items():
-        print(f'{run}: {difference["mean"]:+.4f}')
-    return figure
-
-
 def draw_scaling(settings):
-    figure, axes = pyplot().subplots(figsize=(5, 4), layout='constrained')
-    for name, model in scaling_axes(axes, settings.runs, settings.window).items():
+    check_runs(settings, 'scaling')
+    models = scaling_of(settings.runs, settings.window)
+    for name, model in models.items():
         points = zip(model['parameters'], model['loss'], strict=True)
         words = [f'{n:,} parameters {loss:.4f}' for n, loss in points]
+        if model['no_law']:
+            words.append(f'no power law: {model["no_law"]}')
         for key in ('parameters_saved', 'tokens_saved'):
             if model.get(key) is not None:
                 words.append(f'{key}: {model[key]:.1%}')
         if model.get('why'):
             words.append(f'no saving can be read: {model["why"]}')
         print(f'{name}: {", ".join(words)}')
+    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
+    scaling_axes(axes, models, settings.window)
     return figure
 
 
 def draw_critical(settings):
+    check_runs(settings, 'critical')
     if len(settings.runs) % 2:
         raise ValueError('critical takes pairs: BASELINE RUN BASELINE RUN ...')
-    figure, axes = pyplot().subplots(figsize=(5, 4), layout='constrained')
-    pairs = list(zip(settings.runs[::2], settings.runs[1::2], strict=True))
-    for point in critical_axes(axes, pairs, settings.window):
+    points = crossings_of(in_pairs(settings.runs), settings.window)
+    for point in points:
         print(f'{point["length"]} tokens: {describe_crossing(point)}')
+    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
+    critical_axes(axes, points, color_of(losses.model_config(settings.runs[1])))
     return figure
 
 
+def check_runs(settings, kind):
+    if len(settings.runs) < 2:
+        raise ValueError(f'{kind} needs a baseline and at least one other run')
+
+
 def describe_crossing(point):
-    if point['step'] is None:
-        return 'no sign of it'
-    return f'step {point["step"]:.0f}' + ('' if point['crossed'] else ' (predicted)')
+    """A losses.Crossing in words, with the numbers behind it; point: from crossings_of()."""
+    end = f'{point["tokens"]:,} tokens'
+    words = {
+        'overtaken': f'overtaken at step {point["step"]}',
+        'never ahead': 'behind, and never ahead',
+        'not overtaken': f'not overtaken by {end}',
+        'predicted': f'not overtaken by {end}, predicted for step {point["step"] or 0:,.0f}',
+    }
+    interval = 'too few steps for an interval'
+    if point['interval']:
+        low, high = point['interval']
+        interval = f'95% interval {low:+.4f} to {high:+.4f}'
+    validation = 'not evaluated at the end'
+    if point['validation'] is not None:
+        validation = f'validation loss {point["validation"]:+.4f}'
+    mean = f'mean of the last {losses.tail_of(point["steps"]):,} steps {point["mean"]:+.4f}'
+    return f'{words[point["kind"]]} ({mean}, {interval}; {validation})'
+
+
+def draw_wiring(settings):
+    if not settings.runs:
+        raise ValueError('wiring needs a model, such as resformer, or the folder of a run')
+    configs = {}
+    for word in settings.runs:
+        config = wired_config(word)
+        if settings.layers:
+            config = replace(config, n_layer=settings.layers)
+        configs[word] = config
+    return wiring.figure_of(pyplot(), configs)
+
+
+def wired_config(word):
+    """The GPTConfig of a run's folder, or of a model of config/, with +setting=value."""
+    if Path(word, 'config.json').exists():
+        return losses.model_config(word)
+    _, config = configs_of(Run(word), PAPER)
+    return config
 
 
 DRAWINGS = {
     'relative': draw_relative,
-    'bars': draw_bars,
     'scaling': draw_scaling,
     'critical': draw_critical,
+    'wiring': draw_wiring,
 }
 
 
@@ -400,8 +530,6 @@ def main():
     with one_line_errors(ValueError, OSError):
         modes = dict.fromkeys(DRAWINGS, (DrawConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
-        if len(settings.runs) < 2:
-            raise ValueError(f'{kind} needs a baseline and at least one other run')
         save(DRAWINGS[kind](settings), settings.out or f'{kind}.png')
 
 

@@ -5,7 +5,7 @@ Tables, figures and equations are numbered as in the first version, arXiv:2410.1
 What the paper says of them is in claims.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paper.runs import LENGTHS, PAPER, SIZES, Run
 
@@ -14,21 +14,26 @@ from paper.runs import LENGTHS, PAPER, SIZES, Run
 
 @dataclass
 class Panel:
-    """how: what draws it. relative, bars: the first run is the baseline of the others. pairs,
-    critical: a baseline, its run, the next baseline, its run, ... The others take runs alone."""
+    """how: what draws it. relative: the first run is the baseline of the others. pairs, critical: a
+    baseline, its run, the next baseline, its run, ... The others take runs alone; wiring takes their
+    settings, and needs no training."""
 
     how: str
     runs: list
+    title: str = ''  # what is seen, where the figure has several panels
 
 
 @dataclass
 class Figure:
-    title: str
+    title: str  # what is seen
     panels: list
+    names: dict = field(default_factory=dict)  # {model: its name here}, in place of claims.NAMES
+    is_ordered: bool = False  # whether its models are steps of one thing: shades instead of dashes
 
     def runs(self):
-        """Each run once, in the order of the panels."""
-        return list(dict.fromkeys(run for panel in self.panels for run in panel.runs))
+        """Each run that must be trained, once, in the order of the panels."""
+        trained = [panel for panel in self.panels if panel.how != 'wiring']
+        return list(dict.fromkeys(run for panel in trained for run in panel.runs))
 
 
 def runs(*models, **more):
@@ -45,8 +50,8 @@ def at_each(setting, values, *models):
     return [run for value in values for run in runs(*models, **{setting: value})]
 
 
-def curves_and_bars(*models):
-    return [Panel('relative', runs(*models)), Panel('bars', runs(*models))]
+def curves(*models):
+    return [Panel('relative', runs(*models))]
 
 
 V, R, S = 'vanilla', 'resformer', 'svformer'
@@ -71,42 +76,74 @@ FIGURES = {
     'fig1': Figure(
         'Models compared, and attention entropy',
         [
-            Panel('relative', runs(V, R, 'neutreno', 'neutreno_resformer', 'denseformer')),
-            Panel('entropy', runs(V, R, 'neutreno', 'denseformer', S)),
+            Panel(
+                'relative',
+                runs(V, R, 'neutreno', 'neutreno_resformer', 'denseformer'),
+                'Models compared',
+            ),
+            Panel(
+                'entropy',
+                runs(V, R, 'neutreno', 'denseformer', S),
+                'How much attention is spread over tokens',
+            ),
         ],
+    ),
+    'fig2': Figure(
+        'Whose queries, keys and values a layer uses',
+        [Panel('wiring', runs(V, 'neutreno', 'denseformer', R, S))],
     ),
     'fig3': Figure('Cross-layer attention and its approximations', [Panel('mapping', runs(V))]),
     'fig4': Figure(
-        'Sharing keys or values every two layers', curves_and_bars(V, KEYS_OF_2, VALUES_OF_2, 'cla')
+        'Sharing keys or values every two layers',
+        curves(V, KEYS_OF_2, VALUES_OF_2, 'cla'),
+        {KEYS_OF_2: 'keys shared', VALUES_OF_2: 'values shared', 'cla': 'both shared (CLA)'},
     ),
     'fig5': Figure(
         'ResFormer by sequence length and by size',
         [
-            Panel('pairs', at_each('length', SOME_LENGTHS, V, R)),
-            Panel('scaling', BY_SIZE),
-            Panel('pairs', BY_SIZE),
+            Panel('pairs', at_each('length', SOME_LENGTHS, V, R), 'ResFormer by sequence length'),
+            Panel('scaling', BY_SIZE, 'Loss by size'),
+            Panel('pairs', BY_SIZE, 'ResFormer by size'),
         ],
     ),
     'fig6': Figure(
-        'Residual on queries, keys or values', curves_and_bars(V, ON_QUERIES, ON_KEYS, R)
+        'Residual on queries, keys or values',
+        curves(V, ON_QUERIES, ON_KEYS, R),
+        {ON_QUERIES: 'queries', ON_KEYS: 'keys', R: 'values (ResFormer)'},
     ),
     'fig7': Figure(
-        'How the source values are mapped', curves_and_bars(V, R, IDENTITY, EQ_6, CROSS)
+        'How the source values are mapped',
+        curves(V, R, IDENTITY, EQ_6, CROSS),
+        {
+            R: 'current (ResFormer)',
+            IDENTITY: 'identity',
+            EQ_6: 'identity, all layers',
+            CROSS: 'cross',
+        },
     ),
-    'fig8': Figure('Which layers are the source', curves_and_bars(V, R, PREVIOUS, ALL)),
+    'fig8': Figure(
+        'Which layers are the source',
+        curves(V, R, PREVIOUS, ALL),
+        {R: 'first (ResFormer)', PREVIOUS: 'previous', ALL: 'all earlier'},
+    ),
     'fig9': Figure('Spectra of the values', [Panel('spectrum', runs(V, R))]),
     'fig10': Figure(
         'Less KV cache: half, and an eighth',
         [
-            Panel('pairs', against(V, *HALF) + against(V, *HALF, length=LONGEST)),
-            Panel('pairs', against(V, *EIGHTH, length=LONGEST)),
+            Panel(
+                'pairs', against(V, *HALF) + against(V, *HALF, length=LONGEST), 'Half the KV cache'
+            ),
+            Panel('pairs', against(V, *EIGHTH, length=LONGEST), 'An eighth of the KV cache'),
         ],
+        {'svformer_gqa': 'SVFormer', 'mqa': 'MQA', 'cla_gqa': 'CLA'},
     ),
     'fig11': Figure(
         'SVFormer by sequence length',
         [
-            Panel('pairs', at_each('length', LENGTHS, V, S)),
-            Panel('critical', at_each('length', LENGTHS, V, S)),
+            Panel('pairs', at_each('length', LENGTHS, V, S), 'SVFormer by sequence length'),
+            Panel(
+                'critical', at_each('length', LENGTHS, V, S), 'Whether vanilla overtakes SVFormer'
+            ),
         ],
     ),
     'fig12a': Figure(
@@ -122,13 +159,21 @@ FIGURES = {
         [Panel('pairs', at_each('size', SIZES, V, S))],
     ),
     'fig12d': Figure(
-        "GPT-2's architecture", [Panel('pairs', against(V, S) + against('gpt2', GPT2_S, GPT2_R))]
+        "On GPT-2's architecture",
+        [Panel('pairs', against(V, S) + against('gpt2', GPT2_S, GPT2_R))],
+        {S: 'SVFormer on Llama', GPT2_S: 'SVFormer on GPT-2', GPT2_R: 'ResFormer on GPT-2'},
     ),
     'fig13': Figure(
         'Sharing all of the first queries, keys or values',
-        curves_and_bars(V, FIRST_QUERIES, FIRST_KEYS, S),
+        curves(V, FIRST_QUERIES, FIRST_KEYS, S),
+        {FIRST_QUERIES: 'queries', FIRST_KEYS: 'keys', S: 'values (SVFormer)'},
     ),
-    'fig14': Figure("SVFormer's anchors", curves_and_bars(V, S, TWO_ANCHORS, FOUR_ANCHORS)),
+    'fig14': Figure(
+        "SVFormer's anchors: layers that have their own values",
+        curves(V, S, TWO_ANCHORS, FOUR_ANCHORS),
+        {S: 'one anchor', TWO_ANCHORS: 'two anchors', FOUR_ANCHORS: 'four anchors'},
+        is_ordered=True,
+    ),
     'fig15': Figure('Similarity of tokens', [Panel('similarity', runs(V, R, S))]),
 }
 
@@ -139,7 +184,9 @@ def table():
     """A Markdown table of the figures and their runs, as paper/README.md has it."""
     lines = ['| figure | what | runs |', '|---|---|---|']
     for name, figure in FIGURES.items():
-        lines.append(f'| {name} | {figure.title} | {describe(figure.runs())} |')
+        words = describe(figure.runs() or figure.panels[0].runs)
+        note = '' if figure.runs() else '; drawn from `wire()`, no run needed'
+        lines.append(f'| {name} | {figure.title} | {words}{note} |')
     return '\n'.join(lines) + '\n'
 
 

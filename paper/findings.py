@@ -149,7 +149,7 @@ def describe_savings(saved):
 
 
 def describe_crossings(points):
-    """points: from draw.critical_axes()."""
+    """points: from draw.crossings_of()."""
     words = [f'{point["length"]}: {draw.describe_crossing(point)}' for point in points]
-    paper = 'the paper: the later, the longer the sequence'
-    return f'SVFormer is overtaken at {", ".join(words)} ({paper}); {ONE_SEED}'
+    paper = 'the paper: overtaken, the later, the longer the sequence'
+    return f'SVFormer by sequence length: {"; ".join(words)} ({paper}); {ONE_SEED}'

@@ -6,6 +6,7 @@ $ python -m paper.reproduce list                       # what there is, what it 
 $ python -m paper.reproduce fig6 --scale=tiny          # one of them, or several; all: every one
 $ python -m paper.reproduce all --scale=tiny --jobs=2  # two trainings at a time
 $ python -m paper.reproduce fig6 --scale=paper         # by torchrun on this machine's GPUs (--gpus=8)
+$ python -m paper.reproduce redraw fig6 --scale=tiny   # from its numbers in results/, without any run
 
 A run is kept in out/<scale>/<name>: finished ones are reused, unfinished ones go on. Results are in
 results/<scale>/. After SIGTERM or Ctrl-C the runs are saved, and the same command goes on.
@@ -17,7 +18,7 @@ import functools
 import json
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,10 @@ from configurator import choose, one_line_errors
 from files import write_whole
 from machine import INTERRUPTED, Machine
 from model import GPT
-from paper import analyze, draw, runs
+from paper import analyze, draw, runs, wiring
 from paper.figures import FIGURES
 from paper.findings import against_the_paper
-from paper.numbers import TABLE_1, TABLE_5, paper_size
+from paper.pictures import draw_figure, folders, smoothing, wired
 from paper.runs import PAPER, SCALES, Run, folder
 from rundir import provenance
 from train import TrainConfig
@@ -64,163 +65,79 @@ class ReproduceConfig:
         return list(FIGURES) if self.figures in ((), ('all',)) else list(self.figures)
 
 
-# --- panels: each draws on axes and gives the numbers that it drew --------------------------------
+# --- panels: the numbers of each, ready for JSON --------------------------------------------------
 
 
-def draw_panel(panel, axes, scale):
+def measure(panel, scale, settings, machine):
+    """The numbers of a panel, from its runs, which have finished."""
+    if panel.how == 'loss':
+        return measure_losses(panel, scale, machine)
+    if panel.how == 'tasks':
+        return measure_tasks(panel, scale, settings.data_dir, machine)
+    if panel.how in analyze.ANALYSES:
+        sizes = {'sequences': scale.sequences, 'length': scale.length, 'batch_size': 10}
+        options = analyze.AnalyzeConfig(**sizes)
+        return analyze.analyze(panel.how, folders(panel, scale), options, machine)['runs']
+
     paths = folders(panel, scale)
-    baseline, *others = paths
-    smooth = max(2, scale.window // 2)
-    if panel.how == 'bars':
-        return draw.bars_axes(axes, baseline, others, scale.window)
-    if panel.how == 'scaling':
-        return draw.scaling_axes(axes, paths, scale.window)
-    if panel.how == 'critical':
-        return draw.critical_axes(axes, in_pairs(paths), smooth)
+    smooth = smoothing(scale)
+    if panel.how == 'relative':
+        baseline, *others = paths
+        return draw.curves_of([(baseline, run) for run in others], smooth, scale.window)
     if panel.how == 'pairs':
-        curves = draw.pairs_axes(axes, in_pairs(paths), smooth)
-    else:
-        curves = draw.relative_axes(axes, baseline, others, smooth)
-    return {
-        run: {'steps': steps.tolist(), 'difference': values.tolist()}
-        for run, (steps, values) in curves.items()
-    }
+        return draw.curves_of(draw.in_pairs(paths), smooth, scale.window)
+    if panel.how == 'scaling':
+        return draw.scaling_of(paths, scale.window)
+    if panel.how == 'critical':
+        return draw.crossings_of(draw.in_pairs(paths), smooth)
+    assert panel.how == 'wiring', panel.how
+    configs = wired(panel)
+    return {name: [asdict(arrow) for arrow in wiring.arrows(c)] for name, c in configs.items()}
 
 
-def folders(panel, scale):
-    return [str(folder(run, scale)) for run in panel.runs]
-
-
-def in_pairs(items):
-    """[a, b, c, d] -> [(a, b), (c, d)]"""
-    return list(zip(items[::2], items[1::2], strict=True))
-
-
-def draw_panels(panels, title, scale, out):
-    """Panels side by side, in one picture. Returns [{'how', 'numbers'}]."""
-    size = (5.2 * len(panels), 4.2)
-    options = {'figsize': size, 'squeeze': False, 'layout': 'constrained'}
-    figure, axes = draw.pyplot().subplots(1, len(panels), **options)
-    numbers, curves = [], []
-    for panel, ax in zip(panels, axes[0], strict=True):
-        numbers.append({'how': panel.how, 'numbers': draw_panel(panel, ax, scale)})
-        if panel.how in ('relative', 'pairs'):
-            curves.append(ax)
-
-    # Curves side by side share their limits, so that they can be compared.
-    limits = [ax.get_ylim() for ax in curves]
-    for ax in curves:
-        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    figure.suptitle(title, fontsize=10)
-    draw.save(figure, out)
-    return numbers
-
-
-def draw_analysis(name, panel, scale, machine, out):
-    """An analysis has a picture of its own. Returns {'how', 'numbers'}."""
-    what = FIGURES[name].title
-    if len(FIGURES[name].panels) > 1:
-        what = panel.how
-        out = out.with_name(f'{name}_{what}')
-    settings = analyze.AnalyzeConfig(sequences=scale.sequences, length=scale.length, batch_size=10)
-    numbers = analyze.analyze(panel.how, folders(panel, scale), settings, machine)
-    figure = analyze.figure_of(numbers, f'{name}: {what} ({scale.name})')
-    draw.save(figure, out.with_name(f'{out.name}.png'))
-    print(
-        f"{name}: the paper's panel of other checkpoints is left out; python -m paper.analyze "
-        f'{panel.how} --hf=FOLDER --text=FILE draws it'
-    )
-    return {'how': panel.how, 'numbers': numbers['runs']}
-
-
-# --- tables ---------------------------------------------------------------------------------------
-
-
-def loss_table(panel, scale, settings, machine):
-    """(numbers, Markdown) of the validation losses, each pair of runs on the same windows."""
-    paths = folders(panel, scale)
-    reports, rows = {}, []
-    for pair in in_pairs(paths):
+def measure_losses(panel, scale, machine):
+    """The validation losses, each pair of runs on the same windows."""
+    reports = {}
+    for pair in draw.in_pairs(folders(panel, scale)):
         numbers = evaluate.compare_losses(pair, evaluate.LossConfig(batch_size=32), machine)
         evaluate.print_losses(numbers)
         reports |= numbers['runs']
-    for run, path in zip(panel.runs, paths, strict=True):
-        report = reports[path]
-        minus = ''
-        if 'minus_first' in report:
-            mean = report['minus_first']['mean']
-            minus = evaluate.pm(mean['loss'], mean['standard_error'], '+')
-        paper = TABLE_5.get(table_key(run), '')
-        rows.append([Path(path).name, f'{report["mean"]["loss"]:.4f}', minus, str(paper)])
-    head = ['run', 'loss (nats)', 'minus vanilla, ± s.e. over windows', 'the paper']
-    return {'runs': reports}, markdown(head, rows)
+    return {'runs': reports}
 
 
-def tasks_table(panel, scale, settings, machine):
-    """(numbers, Markdown) of the zero-shot accuracies."""
-    paths = folders(panel, scale)
+def measure_tasks(panel, scale, data_dir, machine):
+    """The zero-shot accuracies; their standard errors are over items."""
     limit = 0 if scale is PAPER else 200
-    options = evaluate.TasksConfig(data_dir=settings.data_dir, limit=limit)
-    numbers, _ = evaluate.evaluate_tasks(paths, options, machine)
+    options = evaluate.TasksConfig(data_dir=data_dir, limit=limit)
+    numbers, _ = evaluate.evaluate_tasks(folders(panel, scale), options, machine)
     evaluate.print_tasks(numbers)
-    reports, rows = numbers['runs'], []
-    for run, path in zip(panel.runs, paths, strict=True):
-        report = reports[path]
-        scores = report['tasks'].values()
-        errors = [score['acc_stderr'] for score in scores]
+    for report in numbers['runs'].values():
+        errors = [score['acc_stderr'] for score in report['tasks'].values()]
         report['average_stderr'] = float(np.linalg.norm(errors)) / len(errors)
-        cells = [accuracy(score['acc'], score['acc_stderr']) for score in scores]
-        cells.append(accuracy(report['average'], report['average_stderr']))
-        paper = TABLE_1.get((*table_key(run), run.length or PAPER.length), {})
-        rows.append([Path(path).name, *cells, str(paper.get('average', ''))])
-    tasks = reports[paths[0]]['tasks']
-    head = ['acc ± s.e. over items', *tasks, 'average', 'the paper']
-    return {name: numbers[name] for name in ('limit', 'data', 'runs')}, markdown(head, rows)
+    return {name: numbers[name] for name in ('limit', 'data', 'runs')}
 
-
-def accuracy(value, error):
-    return evaluate.pm(value, error, digits=3)
-
-
-def table_key(run):
-    """The (model, size) under which Tables 1 and 5 have a run; () where they do not."""
-    _, config = runs.configs_of(run, PAPER)
-    return paper_size(config) or ()
-
-
-def markdown(head, rows):
-    lines = [head, ['---', *['---:'] * (len(head) - 1)], *rows]
-    return ''.join(f'| {" | ".join(cells)} |\n' for cells in lines)
-
-
-TABLES = {'loss': loss_table, 'tasks': tasks_table}
 
 # --- a figure -------------------------------------------------------------------------------------
 
 
 def reproduce(name, settings, machine):
-    """Draw a figure from its runs, which have finished, and write its numbers."""
+    """Measure a figure's runs, which have finished, write the numbers, and draw them."""
     figure, scale = FIGURES[name], SCALES[settings.scale]
     origin = provenance(machine)
-    out = Path('results', scale.name, name)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    title = f'{name}: {figure.title} ({scale.name})'
-
-    # Tables and analyses first, each with a file of its own; then the panels that share a picture.
-    panels, pictures = [], []
+    entries = []
     for panel in figure.panels:
-        if panel.how in TABLES:
-            numbers, text = TABLES[panel.how](panel, scale, settings, machine)
-            panels.append({'how': panel.how, 'numbers': numbers})
-            write_whole(out.with_suffix('.md'), f'# {title}\n\n{text}')
-        elif panel.how in analyze.ANALYSES:
-            panels.append(draw_analysis(name, panel, scale, machine, out))
-        else:
-            pictures.append(panel)
-    if pictures:
-        panels += draw_panels(pictures, title, scale, out.with_suffix('.png'))
+        numbers = measure(panel, scale, settings, machine)
+        entries.append({'how': panel.how, 'title': panel.title, 'numbers': numbers})
+    entries = json.loads(json.dumps(entries))  # as redraw() will read them
 
-    lines = against_the_paper(name, panels, scale)
+    if besides(figure) == OUTSIDE:
+        kinds = [panel.how for panel in figure.panels if panel.how in analyze.ANALYSES]
+        print(
+            f"{name}: the paper's panel of other checkpoints is left out; python -m paper.analyze "
+            f'{kinds[0]} --hf=FOLDER --text=FILE draws it'
+        )
+
+    lines = against_the_paper(name, entries, scale)
     for line in lines or [f'{name}: there is no claim of the paper that is checked']:
         print(line)
     numbers = {
@@ -228,10 +145,27 @@ def reproduce(name, settings, machine):
         'title': figure.title,
         'scale': scale.name,
         **origin,
-        'panels': panels,
+        'panels': entries,
         'against_the_paper': lines,
     }
-    write_numbers(out.with_suffix('.json'), numbers, origin)
+    path = file_of(name, scale)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_numbers(path, numbers, origin)
+    draw_figure(name, entries, scale)
+
+
+def file_of(name, scale):
+    return Path('results', scale.name, f'{name}.json')
+
+
+def redraw(name, scale):
+    """Draw a figure again from its JSON file."""
+    path = file_of(name, scale)
+    try:
+        entries = json.loads(path.read_text())['panels']
+        draw_figure(name, entries, scale)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f'{path} does not hold what {name} draws today: {error!r}') from error
 
 
 def write_numbers(path, numbers, origin):
@@ -267,12 +201,15 @@ def print_list(names, settings):
     )
 
 
+OUTSIDE = 'outside weights*'
+
+
 def besides(figure):
     """What a figure needs apart from its runs."""
     hows = {panel.how for panel in figure.panels}
     if 'tasks' in hows:
         return 'task data'
-    return 'outside weights*' if hows & analyze.ANALYSES.keys() else 'nothing'
+    return OUTSIDE if hows & analyze.ANALYSES.keys() else 'nothing'
 
 
 def hours(run, tok_per_s):
@@ -308,7 +245,7 @@ def train_missing(names, scale, settings):
 
 def main():
     with one_line_errors(ValueError, OSError):
-        modes = dict.fromkeys(('', 'list'), (ReproduceConfig,))
+        modes = dict.fromkeys(('', 'list', 'redraw'), (ReproduceConfig,))
         mode, (settings,) = choose(modes, __doc__, plain='figures')
         if mode == 'list':
             print_list(settings.names(), settings)
@@ -316,17 +253,24 @@ def main():
         if not settings.figures:
             print(__doc__.strip())
             sys.exit(2)
+        if mode == 'redraw':
+            each(settings, redraw, SCALES[settings.scale])
+            return
         machine = Machine(settings.device)
         train_missing(settings.names(), SCALES[settings.scale], settings)
+        each(settings, reproduce, settings, machine)
 
-        problems = []
-        for name in settings.names():  # if one fails, the others are still drawn
-            try:
-                reproduce(name, settings, machine)
-            except (ValueError, OSError) as error:
-                problems.append(f'{name}: {error}')
-        if problems:
-            raise OSError(f'not drawn: {"; ".join(problems)}')
+
+def each(settings, make, *arguments):
+    """make(name, *arguments) for each figure; if one fails, the others are still drawn."""
+    problems = []
+    for name in settings.names():
+        try:
+            make(name, *arguments)
+        except (ValueError, OSError) as error:
+            problems.append(f'{name}: {error}')
+    if problems:
+        raise OSError(f'not drawn: {"; ".join(problems)}')
 
 
 if __name__ == '__main__':

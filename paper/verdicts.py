@@ -238,7 +238,7 @@ class Row:
         """The contrast in words."""
         word = SIGNS[self.sign]
         if self.ours == self.theirs:
-            return f'{self.ours}: {METRICS[self.metric]} {word} 0'
+            return f'{self.metric}: {self.ours} {word} 0'
         what = '' if measure_of(self.metric) == 'validation loss' else f'{self.metric}: '
         return f'{what}{self.ours} {word} {self.theirs}'
 
@@ -480,7 +480,7 @@ def draw_rows(axes, rows):
             interval = [direction * numbers['low'], direction * numbers['high']]
             axes.plot(interval, [y, y], color=shade, linewidth=2)
         axes.plot(direction * numbers['mean'], y, 'D', color=shade, markersize=5)
-    labels = [f'{row.label()}  ({row.verdict})' for row in rows]
+    labels = [f'{row.label()} ({row.verdict}, {row.numbers["seeds"]} seeds)' for row in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.tick_params(axis='y', length=0)
@@ -553,7 +553,8 @@ def arm_name(model):
 def write_verdicts(settings):
     rows = rows_of(CLAIMS, read_groups(settings.names, read_analyses(settings.analyses)))
     table, picture = markdown(rows), forest(rows)
-    numbers = {'verdicts': count_verdicts(rows), 'rows': [asdict(row) for row in rows]}
+    of_rows = [{'label': row.label(), **asdict(row)} for row in rows]
+    numbers = {'verdicts': count_verdicts(rows), 'rows': of_rows}
     texts = {'json': json.dumps(numbers, indent=1) + '\n', 'md': table}
     if picture:
         texts['svg'] = standalone(picture)

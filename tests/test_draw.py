@@ -35,7 +35,8 @@ def write_run(folder, values, val=None, **config):
     last = val or values[-1]
     entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
     write_log(folder, entries)
-    (folder / 'config.json').write_text(json.dumps(config))
+    settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, **config}
+    (folder / 'config.json').write_text(json.dumps(settings))
     return folder
 
 
@@ -98,10 +99,20 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path):
         lines = [f'{{"step": {s}, "loss": {odd if s == 15 else 3}}}\n' for s in range(20)]
         (tmp_path / name).mkdir()
         (tmp_path / name / 'log.jsonl').write_text(''.join(lines))
+    curves = draw.curves_of(
+        [(tmp_path / 'a', tmp_path / 'b'), (tmp_path / 'a', tmp_path / 'c')], 2, 2
+    )
+    for curve in curves.values():
+        assert 15 not in curve['steps'] and np.isfinite(curve['difference']).all()
+
+
+def drawn(curves, configs=None, ordered=False):
+    """Axes with curves."""
+    configs = configs or dict.fromkeys(curves, GPTConfig())
+    names = {run: Path(run).name for run in curves}
     _, axes = draw.pyplot().subplots()
-    curves = draw.relative_axes(axes, tmp_path / 'a', [tmp_path / 'b', tmp_path / 'c'], 2)
-    for steps, values in curves.values():
-        assert 15 not in steps and np.isfinite(values).all()
+    draw.curve_axes(axes, curves, draw.looks(configs, names, ordered), 'vanilla', 5, 5)
+    return axes
 
 
 def test_an_early_lead_is_in_the_picture(tmp_path):
@@ -110,38 +121,37 @@ def test_an_early_lead_is_in_the_picture(tmp_path):
     lead = -0.12 * np.exp(-(((steps - 200) / 80) ** 2)) - 0.01 + (steps < 30)
     base = write_run(tmp_path / 'base', [5.0] * 4000)
     run = write_run(tmp_path / 'run', (5 + lead).tolist())
-    _, axes = draw.pyplot().subplots()
-    draw.relative_axes(axes, base, [run], 1)
-    low, high = axes.get_ylim()
+    low, high = drawn(draw.curves_of([(base, run)], 1, 1)).get_ylim()
     assert low < lead.min() and high < 0.5
 
 
 def test_each_run_of_a_pair_is_relative_to_its_own_baseline(tmp_path):
-    """Runs of one model get ever stronger, those of several models their colors."""
     pairs = []
     for length, base, loss in ((64, 5.0, 4.5), (128, 4.0, 3.8), (256, 3.0, 3.1)):
         vanilla = write_run(tmp_path / f'v{length}', [base] * 20, block_size=length)
         sv = write_run(tmp_path / f's{length}', [loss] * 20, block_size=length, share_v=True)
         pairs.append((vanilla, sv))
-    _, axes = draw.pyplot().subplots()
-    curves = draw.pairs_axes(axes, pairs, 4)
-    ends = [values[-1] for _, values in curves.values()]
+    curves = draw.curves_of(pairs, 4, 4)
+    ends = [curve['difference'][-1] for curve in curves.values()]
     assert ends == pytest.approx([-0.5, -0.2, 0.1])
-    alphas = [line.get_alpha() for line in axes.lines[1:]]
-    assert alphas == sorted(set(alphas)) and alphas[-1] == 1
-    assert {line.get_color() for line in axes.lines[1:]} == {draw.COLORS['SVFormer']}
 
-    resformer = write_run(tmp_path / 'r', [2.9] * 20, v_residual=True)
-    _, axes = draw.pyplot().subplots()
-    draw.pairs_axes(axes, [pairs[2], (pairs[2][0], resformer)], 4)
-    colors = [line.get_color() for line in axes.lines[1:]]
+
+def test_runs_of_one_model_in_order_get_ever_stronger_and_others_their_colors():
+    sv, resformer = GPTConfig(share_v=True), GPTConfig(v_residual=True)
+    curve = {'steps': list(range(20)), 'difference': [0.1] * 20, 'final': 0.1}
+    axes = drawn(dict.fromkeys('abc', curve), dict.fromkeys('abc', sv), ordered=True)
+    colors = [line.get_color() for line in axes.lines[:3]]
+    brightness = [sum(draw.pyplot().matplotlib.colors.to_rgb(color)) for color in colors]
+    assert brightness == sorted(set(brightness), reverse=True)
+    assert colors[-1] == draw.COLORS['SVFormer']
+
+    axes = drawn(dict.fromkeys('ab', curve), {'a': sv, 'b': resformer})
+    colors = [line.get_color() for line in axes.lines[:2]]
     assert colors == [draw.COLORS['SVFormer'], draw.COLORS['ResFormer']]
 
 
-# --- bars -----------------------------------------------------------------------------------------
-
-
-def test_bars_are_mean_differences_of_the_last_steps(tmp_path):
+def test_the_end_of_a_curve_has_its_name_and_its_mean_difference_and_no_error(tmp_path):
+    """Steps of one run are not independent: there is no error bar over them."""
     rng = np.random.default_rng(0)
     base, other = rng.normal(3, 0.1, 40), rng.normal(2.9, 0.1, 40)
     a, b = write_run(tmp_path / 'a', base.tolist()), write_run(tmp_path / 'b', other.tolist())
@@ -149,28 +159,29 @@ def test_bars_are_mean_differences_of_the_last_steps(tmp_path):
     assert losses.final_difference(a, b, 10) == pytest.approx(expected)
     with pytest.raises(ValueError, match='fewer than --window=41'):
         losses.final_difference(a, b, 41)
-    _, axes = draw.pyplot().subplots()
-    assert draw.bars_axes(axes, a, [b], 10) == {b: {'mean': pytest.approx(expected)}}
-    # Steps of one run are not independent: there is no error bar over them.
-    assert not axes.collections and len(axes.containers) == 1
+
+    curves = draw.curves_of([(a, b)], 5, 10)
+    assert curves[b]['final'] == pytest.approx(expected)
+    axes = drawn(curves)
+    texts = [text.get_text() for text in axes.texts]
+    assert f'{expected:+.3f}  b'.replace('-', '\N{MINUS SIGN}') in texts and 'vanilla' in texts
+    assert not axes.collections and not axes.containers and len(axes.lines) == 2
 
 
-def test_a_bar_looks_as_its_curve_and_no_late_point_is_cut(tmp_path):
-    runs = []
-    settings = {'q': dict(q_residual=True), 'k': dict(k_residual=True)}
-    for name, last in (('vanilla', 3), ('q', 2.9), ('k', 3.4)):
-        curve = np.linspace(4, last, 50).tolist()
-        runs.append(write_run(tmp_path / name, curve, **settings.get(name, {})))
-    _, (left, right) = draw.pyplot().subplots(1, 2)
-    curves = draw.relative_axes(left, runs[0], runs[1:], 5)
-    draw.bars_axes(right, runs[0], runs[1:], 5)
-    to_rgb = draw.pyplot().matplotlib.colors.to_rgb
-    bars = [(bar.get_facecolor()[:3], bool(bar.get_hatch())) for bar in right.patches]
-    lines = [(to_rgb(line.get_color()), line.get_linestyle() != '-') for line in left.lines[1:]]
-    assert bars == lines and len(set(bars)) == 2
-    low, high = left.get_ylim()
-    for _, values in curves.values():
-        assert low < values[len(values) // 10 :].min() and values.max() < high
+def test_names_at_the_ends_keep_their_order_and_do_not_overlap():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        values = rng.normal(0, 1, rng.integers(1, 9))
+        gap = rng.uniform(0, 1)
+        places = np.array(draw.spread(list(values), gap))
+        order = np.argsort(values)
+        assert (np.diff(places[order]) > gap - 1e-9).all()
+        # No shift of all together would bring them nearer, nor would moving one that is free.
+        assert abs((places - values).mean()) < 1e-9
+        free = np.ones(len(values), bool)
+        crowded = np.flatnonzero(np.diff(places[order]) < gap + 1e-9)
+        free[order[crowded]] = free[order[crowded + 1]] = False
+        assert places[free] == pytest.approx(values[free])
 
 
 # --- loss against size ----------------------------------------------------------------------------
@@ -181,112 +192,73 @@ def test_the_power_law_is_recovered():
     assert losses.power_law(n, 12 * n**-0.07) == pytest.approx((12, 0.07))
 
 
+def write_sizes(tmp_path, models, widths=(16, 32, 64)):
+    """Runs of 100 steps at each width; models: {name: (settings, function from parameters to loss)}."""
+    runs = []
+    for n_embd in widths:
+        shape = dict(n_head=2, vocab_size=64, block_size=8, n_embd=n_embd, n_layer=2)
+        for name, (settings, curve_at) in models.items():
+            folder = write_run(tmp_path / f'{name}_{n_embd}', [1.0], **shape, **settings)
+            curve = curve_at(losses.parameters_of(folder))
+            runs.append(str(write_run(folder, curve, **shape, **settings)))
+    return runs
+
+
+def falling_to(loss, last_step=50):
+    return [loss + max(0, last_step - step) for step in range(100)]
+
+
 def test_savings_at_equal_loss(tmp_path):
     """ResFormer's loss is vanilla's at 20% more parameters. It has its last loss from step 75 on,
     vanilla from step 50 on."""
     a, b = 9.0, 0.1
-    models = (('vanilla', {}, 1.0, 50), ('resformer', dict(v_residual=True), 1.2, 75))
-    runs = []
-    for n_embd in (16, 32, 64):
-        shape = dict(n_head=2, vocab_size=64, block_size=8, n_embd=n_embd, n_layer=2)
-        for model, wiring, factor, last_step in models:
-            folder = write_run(tmp_path / f'{model}_{n_embd}', [1.0], **shape, **wiring)
-            last = a * (factor * losses.parameters_of(folder)) ** -b
-            curve = [last + max(0, last_step - step) for step in range(100)]
-            runs.append(write_run(folder, curve, **shape, **wiring))
-    _, axes = draw.pyplot().subplots()
-    models = draw.scaling_axes(axes, [str(run) for run in runs], 10)
+    models = {
+        'vanilla': ({}, lambda n: falling_to(a * n**-b, 50)),
+        'resformer': (dict(v_residual=True), lambda n: falling_to(a * (1.2 * n) ** -b, 75)),
+    }
+    runs = write_sizes(tmp_path, models)
+    models = draw.scaling_of(runs, 10)
     assert models['vanilla']['power_law'] == pytest.approx((a, b))
     resformer = models['ResFormer']
     assert resformer['parameters_saved'] == pytest.approx(1 - 1 / 1.2) and not resformer['why']
+    _, axes = draw.pyplot().subplots()
+    draw.scaling_axes(axes, models, 10)
     assert axes.get_legend().get_texts()[0].get_text() == 'vanilla: 9 $N^{-0.1}$'
     # Its own last loss, from step 50 on.
     assert losses.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)
 
 
-def test_one_size_is_drawn_without_a_fit(tmp_path, recwarn):
-    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, block_size=8)
-    wirings = {'a': {}, 'b': {}, 'c': dict(v_residual=True)}
-    runs = []
-    for name, wiring in wirings.items():
-        runs.append(write_run(tmp_path / name, [3.0] * 9, **shape, **wiring))
+def test_no_power_law_is_drawn_where_the_loss_does_not_fall_with_size(tmp_path):
+    models = {
+        'vanilla': ({}, lambda n: falling_to(2 * n**0.01)),
+        'resformer': (dict(v_residual=True), lambda n: falling_to(9 * n**-0.1)),
+    }
+    models = draw.scaling_of(write_sizes(tmp_path, models), 10)
+    assert 'power_law' not in models['vanilla'] and 'power_law' in models['ResFormer']
+    assert models['vanilla']['no_law'] == 'loss does not fall with size'
     _, axes = draw.pyplot().subplots()
-    models = draw.scaling_axes(axes, runs, 2)
-    assert len(models['vanilla']['loss']) == 2 and 'power_law' not in models['vanilla']
-    assert not recwarn.list
+    draw.scaling_axes(axes, models, 10)
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ['vanilla', 'ResFormer']
+    assert texts[0] == 'vanilla: no power law,\nloss does not fall with size'
+    # Fitted curves have fifty points, the runs three.
+    fitted = [line.get_color() for line in axes.lines if len(line.get_xdata()) > 3]
+    assert fitted == [draw.COLORS['ResFormer']]
 
 
-# --- the critical step ----------------------------------------------------------------------------
-
-
-def crosses(s):
-    return s - 30.5
-
-
-def stays_below(s):
-    return -1 + 0 * s
-
-
-def stays_above(s):
-    return 1 + 0 * s
-
-
-def dips_at_the_end(s):
-    return np.select([s < 2, s < 40, s < 95], [0.1, -1, 0.5], -1)
-
-
-def peaks_on_the_way(s):
-    return np.where((s > 40) & (s < 45), 1, (s - 150) / 100)
-
-
-def will_cross(s):
-    return (s - 150) / 100
-
-
-def falls(s):
-    return -s
-
-
-@pytest.mark.parametrize(
-    'difference, expected',
-    [
-        (crosses, (31, True)),
-        (stays_below, (None, False)),
-        (stays_above, (None, False)),
-        (dips_at_the_end, (40, True)),
-        (peaks_on_the_way, (150, False)),
-        (will_cross, (150, False)),
-        (falls, (None, False)),
-    ],
-)
-def test_the_critical_step_is_where_a_run_loses_its_lead_or_will(tmp_path, difference, expected):
-    steps = np.arange(100)
-    base = write_run(tmp_path / 'base', [5.0] * 100)
-    run = write_run(tmp_path / 'run', (5 + difference(steps)).tolist())
-    step, crossed = losses.critical_step(base, run, 1)
-    expected_step, expected_crossed = expected
-    assert crossed == expected_crossed and (step is None) == (expected_step is None)
-    tolerance = 0 if crossed else 0.05
-    assert step is None or step == pytest.approx(expected_step, rel=tolerance)
-
-
-def test_lengths_without_a_crossing_are_named_and_two_points_are_not_fitted(tmp_path):
-    steps = np.arange(100)
-    pairs = []
-    for length, middle in ((64, None), (128, 20), (256, 40), (512, 60)):
-        rise = steps * 0 - 1 if middle is None else steps - middle - 0.5
-        curve = (5 + rise).tolist()
-        vanilla = write_run(tmp_path / f'v{length}', [5.0] * 100, block_size=length)
-        sv = write_run(tmp_path / f's{length}', curve, block_size=length, share_v=True)
-        pairs.append((vanilla, sv))
-    for some, fits in ((pairs[:3], 0), (pairs, 1)):
-        _, axes = draw.pyplot().subplots()
-        points = draw.critical_axes(axes, some, 1)
-        assert [point['step'] for point in points] == [None, 21, 41, 61][: len(some)]
-        assert axes.get_title() == 'no sign of crossing: 64'
-        assert sum(line.get_linestyle() == '--' for line in axes.lines) == fits
+@pytest.mark.parametrize('widths, reason', [((16,), 'fewer than 3 sizes'), ((16, 32), 'fewer')])
+def test_one_or_two_sizes_are_drawn_without_a_fit(tmp_path, recwarn, widths, reason):
+    models = {
+        'a': ({}, lambda n: falling_to(9 * n**-0.1)),
+        'b': ({}, lambda n: falling_to(9 * n**-0.1)),
+        'c': (dict(v_residual=True), lambda n: falling_to(8 * n**-0.1)),
+    }
+    models = draw.scaling_of(write_sizes(tmp_path, models, widths), 2)
+    assert len(models['vanilla']['loss']) == 2 * len(widths)
+    assert 'power_law' not in models['vanilla'] and models['vanilla']['no_law'].startswith(reason)
+    assert models['ResFormer']['parameters_saved'] is None
+    _, axes = draw.pyplot().subplots()
+    draw.scaling_axes(axes, models, 2)
+    assert not recwarn.list and len(axes.lines) == 2
 
 
 # --- names and colors -----------------------------------------------------------------------------
@@ -365,11 +337,12 @@ def test_a_field_that_a_fork_added_is_never_taken_for_a_model_of_the_paper(wirin
 @pytest.mark.parametrize(
     'kind, config, message',
     [
-        ('relative', '[]', 'a/config.json holds no settings'),
-        ('relative', '{', 'a/config.json: not JSON'),
+        ('relative', '[]', 'b/config.json holds no settings'),
+        ('relative', '{', 'b/config.json: not JSON'),
         ('scaling', None, 'a/config.json'),
         ('critical', None, 'b/config.json'),
         ('critical', '{}', 'say block_size'),
+        ('critical', '{"block_size": 8}', 'say gradient_accumulation_steps'),
         (
             'scaling',
             '{"n_layer": 2, "n_head": 3, "n_embd": 8, "vocab_size": 8}',
@@ -396,6 +369,7 @@ def test_a_config_that_does_not_say_what_is_asked_of_it_is_named(
         (['out/vanilla', 'out/resformer', '--window=99'], 'fewer than --window=99'),
         (['out/vanilla', 'out/resformer', '--window=0'], 'window=0'),
         (['out/vanilla'], 'needs a baseline and at least one other run'),
+        (['out/vanilla', 'out/resformer', '--layers=-1'], 'layers=-1'),
     ],
 )
 def test_draw_refuses_bad_input_in_one_line(trained, arguments, message):
