@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paper import analyze, draw, losses
+from paper import draw, insides, losses
 from paper.claims import CLAIMS, METRICS, SAVINGS, SIGNS
 from paper.runs import folder
 
@@ -52,45 +52,15 @@ def accuracy(claim, scale, panels):
     return ours['average'] - theirs['average'], f'± {error:.4f} over items'
 
 
-def series(how, name, run, scale, panels):
-    """(mean, standard error) over sequences of an analysis, arrays (layers, ...)."""
-    values = panels[how][str(folder(run, scale))]['series'][name]
-    mean = np.array(values['mean'], dtype=float)
-    return mean, np.array(values['standard_error'], dtype=float)
+def inside(metric):
+    """The difference of what an analysis found inside two models."""
+    kind, difference = insides.DIFFERENCES[metric]
 
+    def of_claim(claim, scale, panels):
+        reports = [panels[kind][str(folder(run, scale))] for run in (claim.ours, claim.theirs)]
+        return difference(*map(insides.as_arrays, reports)), ''
 
-def entropy(claim, scale, panels):
-    ours, our_error = series('entropy', 'entropy', claim.ours, scale, panels)
-    theirs, their_error = series('entropy', 'entropy', claim.theirs, scale, panels)
-    deep = slice(len(ours) // 2, None)
-    # The layers' errors count as fully correlated, so that the mean's is not too small.
-    error = np.hypot(our_error, their_error)[deep].mean()
-    return (ours - theirs)[deep].mean(), f'± {error:.4f} over sequences'
-
-
-def entropy_with_depth(claim, scale, panels):
-    mean, error = series('entropy', 'entropy', claim.ours, scale, panels)
-    deep = slice(len(mean) // 2, None)
-    error = np.hypot(error[deep].mean(), error[0])
-    return mean[deep].mean() - mean[0], f'± {error:.4f} over sequences'
-
-
-def mapping(claim, scale, panels):
-    of_identity, _ = series('mapping', analyze.EQ_6, claim.ours, scale, panels)
-    of_attention, _ = series('mapping', analyze.EQ_3, claim.ours, scale, panels)
-    return np.nanmean(of_identity - of_attention), ''
-
-
-def eigenvalue(claim, scale, panels):
-    ours, _ = series('spectrum', analyze.ATTENDED, claim.ours, scale, panels)
-    theirs, _ = series('spectrum', analyze.ATTENDED, claim.theirs, scale, panels)
-    return np.mean(ours[:, 0] > theirs[:, 0]) - 0.5, ''
-
-
-def similarity(claim, scale, panels):
-    ours, _ = series('similarity', 'hidden states', claim.ours, scale, panels)
-    theirs, _ = series('similarity', 'hidden states', claim.theirs, scale, panels)
-    return np.mean(ours - theirs), ''
+    return of_claim
 
 
 # All of claims.METRICS but the critical step, which describe_crossings() reports as a whole.
@@ -100,11 +70,7 @@ DIFFERENCES = {
     'lead': lead,
     'validation loss': validation_loss,
     'accuracy': accuracy,
-    'entropy': entropy,
-    'entropy with depth': entropy_with_depth,
-    'mapping': mapping,
-    'eigenvalue': eigenvalue,
-    'similarity': similarity,
+    **{metric: inside(metric) for metric in insides.DIFFERENCES},
 }
 
 # --- in words -------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from comparison.verdict import judge
 from configurator import choose, one_line_errors, read_settings
 from files import write_whole
 from model import GPTConfig
-from paper import analyze
+from paper import analyze, insides
 from paper.claims import BASES, CLAIMS, METRICS, NAMES, SIGNS
 from paper.figures import FIGURES, V
 from paper.runs import PAPER, Run, configs_of
@@ -150,9 +150,7 @@ def read_analyses(folder):
             continue
         analyses[kind] = {}
         for run, report in json.loads(path.read_text())['runs'].items():
-            means = {name: values['mean'] for name, values in report['series'].items()}
-            arrays = {name: np.array(mean, dtype=float) for name, mean in means.items()}
-            analyses[kind][Path(run).name] = arrays
+            analyses[kind][Path(run).name] = insides.as_arrays(report)
     return analyses
 
 
@@ -170,33 +168,10 @@ def early_loss(ours, theirs):
     return float(np.mean(ours.training[:tenth]) - np.mean(theirs.training[:tenth]))
 
 
-def deeper_half(layers):
-    return layers[len(layers) // 2 :]
-
-
-def entropy(ours, theirs):
-    deep = [deeper_half(run.series['entropy']['entropy']).mean() for run in (ours, theirs)]
-    return float(deep[0] - deep[1])
-
-
-def entropy_with_depth(ours, theirs):
-    layers = ours.series['entropy']['entropy']
-    return float(deeper_half(layers).mean() - layers[0])
-
-
-def mapping(ours, theirs):
-    series = ours.series['mapping']
-    return float(np.nanmean(series[analyze.EQ_6] - series[analyze.EQ_3]))
-
-
-def eigenvalue(ours, theirs):
-    largest = [run.series['spectrum'][analyze.ATTENDED][:, 0] for run in (ours, theirs)]
-    return float(np.mean(largest[0] > largest[1]) - 0.5)
-
-
-def similarity(ours, theirs):
-    states = [run.series['similarity']['hidden states'] for run in (ours, theirs)]
-    return float(np.mean(states[0] - states[1]))
+def inside(metric):
+    """The difference of what an analysis found inside two models."""
+    kind, difference = insides.DIFFERENCES[metric]
+    return lambda ours, theirs: float(difference(ours.series[kind], theirs.series[kind]))
 
 
 # {metric: (the difference of one seed, the analysis that it needs)}. A loss at the end is judged by the
@@ -205,11 +180,7 @@ DIFFERENCES = {
     'final loss': (validation_loss, None),
     'validation loss': (validation_loss, None),
     'early loss': (early_loss, None),
-    'entropy': (entropy, 'entropy'),
-    'entropy with depth': (entropy_with_depth, 'entropy'),
-    'mapping': (mapping, 'mapping'),
-    'eigenvalue': (eigenvalue, 'spectrum'),
-    'similarity': (similarity, 'similarity'),
+    **{metric: (inside(metric), kind) for metric, (kind, _) in insides.DIFFERENCES.items()},
 }
 
 # --- rows: one for each contrast that the paper prints, however often it does ---------------------
