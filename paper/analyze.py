@@ -55,6 +55,9 @@ class AnalyzeConfig:
     length: int = 2048  # tokens of a sequence; at most the model's block_size
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
     device: str = 'auto'  # as in train.py
+    seeds: bool = (
+        False  # draw the runs of one model as one curve, with the standard error over them
+    )
     out: str = ''  # where to write, without ending; '': results/<analysis>
 
     def __post_init__(self):
@@ -417,6 +420,28 @@ def curve_of(kind, title, series):
     return mean, error
 
 
+def over_seeds(numbers):
+    """analyze()'s numbers with one report for all runs of a model, under the model's name.
+
+    Means are over runs, and so are standard errors: the spread of seeds, not of sequences.
+    """
+    by_model = {}
+    for report in numbers['runs'].values():
+        name = draw.model_name(architecture.GPTConfig(**report['config']))
+        by_model.setdefault(name, []).append(report)
+    pooled = {}
+    for name, reports in by_model.items():
+        if any(report['config'] != reports[0]['config'] for report in reports):
+            raise ValueError(f'--seeds=True: {name} is there with several sizes or settings')
+        series = {}
+        for key in reports[0]['series']:
+            means = [np.array(report['series'][key]['mean'], dtype=float) for report in reports]
+            series[key] = summary(np.stack(means))
+        label = f'{name}, {len(reports)} seeds' if len(reports) > 1 else name
+        pooled[label] = {**reports[0], 'series': series}
+    return {**numbers, 'runs': pooled}
+
+
 def figure_of(numbers, title='', names=None):
     """The figure of analyze()'s numbers: one curve per run, mean and standard error over sequences.
 
@@ -479,7 +504,11 @@ def main():
         out = Path(settings.out or f'results/{kind}')
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out.with_name(f'{out.name}.json'), json.dumps(numbers, indent=1) + '\n')
-        figure = figure_of(numbers)
+        if settings.seeds:
+            drawn = over_seeds(numbers)
+            figure = figure_of(drawn, names={name: name for name in drawn['runs']})
+        else:
+            figure = figure_of(numbers)
         for ending in ('png', 'pdf'):
             draw.save(figure, out.with_name(f'{out.name}.{ending}'))
 

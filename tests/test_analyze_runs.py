@@ -390,6 +390,25 @@ def test_an_error_as_large_as_its_eigenvalue_does_not_stretch_the_axis(at):
     draw.pyplot().close('all')
 
 
+@every_kind
+def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at):
+    numbers = report(kind, 'vanilla', 'vanilla2', 'svformer', sequences=3)
+    pooled = analyze.over_seeds(numbers)
+    assert list(pooled['runs']) == ['vanilla, 2 seeds', 'SVFormer']
+    for name, series in pooled['runs']['vanilla, 2 seeds']['series'].items():
+        of_runs = [
+            np.array(numbers['runs'][f'out/{run}']['series'][name]['mean'], dtype=float)
+            for run in ('vanilla', 'vanilla2')
+        ]
+        np.testing.assert_allclose(series['mean'], (of_runs[0] + of_runs[1]) / 2)
+        expected = abs(of_runs[0] - of_runs[1]) / 2  # the standard error of two numbers
+        np.testing.assert_allclose(series['standard_error'], expected, atol=1e-12)
+
+    numbers['runs']['out/vanilla2']['config']['norm_eps'] = 1e-6
+    with pytest.raises(ValueError, match='vanilla is there with several sizes or settings'):
+        analyze.over_seeds(numbers)
+
+
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 WORDS = (
