@@ -52,7 +52,7 @@ METRICS = {
     'entropy': 'entropy of token importance, deeper half of the layers',
     'entropy with depth': 'entropy of token importance, deeper half minus layer 1',
     'mapping': "cosine to cross-layer attention's output: Eq. 6 minus Eq. 3, layers 2 and up",
-    'eigenvalue': 'largest eigenvalue of the values attended with: share of layers, minus one half',
+    'eigenvalue': 'largest eigenvalue of the values attended with: log of the ratio, median of the layers',
     'similarity': 'mean cosine of hidden states, mean of the layers',
 }
 

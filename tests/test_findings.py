@@ -1,5 +1,7 @@
 """The paper's claims as data (paper/claims.py), and what a figure's runs say of them (findings.py)."""
 
+import math
+
 import numpy as np
 import pytest
 from test_draw import write_run
@@ -210,9 +212,10 @@ def test_mapping_spectrum_and_similarity_are_compared_over_layers():
     attended = analyze.ATTENDED
     none = [[0, 0]] * 4
     vanilla = {attended: ([[4, 1], [3, 1], [2, 1], [1, 1]], none)}
-    resformer = {attended: ([[5, 0], [4, 0], [3, 0], [0, 0]], none)}
+    resformer = {attended: ([[5, 0], [4, 0], [3, 0], [0.1, 0]], none)}
     (line,) = says('fig9', analysis('spectrum', vanilla=vanilla, resformer=resformer))
-    assert 'resformer minus vanilla: +0.2500 (the paper: above 0)' in line
+    middle = (math.log(5 / 4) + math.log(4 / 3)) / 2
+    assert f'resformer minus vanilla: {middle:+.4f} (the paper: above 0)' in line
 
     vanilla, resformer = ({'hidden states': ([a, 0.6], [0, 0])} for a in (0.5, 0.2))
     (line,) = says('fig15', analysis('similarity', vanilla=vanilla, resformer=resformer))

@@ -1,0 +1,115 @@
+"""What results/claims says follows from the logs that lie beside it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from paper import verdicts
+
+ROOT = Path(__file__).parent.parent
+CLAIMS = ROOT / 'results' / 'claims'
+MAIN = sorted(CLAIMS.glob('main/*'))
+UNTUNED = sorted(ROOT.glob('results/untuned/*_[123]'))
+UNTUNED = [run for run in UNTUNED if not run.name.startswith('long')]
+PRINTED = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
+
+
+def test_the_verdicts_follow_from_the_kept_logs_and_analyses(tmp_path):
+    out = tmp_path / 'verdicts'
+    runs = tuple(map(str, MAIN + UNTUNED))
+    verdicts.write_verdicts(verdicts.VerdictsConfig(runs, str(CLAIMS / 'analyses'), str(out)))
+    assert (CLAIMS / 'verdicts.md').read_text() == out.with_suffix('.md').read_text()
+    for again in json.loads(out.with_suffix('.json').read_text())['rows']:
+        printed = PRINTED[again['label']]
+        for name, value in again.pop('numbers').items():
+            expected = printed['numbers'][name]
+            is_number = isinstance(value, float | dict)
+            assert value == (pytest.approx(expected) if is_number else expected)
+        assert again == {name: printed[name] for name in again}
+
+
+# --- the same numbers, read and computed without any code of ours ---------------------------------
+
+
+def read(folder):
+    """(training losses, {domain: validation loss}) of a run's log."""
+    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    training = [line['loss'] for line in lines if line.get('loss') is not None]
+    (last,) = [line['val'] for line in lines if 'val' in line and line['step'] == 1250]
+    return np.array(training), last
+
+
+def final(model, seed):
+    return read(folder_of(model, seed))[1]['mean']
+
+
+def early(model, seed):
+    training, _ = read(folder_of(model, seed))
+    assert len(training) == 1250
+    return training[:125].mean()
+
+
+def folder_of(model, seed):
+    tuned = [run for run in MAIN if run.name.startswith(f'{model}_lr')]
+    tuned = [run for run in tuned if run.name.endswith(f'_seed{seed}')]
+    return tuned[0] if tuned else ROOT / 'results' / 'untuned' / f'{model}_{seed}'
+
+
+def deep_entropy(model, seed):
+    layers = entropy_of_layers(model, seed)
+    return np.mean(layers[4:])
+
+
+def entropy_of_layers(model, seed):
+    runs = json.loads((CLAIMS / 'analyses' / 'entropy.json').read_text())['runs']
+    (run,) = [run for run in runs if Path(run).name == folder_of(model, seed).name]
+    return runs[run]['series']['entropy']['mean']
+
+
+def check(label, ours, theirs=None):
+    """Differences, mean, interval and p before correction of a printed row. Returns their number."""
+    numbers = PRINTED[label]['numbers']
+    ours, theirs = np.array(ours), np.array(theirs if theirs is not None else 0.0)
+    difference = ours - theirs
+    assert list(numbers['differences'].values()) == pytest.approx(difference.tolist())
+    assert numbers['mean'] == pytest.approx(difference.mean())
+    low, high = scipy.stats.ttest_1samp(difference, 0).confidence_interval(0.95)
+    assert (numbers['low'], numbers['high']) == pytest.approx((low, high))
+    assert numbers['p'] == pytest.approx(scipy.stats.ttest_1samp(difference, 0).pvalue)
+    return len(difference) + 4
+
+
+def test_twenty_numbers_and_more_computed_again_from_the_logs():
+    seeds = PRINTED['ResFormer below vanilla']['numbers']['differences']
+    count = check(
+        'ResFormer below vanilla',
+        [final('resformer', seed) for seed in seeds],
+        [final('vanilla', seed) for seed in seeds],
+    )
+    count += check(
+        'SVFormer above vanilla',
+        [final('svformer', seed) for seed in seeds],
+        [final('vanilla', seed) for seed in seeds],
+    )
+    count += check(
+        'early loss: SVFormer below vanilla',
+        [early('svformer', seed) for seed in seeds],
+        [early('vanilla', seed) for seed in seeds],
+    )
+    count += check(
+        'entropy: vanilla below ResFormer',
+        [deep_entropy('vanilla', seed) for seed in seeds],
+        [deep_entropy('resformer', seed) for seed in seeds],
+    )
+    assert count >= 20
+
+
+def test_losses_of_the_domains_and_their_mean_are_those_of_one_evaluation():
+    for run in MAIN:
+        _, losses = read(run)
+        domains = [loss for name, loss in losses.items() if name != 'mean']
+        assert len(domains) == 7
+        assert losses['mean'] == pytest.approx(np.mean(domains))
