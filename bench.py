@@ -12,7 +12,8 @@ $ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --bl
 Each row times the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take
 turns (A B C A B C), so that whatever else the machine does hits all of them; ratios are medians
 over rounds of one row against another. --out is written again after each round: if a bench is
-interrupted, it holds the rounds that have finished.
+interrupted, it holds the rounds that have finished. --profile=FOLDER traces one more step of each row
+and prints where its time goes, beside what was expected before any GPU was seen.
 
 A variant is config/NAME_82m.py without its shape: all rows take theirs from the command line's
 config. A + adds a field, as in vanilla+q_residual=True. Levers come after colons, as in
@@ -25,9 +26,13 @@ budget=0.9              the compiler stores this share of what the backward pass
 flash, cudnn, efficient the attention kernel
 chunk=8192              rows of logits that are in memory at once
 checkpointed            train.py's --activation_checkpointing
+half                    the residual stream in half precision, too, instead of in fp32
 ddp-first               under torchrun: compile what DistributedDataParallel has wrapped, not the
                         other way round
-bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100 MB; static_graph
+ddp-whole               under torchrun: compile one graph, rather than one for each bucket of
+                        DistributedDataParallel, whose sums then no longer overlap with the backward pass
+bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100 MB; static_graph,
+                        which cannot sum gradients over several micro-steps either
 """
 
 import contextlib
@@ -47,9 +52,10 @@ from torch._functorch import config as functorch_config
 from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from files import write_whole
-from levers import VARIANTS, read_name
+from levers import VARIANTS, halve_residual_stream, read_name
 from machine import Machine, check_compiler
-from model import GPTConfig, refuse
+from model import GPT, GPTConfig, refuse
+from profiling import expected_by_class, print_classes, print_costliest, spent_by_class
 from rundir import provenance
 from train import TrainConfig, checkpoint_blocks, distribute, make_optimizer, train_step
 
@@ -64,7 +70,7 @@ class BenchConfig(TrainConfig):
     rounds: int = 10  # timed steps of each row
     warmup: int = 3  # untimed steps before; the first compiles
     real_data: bool = False  # batches of the dataset, and the time spent waiting for them
-    profile: str = ''  # a folder for a trace of one more step; prints the ten costliest kernels
+    profile: str = ''  # a folder for a trace of one more step; prints the costliest kernels
     out: str = ''  # write the table's numbers here, as JSON
 
     def __post_init__(self):
@@ -102,14 +108,23 @@ def start(settings, config):
         attention=settings.attention,
     )
     functorch_config.activation_memory_budget = settings.activation_memory_budget
-    if settings.compile:
-        check_compiler(machine)
+    machine.agree(compiler_problem(settings, machine))
     if settings.out:
         Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
     for name, value in config.variant().items():
         advice = f'--variants=vanilla+{name}={value}'
         print(f'note: all rows share the shape, but not {name}: {advice}', file=sys.stderr)
     return machine, GPTConfig(**config.shape())
+
+
+def compiler_problem(settings, machine):
+    """The error of a process that cannot compile, which must end them all; None where it can."""
+    try:
+        if settings.compile:
+            check_compiler(machine)
+    except ValueError as error:
+        return error
+    return None
 
 
 def row_names(settings):
@@ -166,7 +181,24 @@ def stopwatch(machine):
 
 def allocated(machine):
     """Bytes of tensors on this process's GPU; 0 without one."""
-    return torch.cuda.memory_allocated() if machine.kind == 'cuda' else 0
+    if machine.kind != 'cuda':
+        return 0
+    # cuBLAS's workspaces are no row's: CUDA graphs free them, and the next row sets them up anew.
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
+def idle_in_graphs():
+    """Bytes that CUDA graphs hold in their pools for tensors within a graph.
+
+    The allocator counts none of them as allocated once the graph is recorded. All graphs of
+    a process share a pool.
+    """
+    idle = 0
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment['segment_pool_id']) != (0, 0):
+            idle += segment['total_size'] - segment['allocated_size']
+    return idle
 
 
 def middle(times):
@@ -241,6 +273,8 @@ class Row:
         self.scaler = machine.scaler()
         if levers.checkpointed or settings.activation_checkpointing:
             checkpoint_blocks(model)
+        if levers.half:
+            halve_residual_stream(model, getattr(torch, machine.dtype))
         if levers.ddp_first:
             self.model = levers.compile(distribute(model, machine, **levers.ddp), settings)
         else:
@@ -276,6 +310,8 @@ class Row:
             # The optimizer's state comes with the first step: from then on it belongs to this row.
             self.peak = torch.cuda.max_memory_allocated() - others
             self.static = allocated(self.machine) - others
+            if self.recipe.levers.graphs:
+                self.peak += idle_in_graphs()
 
         self.first = self.first or elapsed
         if timed:
@@ -283,17 +319,33 @@ class Row:
             self.waiting.append(waited / elapsed)
 
     def profile(self, next_batch, folder):
-        """Trace a step into folder/<name>.json, and print its ten costliest kernels."""
+        """Trace a step into folder/<name>.json; print its ten costliest kernels, and their classes."""
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
         if self.machine.kind == 'cuda':
             activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as trace:
+        with profile(activities=activities, record_shapes=True) as trace:
             self.step(next_batch)
         Path(folder).mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
-        print_costliest(self.name, trace, self.machine.kind)
+        kind = self.machine.kind
+        print_costliest(self.name, trace, kind)
+        spent = spent_by_class(trace, kind, self.recipe.config.vocab_size)
+        print_classes(self.name, spent, self.expected())
+
+    def expected(self):
+        """{class of kernels: microseconds} that counts let one expect of a step."""
+        settings, config = self.settings, self.recipe.config
+        with torch.device('meta'):
+            model = GPT(config)
+        with self.recipe.levers.pulled():
+            kernel = self.machine.attention_kernel(
+                config.n_head, config.kv_heads, config.head_size, config.block_size
+            )
+        return expected_by_class(
+            model, settings.batch_size, settings.micro_steps, self.machine, kernel
+        )
 
     def report(self, tokens, peak_flops, references):
         """The numbers of a row. references: {name: row} to compare with."""
@@ -316,30 +368,6 @@ class Row:
             'waiting_for_data': statistics.median(self.waiting),
             'seconds': self.seconds,
         }
-
-
-def print_costliest(name, trace, kind):
-    """The ten kernels of a trace that take the most time, and their share of all kernels' time."""
-    if kind == 'cuda':
-        wanted = torch.autograd.DeviceType.CUDA
-        time_of = 'self_device_time_total'
-    else:
-        wanted = torch.autograd.DeviceType.CPU
-        time_of = 'self_cpu_time_total'
-
-    # An annotation's time is that of its kernels, which would be counted twice.
-    events = [
-        (getattr(event, time_of), event)
-        for event in trace.key_averages()
-        if event.device_type == wanted and not event.is_user_annotation
-    ]
-    events.sort(key=lambda pair: -pair[0])
-    total = sum(spent for spent, _ in events)
-
-    print(f'\n| {name}: kernel | ms | share | calls |\n|---|---:|---:|---:|')
-    for spent, event in events[:10]:
-        share = spent / total
-        print(f'| `{event.key[:90]}` | {spent / 1e3:,.1f} | {share:.1%} | {event.count} |')
 
 
 @contextlib.contextmanager
@@ -379,6 +407,12 @@ def bench_training(settings, config):
     """Time training steps, and print and write the table. Returns its numbers."""
     machine, shape = start(settings, config)
     rows = [Row(name, read_name(name, shape)) for name in row_names(settings)]
+    for row in rows:
+        refuse(
+            'static' in row.recipe.levers.values and settings.micro_steps > 1,
+            f'{row.name}: a static graph cannot sum gradients over micro_steps='
+            f'{settings.micro_steps}; use 1, or drop static',
+        )
     about = {
         **provenance(machine),
         'compile': settings.compile,
@@ -403,6 +437,11 @@ def bench_training(settings, config):
         if settings.profile:
             for row in rows:
                 attempt(row, row.profile, next_batch, settings.profile)
+    # The group of the processes must end after the rows: where the last DistributedDataParallel ends
+    # it, gloo's thread and Python may wait for each other for ever.
+    for row in rows:
+        row.drop()
+    gc.collect()
     machine.close()
     return numbers
 
@@ -440,6 +479,9 @@ def print_training(about, reports, settings):
 
     print('\nspread: interquartile range / median')
     print('x NAME: speed relative to NAME, median over rounds')
+    print(
+        'peak GiB: of tensors; with CUDA graphs also the pool that all graphs of this table share'
+    )
     if settings.real_data and whole:
         waiting = max(report['waiting_for_data'] for report in whole)
         print(f'waiting for data: {waiting:.2%} of a step, the worst row')
@@ -529,6 +571,8 @@ class Trial:
             self.decode.append(decoded / settings.new_tokens)
         if machine.kind == 'cuda':
             self.peak = torch.cuda.max_memory_allocated() - others
+            if self.decoder.recipe.levers.graphs:
+                self.peak += idle_in_graphs()
 
     def grow(self):
         """Take the largest batch that fits; 0 where not even one text does."""
@@ -611,6 +655,7 @@ def bench_decode(settings, config):
         save(numbers, settings, machine)
     print('\nspread: interquartile range / median')
     print('x vanilla: decoding speed relative to vanilla, median over rounds')
+    print('peak GiB: of tensors, and the pool that all CUDA graphs of this table share')
     check_any_timed(numbers['rows'])
     machine.close()
     return numbers

@@ -34,6 +34,10 @@ from tasks import PUBLISHED, TASKS, harness_tasks
 LOSS_ERRORS = 'over windows of one run, not over seeds'
 TASK_ERRORS = 'over items of one run, not over seeds'
 
+# Texts of the tasks are padded to a multiple of so many tokens: kernels are chosen, and memory is
+# set aside, for each new shape.
+PADDED_TO = 64
+
 
 @dataclass
 class EvaluateConfig:
@@ -349,7 +353,8 @@ def score_continuations(model, pairs, n_vocab, batch_size, machine, silent=False
 @torch.no_grad()
 def score_batch(model, texts, counts, n_vocab, machine):
     """[(log-probability of the last counts[i] tokens of texts[i], whether each is the likeliest)]."""
-    width = max(1, max(len(text) for text in texts) - 1)
+    longest = max(1, max(len(text) for text in texts) - 1)
+    width = min(math.ceil(longest / PADDED_TO) * PADDED_TO, model.config.block_size)
     idx = torch.zeros((len(texts), width), dtype=torch.int64)
     targets = []
     for row, text, count in zip(idx, texts, counts, strict=True):

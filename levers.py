@@ -37,10 +37,16 @@ KERNELS = {
     'cudnn': SDPBackend.CUDNN_ATTENTION,
     'efficient': SDPBackend.EFFICIENT_ATTENTION,
 }
-FLAGS = ('eager', 'checkpointed', 'ddp-first', 'static', *KERNELS)
+FLAGS = ('eager', 'checkpointed', 'half', 'ddp-first', 'ddp-whole', 'static', *KERNELS)
 
 # Levers that change only training steps.
-OF_TRAINING = ('checkpointed', 'ddp-first', 'static', 'bucket', 'chunk', 'budget')
+OF_TRAINING = (
+    *('checkpointed', 'half', 'chunk', 'budget'),
+    *('ddp-first', 'ddp-whole', 'static', 'bucket'),
+)
+
+# Levers that are pulled in the blocks of model.py.
+OF_OUR_BLOCKS = ('checkpointed', 'half')
 
 
 # --- a row's name --------------------------------------------------------------------------------
@@ -59,7 +65,8 @@ def read_name(name, shape):
             not importlib.util.find_spec('transformers'),
             '--peers=hf needs transformers: pip install -r requirements-dev.txt',
         )
-        refuse(levers.checkpointed, 'checkpointed is a lever of our own rows, not of hf')
+        for name in OF_OUR_BLOCKS:
+            refuse(name in levers.values, f'{name} is a lever of our own rows, not of hf')
         return Recipe(kind, shape, levers)
 
     refuse(
@@ -119,6 +126,7 @@ class Levers:
         self.values = dict(read_lever(word) for word in words)
         self.eager = 'eager' in self.values
         self.checkpointed = 'checkpointed' in self.values
+        self.half = 'half' in self.values
         self.ddp_first = 'ddp-first' in self.values
         self.kernels = [KERNELS[word] for word in words if word in KERNELS]
         self.mode = self.values.get('mode')
@@ -130,6 +138,13 @@ class Levers:
             self.eager and 'budget' in self.values,
             f"{self.name}: budget is the compiler's, it does nothing with eager; drop one",
         )
+
+    @property
+    def graphs(self):
+        """Whether this row runs as CUDA graphs."""
+        if self.eager or not self.mode:
+            return False
+        return torch._inductor.list_mode_options(self.mode).get('triton.cudagraphs', False)
 
     def of_training(self):
         """The first lever that only a training step has; None where there is none."""
@@ -157,7 +172,23 @@ class Levers:
             if 'budget' in self.values:
                 budget = self.values['budget']
                 stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
+            if 'ddp-whole' in self.values:
+                stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
             yield
+
+
+def halve_residual_stream(model, dtype):
+    """Let each block read its input in this dtype, and so add its outputs to it in this dtype.
+
+    The embeddings' sum starts the stream in fp32; autocast does not change that.
+    """
+
+    def cast(block, args):
+        x, *others = args
+        return x.to(dtype), *others
+
+    for block in model.transformer.h:
+        block.register_forward_pre_hook(cast)
 
 
 @contextlib.contextmanager

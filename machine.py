@@ -36,6 +36,16 @@ PEAK_FLOPS = {
     'T4': 65e12,
 }
 
+# Bytes/s of their memory, likewise.
+PEAK_BYTES = {
+    'B200': 8.0e12,
+    'H100 NVL': 3.9e12,
+    'H200': 4.8e12,
+    'H100 PCIe': 2.0e12,
+    'H100': 3.35e12,
+    'A100.*80GB': 2.0e12,
+}
+
 
 class Machine:
     """This process's rank, device and precision. Under torchrun, it joins the other processes.
@@ -167,6 +177,8 @@ class Machine:
         if self.kind != 'cuda':
             return None
         dtype = getattr(torch, self.dtype)
+        if self.dtype == 'float32':
+            kv_heads = n_head  # attend() of model.py repeats them
         q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
         k = torch.empty(1, kv_heads, length, head_size, dtype=dtype, device=self.device)
         choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
@@ -174,14 +186,22 @@ class Machine:
 
     def peak_flops(self):
         """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""
-        if self.kind != 'cuda' or self.dtype == 'float32':
+        return None if self.dtype == 'float32' else self.data_sheet(PEAK_FLOPS)
+
+    def peak_bytes(self):
+        """Bytes/s of one GPU's memory; None where that is unknown."""
+        return self.data_sheet(PEAK_BYTES)
+
+    def data_sheet(self, table):
+        """What a table of {pattern of a GPU's name: value} says of this GPU, or None."""
+        if self.kind != 'cuda':
             return None
         name = self.name()
         if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or not the one it sounds like
             return None
-        for pattern, peak in PEAK_FLOPS.items():
+        for pattern, value in table.items():
             if re.search(rf'\b{pattern}\b', name):
-                return peak
+                return value
         return None
 
 

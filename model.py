@@ -567,15 +567,24 @@ def attend(q, k, v, dropout=0.0, mask=None):
     group = nh // k.size(1)
     k, v = k.type_as(q), v.type_as(q)  # a cache may have another type
     if mask is None and T > 1:
+        if group > 1 and lacks_gqa(q):
+            k, v = to_query_heads(k, q), to_query_heads(v, q)
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=k.size(1) != nh
         )
     if group > 1:
         # The query heads of a group become rows, so that any kernel reads its keys only once.
         q = q.reshape(B, nh // group, group * T, hs)
         if mask is not None:
             mask = mask.repeat(group, 1)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout).view(B, nh, T, hs)
+    # Not view(): some kernels on CUDA store the rows of a position side by side.
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout).reshape(B, nh, T, hs)
+
+
+def lacks_gqa(q):
+    """Whether no fast attention kernel of q's device shares keys among query heads. On CUDA, none in
+    fp32 does, and torch would take one that holds all T x T weights in memory."""
+    return q.is_cuda and q.dtype == torch.float32
 
 
 def attend_cross(q, keys, values, dropout=0.0, mask=None):

@@ -424,6 +424,8 @@ def provenance(machine):
         command = ['git', 'describe', '--always', '--dirty']
         folder = Path(__file__).parent
         commit = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+    # A copy that came without .git, as to a borrowed machine, can be told.
+    commit = commit or os.environ.get('COMMIT', '')
     return {
         'commit': commit or 'unknown',
         'date': datetime.date.today().isoformat(),

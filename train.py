@@ -3,8 +3,13 @@ Train a GPT of model.py on a dataset of prepare_slimpajama.py.
 
 $ python train.py config/demo.py                                # one process: GPU, or CPU
 $ torchrun --nproc_per_node=8 train.py config/resformer_82m.py  # 8 GPUs
+$ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468m.py   # see below
 $ python train.py config/demo.py --init_from=resume             # go on where it stopped
 $ python train.py --help                                        # every setting
+
+After SIGTERM, torchrun gives its processes 30 seconds to finish their step and to write a checkpoint,
+which at 468M has 5.6 GB. --shutdown-timeout gives them longer (torch 2.13; 2.11 has no such option).
+Killed while it writes, a run goes on from the checkpoint before.
 """
 
 import contextlib
@@ -85,7 +90,7 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, cpu, mps; auto: a GPU where there is one
     dtype: str = 'auto'  # float16, bfloat16, float32; auto: float16 on CUDA, else float32
     compile: bool = True  # torch.compile
-    attention: str = 'auto'  # kernel on CUDA: flash, cudnn; auto: torch's choice, logged
+    attention: str = 'auto'  # on CUDA: flash, cudnn; auto: torch's (flash with dropout), logged
     activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
     activation_checkpointing: bool = False  # for long sequences: store less, compute it again
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
@@ -178,6 +183,17 @@ def checkpoint_blocks(model):
 
     for block in model.transformer.h:
         block.forward = checkpointed(block.forward)
+
+
+def attention_setting(settings, config):
+    """Which attention kernel a run asks its Machine for: with dropout, no longer torch's own choice.
+
+    Some of cuDNN's kernels round the probability to sixteenths. torch 2.13 leaves them out unless
+    that is exact, but torch 2.11 takes them (pytorch pull request 174245).
+    """
+    if config.dropout and settings.attention == 'auto':
+        return 'flash'
+    return settings.attention
 
 
 def compile_model(model, settings, **options):
@@ -717,8 +733,9 @@ LESS_MEMORY = (
 def main():
     with one_line_errors(ValueError, OSError):  # the same on every process
         settings, config = configure(TrainConfig, GPTConfig)
+        attention = attention_setting(settings, config)
         machine = Machine(
-            settings.device, settings.dtype, backend='', tf32=True, attention=settings.attention
+            settings.device, settings.dtype, backend='', tf32=True, attention=attention
         )
         micro_steps = share_of_micro_steps(settings, machine)
         if settings.compile:

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,17 @@ def all_rows():
         for name in ('vanilla', 'resformer'):
             config = str(ROOT / f'config/{name}_{size}.py')
             rows[f'{size} {name}'] = ('train', [config])
+    config = str(ROOT / 'config/vanilla_468m.py')
+    rows['468m vanilla, budget 1'] = ('train', [config, '--activation_memory_budget=1'])
+    # What fits a smaller GPU.
+    for size, batches in (('180m', (16,)), ('468m', (16, 8))):
+        words = [str(ROOT / f'config/vanilla_{size}.py')]
+        for batch in batches:
+            rows[f'{size} vanilla, batch {batch}'] = ('train', [*words, f'--batch_size={batch}'])
+        rows[f'{size} vanilla checkpointed'] = (
+            'train',
+            [*words, '--activation_checkpointing=True'],
+        )
     for length in LENGTHS:
         for name in ('vanilla', 'svformer'):
             words = [str(ROOT / f'config/{name}_82m.py')]
@@ -103,6 +115,26 @@ def launches_since(before):
     return [after - count for after, count in zip(launches(), before, strict=True)]
 
 
+@contextlib.contextmanager
+def traffic():
+    """A list that gets the gigabytes that each compiled kernel reads and writes while it runs, as the
+    compiler counts them."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    moved = []
+    run = CachingAutotuner.run
+
+    def counted(kernel, *args, **options):
+        moved.append(kernel.inductor_meta.get('kernel_num_gb') or 0.0)
+        return run(kernel, *args, **options)
+
+    CachingAutotuner.run = counted
+    try:
+        yield moved
+    finally:
+        CachingAutotuner.run = run
+
+
 def peak_of(act):
     """(result, peak GiB) of what act() allocates."""
     torch.cuda.synchronize()
@@ -125,6 +157,8 @@ def empty_model(config):
 
 def measure_training(words, distributed=False):
     settings, config = configure(TrainConfig, GPTConfig, argv=words)
+    # The compiler then notes what each kernel reads and writes.
+    torch._inductor.config.benchmark_kernel = True
     if distributed:
         fake_process_group()
     machine = Machine('cuda', 'float16')
@@ -147,14 +181,17 @@ def measure_training(words, distributed=False):
     step()
     first = time.perf_counter() - began
     before = launches()
-    _, peak = peak_of(step)
+    with traffic() as moved:
+        _, peak = peak_of(step)
     numbers = {
         'batch': settings.batch_size,
         'length': config.block_size,
         'parameters': model.num_params(False),
         'first_step_s': round(first, 1),
         'launches_of_two_micro_steps': launches_since(before),
+        'compiled_gb_of_two_micro_steps': round(sum(moved), 1) if settings.compile else None,
         'step_gib': peak,
+        'reserved_gib': torch.cuda.max_memory_reserved() / GIB,
     }
     if not distributed:
         numbers |= peaks_of_parts(wrapped, machine, batch)
@@ -320,26 +357,29 @@ def measure_apart(name, seconds):
     lines = (done.stdout.strip() or '{}').splitlines()
     if done.returncode == 0 and lines[-1].startswith('{'):
         return json.loads(lines[-1])
-    errors = done.stderr.strip().splitlines() or ['no message']
+    lines = done.stderr.strip().splitlines() or ['no message']
+    # The compiler's messages go on with advice.
+    errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception)\b', line)] or lines
     return {'problem': errors[-1][:300]}
 
 
 def print_table(settings):
     table = json.loads(Path(settings.out).read_text())
     print(f'torch {table["torch"]}, {table["device"]}\n')
-    print(
-        '| row | batch x length | forward | backward | step GiB | products | Triton | recompiled |'
-    )
-    print('|---|---|---:|---:|---:|---:|---:|---:|')
+    columns = ['row', 'batch x length', 'forward', 'backward', 'step GiB', 'reserved']
+    columns += ['products', 'Triton', 'GB', 'recompiled']
+    print(f'| {" | ".join(columns)} |')
+    print(f'|---|---|{"---:|" * (len(columns) - 2)}')
     for name, row in table['rows'].items():
         if 'problem' in row:
             print(f'| {name} | {row["problem"]} |')
             continue
         counts = row.get('launches_of_two_micro_steps') or row.get('launches_per_token')
         cells = [name, f'{row["batch"]} x {row["length"]:,}']
-        for key in ('forward_gib', 'backward_gib', 'step_gib'):
+        for key in ('forward_gib', 'backward_gib', 'step_gib', 'reserved_gib'):
             cells.append(f'{row[key]:.1f}' if key in row else '')
         cells += [str(count) for count in counts or ['', '']]
+        cells.append(str(row.get('compiled_gb_of_two_micro_steps') or ''))
         cells.append(str(row.get('recompiled', '')))
         print('| ' + ' | '.join(cells) + ' |')
 

@@ -17,6 +17,10 @@
 # The benches need torch and numpy; with transformers, they have hf rows, too. Checks need pytest.
 # Training needs data/$DATASET, or SOURCE and TOKENIZER as in prepare_slimpajama.py, to prepare it
 # from. TASKS is the folder of the zero-shot tasks' files, for the step compare; they need lm_eval.
+# PROCESSES is how many the step ddp starts; one per GPU if it is not set.
+#
+# Where .git did not travel along, COMMIT says of which commit the results are: what
+# `git describe --always --dirty` prints where the copy was made.
 #
 # A rehearsal of everything, with tiny shapes on the CPU, takes some minutes:
 # $ REHEARSAL=1 bash tests/gpu.sh all 90 out/rehearsal
@@ -27,7 +31,7 @@ STEPS='
 correctness_losses     8  FP16 losses and gradients are those of fp32 on the CPU
 bench_82m              8  vanilla, ResFormer, SVFormer and transformers; a profile of each
 kernels                8  attention kernels
-memory                 8  chunks of the loss, the compiler budget, checkpointing
+memory                 9  chunks of the loss, the compiler budget, checkpointing, a half residual
 train_vanilla          9  400 steps of 82M; the loss per domain
 train_resformer        9  likewise
 train_svformer         9  likewise
@@ -46,6 +50,7 @@ decode_2048            8  prefill and decoding at 2,048 tokens
 decode_16384           9  likewise at 16,384
 decode_65536           9  likewise at 65,536
 tuning                 9  CUDA graphs, max-autotune
+ddp                    9  DistributedDataParallel on all GPUs: its order, graphs and buckets
 train_neutreno         9  as train_vanilla
 train_denseformer      9  likewise
 train_learned_resformer 9 likewise
@@ -56,6 +61,8 @@ train_learned_resformer 9 likewise
 commands() {
     local attention=vanilla:flash,vanilla:cudnn,vanilla:efficient
     local chunks=vanilla:chunk=2048,vanilla:chunk=8192,vanilla:chunk=16384
+    local stored=vanilla:half,vanilla:budget=0.9,vanilla:checkpointed
+    local ddp=vanilla:ddp-first,vanilla:ddp-whole,vanilla:bucket=100,vanilla:static
     local modes=vanilla:mode=reduce-overhead,vanilla:mode=max-autotune-no-cudagraphs
     case $1 in
     correctness_losses) check tests/test_gpu.py -k losses ;;
@@ -68,8 +75,9 @@ commands() {
     bench_180m) bench_size 180m --batch_size=16 ;;
     bench_468m) bench_size 468m --batch_size=8 ;;
     kernels) bench_few --variants="vanilla,$attention" ;;
-    memory) bench_few --variants="vanilla,$chunks,vanilla:budget=0.9,vanilla:checkpointed" ;;
+    memory) bench_few --variants="vanilla,$chunks,$stored" ;;
     tuning) bench_few --variants="vanilla,$modes" ;;
+    ddp) bench_ddp --variants="vanilla,$ddp" ;;
     variants_1) bench_few --variants=vanilla,constant_resformer,sparse_resformer,denseformer ;;
     variants_2) bench_few --variants=vanilla,learned_resformer,neutreno,neutreno_resformer,cla ;;
     variants_3) bench_few --variants=vanilla,gqa,mqa,svformer_cla,svformer_gqa,cla_gqa ;;
@@ -82,8 +90,12 @@ commands() {
 check() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@"; }
 check_levers() { check tests/test_bench.py -k "$1"; }
 
-bench() { "$PYTHON" bench.py "$@" $SMALL $SMALL_BENCH --out="$HERE/rows.json"; }
+bench() { "$PYTHON" $LAUNCHER bench.py "$@" $SMALL $SMALL_BENCH --out="$HERE/rows.json"; }
 bench_few() { bench --batch_size=32 --rounds=5 "$@"; }
+bench_ddp() {
+    local LAUNCHER="-m torch.distributed.run --standalone --nproc_per_node=$PROCESSES"
+    bench_few "$@"
+}
 bench_size() {
     bench "config/vanilla_$1.py" "$2" --variants=vanilla $(peers) --rounds=5 --profile="$THERE"
 }
@@ -201,6 +213,9 @@ main() {
         return 2
     fi
     cd "$(dirname "$0")/.."
+    if [ -z "$COMMIT" ] && ! git describe --always > /dev/null 2>&1; then
+        echo 'warning: without .git and COMMIT, the results do not say of which commit they are'
+    fi
 
     for name in ${wanted//,/ }; do
         if [ "$name" != all ] && ! echo "$STEPS" | grep -q "^$name "; then
@@ -222,15 +237,17 @@ main() {
 export PYTHONUNBUFFERED=1
 export PYTHON=${PYTHON:-python3} DATASET=${DATASET:-slimpajama_mini} RUNS=${RUNS:-out/gpu}
 export SOURCE=${SOURCE:-} TOKENIZER=${TOKENIZER:-} TASKS=${TASKS:-} ITERATIONS=${ITERATIONS:-400}
+export COMMIT=${COMMIT:-} LAUNCHER='' PROCESSES=${PROCESSES:-gpu}
 export SMALL='' SMALL_BENCH='' SMALL_DECODE='' SMALL_ANALYZE=--sequences=100
 if [ -n "${REHEARSAL:-}" ]; then
     export CUDA_VISIBLE_DEVICES='' DATASET=rehearsal SOURCE=config TOKENIZER=bytes ITERATIONS=3
+    export PROCESSES=2
     export RUNS=out/gpu_rehearsal SMALL_ANALYZE='--sequences=4 --length=64'
     export SMALL='--n_head=8 --n_embd=32 --block_size=64 --vocab_size=320 --batch_size=2'
-    SMALL+=' --compile=False'
+    SMALL+=' --compile=False --activation_memory_budget=1'
     export SMALL_BENCH='--rounds=2 --warmup=1'
     export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --chunk=16 --memory_gib=0 --rounds=1'
 fi
-export -f commands check check_levers bench bench_few bench_size bench_decode peers
+export -f commands check check_levers bench bench_few bench_ddp bench_size bench_decode peers
 export -f prepare train compare finished_runs
 main "$@"

@@ -1,20 +1,23 @@
 """bench.py and its levers: what a table holds, what is refused, and what survives a failure."""
 
 import json
+import os
 import re
+import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from programs import assert_one_line, program
-from runs import finish, start
+from runs import finish, ranks, start
 
 import bench
 import levers
 from configurator import configure
 from machine import Machine
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, refuse
 
 TINY = [
     '--n_layer=4',
@@ -91,7 +94,7 @@ def test_bench_refuses_an_unknown_variant_in_one_line(work, variant, word):
 def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(work):
     options = ['--rounds=2', '--warmup=1', '--gradient_accumulation_steps=2', '--out=two.json']
     options += ['--real_data=True', '--dataset=tiny']
-    variants = '--variants=vanilla,vanilla:ddp-first,vanilla:bucket=1:static'
+    variants = '--variants=vanilla,vanilla:ddp-first,vanilla:ddp-whole,vanilla:bucket=1:static'
     launcher = ['-m', 'torch.distributed.run', '--nproc_per_node=2']
     status, out, err = finish(start(*launcher, ROOT / 'bench.py', *TINY, variants, *options))
     assert status == 0, err
@@ -129,7 +132,15 @@ def test_bench_refuses_an_unknown_lever_in_one_line(work, lever, word):
     assert_refused(*TINY, f'--variants=vanilla,vanilla:{lever}', because=word)
 
 
-ALIKE = ['', ':chunk=7', ':checkpointed', ':flash', ':checkpointed:chunk=40', ':eager']
+@pytest.mark.parametrize('lever', levers.OF_OUR_BLOCKS)
+def test_bench_refuses_levers_of_our_blocks_for_the_peer(work, lever):
+    pytest.importorskip('transformers')
+    assert_refused(
+        *TINY, f'--variants=vanilla,hf:{lever}', because=f'{lever} is a lever of our own'
+    )
+
+
+ALIKE = ['', ':chunk=7', ':checkpointed', ':flash', ':half', ':checkpointed:chunk=40', ':eager']
 CUDA_ONLY = [':cudnn', ':efficient', ':budget=0.9', ':mode=max-autotune-no-cudagraphs']
 
 # On a GPU, the kernels of cuDNN and the efficient ones do not take a head size of 4.
@@ -171,6 +182,36 @@ def assert_same_steps(variant, names, tolerance, **options):
         assert difference.abs().max() < tolerance * largest, lever
 
 
+def compile_quickly(patch):
+    """The list of graphs that ran, without the code generation, which takes most of the time.
+
+    The graphs are cut into forward and backward as for inductor, and then run as they are.
+    """
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    ran = []
+
+    def compile_fx(graph, inputs, **options):
+        call = aot_eager_decomp_partition(graph, inputs)
+
+        def run(*args):
+            ran.append(graph)
+            return call(*args)
+
+        return run
+
+    patch.setattr('torch._inductor.compile_fx.compile_fx', compile_fx)
+    return ran
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    ran = compile_quickly(monkeypatch)
+    torch.compiler.reset()
+    yield ran
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     'device, dtype, tolerance',
     [
@@ -195,6 +236,85 @@ def test_every_lever_takes_the_same_step(variant, device, dtype, tolerance, monk
     assert_same_steps(variant, names, tolerance, **options)
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'float16'])
+@pytest.mark.parametrize('lever, is_half', [('', False), (':half', True)])
+def test_half_halves_the_residual_stream_of_every_block(lever, is_half, dtype):
+    config = GPTConfig(n_layer=3, vocab_size=96, denseformer=True, **SIZES['cpu'])
+    row = bench.Row('denseformer' + lever, bench.read_name('denseformer' + lever, config))
+    settings = bench.BenchConfig(dtype=dtype, device='cpu', compile=False)
+    row.build(settings, Machine('cpu', dtype))
+    streams = []
+    for block in row.model.transformer.h:
+        block.register_forward_hook(lambda block, args, x: streams.append(x.dtype))
+    row.step(lambda: torch.zeros((2, 2, 32), dtype=torch.int64))
+    assert streams == 3 * [getattr(torch, dtype) if is_half else torch.float32]
+
+
+def under_ddp(names):
+    """What a step of rows under DistributedDataParallel leaves, in a process of its own.
+
+    Prints the number of graphs that ran and the changes of some weights, for each row.
+    """
+    ran = compile_quickly(pytest.MonkeyPatch())
+    machine = Machine('cpu')
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=256, vocab_size=96, block_size=16)
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(96, (2, 2, 16), generator=generator)
+    for name in names:
+        # The same batch each time: several micro-steps leave what one leaves.
+        micro_steps = 1 if 'static' in name else 2
+        settings = bench.BenchConfig(device='cpu', dtype='float32', micro_steps=micro_steps)
+        ran.clear()
+        row = bench.Row(name, bench.read_name(name, config))
+        row.build(settings, machine)
+        row.optimizer = torch.optim.SGD(row.model.parameters(), 1.0)
+        before = weights(row.model)
+        row.step(lambda: batch)
+        print(json.dumps([name, len(set(ran)), (weights(row.model) - before)[::97].tolist()]))
+        row.drop()
+    machine.close()
+
+
+def test_every_lever_of_ddp_takes_the_same_step(work):
+    """One process has the same buckets and graphs as several, and is soon compiled."""
+    levers = ['eager', 'eager:static', 'bucket=1:ddp-first', 'bucket=1:ddp-whole']
+    names = [f'vanilla:{lever}' for lever in levers]
+    ((status, out, err),) = ranks(1, under_ddp, names)
+    assert status == 0, err
+    rows = {name: (graphs, change) for name, graphs, change in map(json.loads, out.splitlines())}
+    assert list(rows) == names
+    expected = torch.tensor(rows['vanilla:eager'][1])
+    for name, (_, change) in rows.items():
+        difference = torch.tensor(change) - expected
+        assert difference.abs().max() < 1e-5 * expected.abs().max(), name
+    # One graph where buckets would cut it into several.
+    graphs = [graphs for graphs, _ in rows.values()]
+    assert graphs[:2] == [0, 0] and graphs[2] > 1 and graphs[3] == 1
+
+
+def test_the_rows_end_before_the_group_of_the_processes(monkeypatch):
+    """Or a DistributedDataParallel ends it, and gloo's thread and Python may wait for each other."""
+    build = bench.Row.build
+    models, alive = [], []
+
+    def noted(row, *args):
+        build(row, *args)
+        models.append(weakref.ref(row.model))
+
+    def close(machine):
+        alive.extend(model() for model in models)
+
+    monkeypatch.setattr(bench.Row, 'build', noted)
+    monkeypatch.setattr(bench.Machine, 'close', close)
+    table('--rounds=1', '--variants=vanilla,resformer')
+    assert alive == [None, None]
+
+
+def test_a_static_graph_with_several_micro_steps_is_refused(work):
+    words = ['--variants=vanilla,vanilla:static', '--micro_steps=2']
+    assert_refused(*TINY, *words, because='micro_steps=2')
+
+
 @needs_gpu
 @pytest.mark.parametrize('variant', ['vanilla', 'neutreno_resformer', 'cla_gqa'])
 def test_cuda_graphs_take_the_same_steps(variant):
@@ -207,29 +327,39 @@ def test_cuda_graphs_take_the_same_steps(variant):
     assert_same_steps(variant, [':mode=reduce-overhead'], 2e-2, **options)
 
 
-@pytest.fixture
-def quick_compiler(monkeypatch):
-    """The list of graphs that ran, without the code generation, which takes most of the time.
-
-    The graphs are cut into forward and backward as for inductor, and then run as they are.
-    """
-    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
-
-    ran = []
-
-    def compile_fx(graph, inputs, **options):
-        call = aot_eager_decomp_partition(graph, inputs)
-
-        def run(*args):
-            ran.append(graph)
-            return call(*args)
-
-        return run
-
-    monkeypatch.setattr('torch._inductor.compile_fx.compile_fx', compile_fx)
-    torch.compiler.reset()
-    yield ran
-    torch.compiler.reset()
+@pytest.mark.parametrize(
+    'name, graphs',
+    [
+        ('vanilla', False),
+        ('vanilla:mode=reduce-overhead', True),
+        ('vanilla:mode=max-autotune', True),
+        ('vanilla:mode=max-autotune-no-cudagraphs', False),
+        ('vanilla:mode=reduce-overhead:eager', False),
+    ],
+)
+def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch, name, graphs):
+    """Tensors within a graph are not allocated anew when it runs: torch's own peak lacks them."""
+    segments = [
+        {'segment_pool_id': (0, 0), 'total_size': 1000, 'allocated_size': 0},
+        {'segment_pool_id': (0, 1), 'total_size': 500, 'allocated_size': 300},
+        {'segment_pool_id': (0, 2), 'total_size': 70, 'allocated_size': 0},
+    ]
+    answers = {
+        'memory_snapshot': segments,
+        'max_memory_allocated': 10_000,
+        'memory_allocated': 4000,
+        'reset_peak_memory_stats': None,
+    }
+    for function, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
+    monkeypatch.setattr(torch._C, '_cuda_clearCublasWorkspaces', lambda: None, raising=False)
+    monkeypatch.setattr(bench, 'stopwatch', lambda machine: lambda: 1.0)
+    monkeypatch.setattr(bench, 'train_step', lambda *args: None)
+    row = bench.Row(name, bench.read_name(name, GPTConfig()))
+    row.machine, row.settings = SimpleNamespace(kind='cuda'), bench.BenchConfig()
+    row.static = 4000
+    row.step(None)
+    assert row.peak == 10_000 + graphs * 270
 
 
 def test_rows_with_other_levers_share_no_compiled_code(work, quick_compiler, monkeypatch):
@@ -353,6 +483,20 @@ def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(tmp_path, mon
     assert [len(row['seconds']) for row in rows] == [2, 2]
 
 
+def bench_where_one_lacks_a_compiler(*words):
+    if os.environ['RANK'] == '1':
+        bench.check_compiler = lambda machine: refuse(True, 'no compiler')
+    sys.argv = ['bench.py', *words]
+    bench.main()
+
+
+def test_a_compiler_that_one_process_lacks_ends_all_with_one_line(work):
+    words = [word for word in TINY if 'compile' not in word]
+    results = ranks(2, bench_where_one_lacks_a_compiler, *words)
+    assert all(status == 1 for status, _, _ in results)
+    assert ''.join(err for _, _, err in results) == 'error: no compiler\n'
+
+
 def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
     """They are not the problem of one row, after which the next one would wait for ever."""
 
@@ -396,6 +540,8 @@ def test_bench_decode_reports_every_row_and_cache_bytes(work):
         (['--new_tokens=0'], 'new_tokens'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:checkpointed'], 'checkpointed'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:budget=0.9'], 'budget'),
+        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:half'], 'half'),
+        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:ddp-whole'], 'ddp-whole'),
     ],
 )
 def test_bench_decode_refuses_bad_input_in_one_line(work, arguments, word):

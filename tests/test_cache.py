@@ -71,6 +71,23 @@ def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward
         assert cache.position.item() == T
 
 
+@few_variants
+def test_kernels_may_store_the_heads_of_a_position_side_by_side(monkeypatch, name):
+    """As those of CUDA do: the result has the shape (B, heads, T, hs), but not its order."""
+    attention = F.scaled_dot_product_attention
+
+    def side_by_side(*args, **options):
+        result = attention(*args, **options).transpose(1, 2).contiguous()
+        return result.transpose(1, 2)
+
+    model = make(name)
+    idx = tokens(B, T)
+    expected = model(idx)[0]
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', side_by_side)
+    assert_near(model(idx)[0], expected, 1e-5)
+    assert_near(in_chunks(model, idx, CHUNKS, model.new_cache(B, T)), expected, 1e-5)
+
+
 @every_variant
 def test_last_only_gives_the_last_position_of_every_chunk(name):
     model = make(name)

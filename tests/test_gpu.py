@@ -9,7 +9,7 @@ from runs import finish, log, start
 from variants import VARIANTS
 
 from machine import Machine
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, attend
 from train import checkpoint_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
@@ -65,6 +65,21 @@ def test_decoding_with_cuda_graphs_is_the_full_forward_pass(variant):
             token = idx[:, t : t + 1]
             logits, _ = one_token(token, cache=cache, last_only=True)
             torch.testing.assert_close(logits[:, 0], expected[:, t], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16'])
+@pytest.mark.parametrize('kv_heads', [8, 2])
+def test_no_attention_of_a_whole_text_holds_all_its_weights(dtype, kv_heads):
+    """Neither in the kernel that is chosen, nor in the memory that a forward pass takes."""
+    machine = Machine(dtype=dtype)
+    assert machine.attention_kernel(8, kv_heads, 64, 2048) not in ('math', 'unknown')
+    q = torch.randn(1, 8, 2048, 64, dtype=getattr(torch, dtype), device='cuda')
+    k = q[:, :kv_heads].contiguous()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(q, k, k)
+    weights = 8 * 2048 * 2048 * 2  # bytes in half precision
+    assert torch.cuda.max_memory_allocated() - before < weights
 
 
 @pytest.mark.parametrize('launcher', [[], ['-m', 'torch.distributed.run', '--nproc_per_node=1']])

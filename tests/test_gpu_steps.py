@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -46,7 +47,7 @@ def gpu(tmp_path):
     stub.write_text(STUB)
     stub.chmod(0o755)
 
-    def gpu(step, minutes, *folders, **environment):
+    def gpu(step, minutes, *folders, root=ROOT, **environment):
         settings = {
             'PATH': os.environ['PATH'],
             'PYTHON': str(stub),
@@ -55,7 +56,7 @@ def gpu(tmp_path):
             'DATASET': 'not_there',
             **environment,
         }
-        words = ['bash', ROOT / 'tests/gpu.sh', step, str(minutes), *folders]
+        words = ['bash', root / 'tests/gpu.sh', step, str(minutes), *folders]
         done = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True)
         assert 'unbound variable' not in done.stderr + done.stdout
         return done.returncode, done.stdout + done.stderr
@@ -92,6 +93,13 @@ def all_steps():
     return {line.split()[0]: int(line.split()[1]) for line in lines}
 
 
+def launched(command):
+    """A command without the launcher of several processes."""
+    if 'torch.distributed.run' in command:
+        return command[command.index('bench.py') :]
+    return command
+
+
 def names_of_rows(words):
     """The rows of a call of bench.py, having checked that there are such settings and such rows."""
     schema = bench.BenchConfig
@@ -114,7 +122,7 @@ def test_every_command_is_one_that_its_program_takes(gpu, tmp_path, monkeypatch)
 
     monkeypatch.chdir(ROOT)
     rows = set()
-    for program, *words in commands:
+    for program, *words in map(launched, commands):
         if program == 'bench.py':
             rows.update(names_of_rows(words))
         elif program == 'train.py':
@@ -131,6 +139,29 @@ def test_every_command_is_one_that_its_program_takes(gpu, tmp_path, monkeypatch)
             assert (program, words[0]) == ('-m', 'pytest')
             assert all((ROOT / word).exists() for word in words if word.endswith('.py'))
     assert rows > {*levers.VARIANTS, 'hf', 'hf:eager', 'vanilla:cudnn', 'vanilla:budget=0.9'}
+    pulled = {name.partition('=')[0] for row in rows for name in row.split(':')[1:]}
+    assert pulled == {*levers.FLAGS, 'chunk', 'budget', 'mode', 'bucket'}
+
+
+def copied(folder):
+    """A folder that has nothing but the script."""
+    (folder / 'copy/tests').mkdir(parents=True)
+    shutil.copy(ROOT / 'tests/gpu.sh', folder / 'copy/tests')
+    return folder / 'copy'
+
+
+def test_every_bench_of_a_rehearsal_is_one_that_can_start(gpu, tmp_path, monkeypatch):
+    """Its small sizes come on top of each step's own settings."""
+    pytest.importorskip('transformers')
+    others = ('train', 'compare', 'correctness')
+    steps = [name for name in all_steps() if not name.startswith(others)]
+    status, out = gpu(','.join(steps), 999, 'out', root=copied(tmp_path), REHEARSAL='1')
+    assert status == 0, out
+    commands = [launched(command) for command in calls(tmp_path)]
+    assert len(commands) == len(steps)
+    monkeypatch.chdir(ROOT)
+    for program, *words in commands:
+        assert program == 'bench.py' and names_of_rows(words)
 
 
 def test_what_comes_back_is_one_archive(gpu, tmp_path):
@@ -187,6 +218,23 @@ def test_what_a_machine_left_when_it_died_is_kept(gpu, tmp_path):
     (tmp_path / 'out/kernels/rows.json').write_text('half')
     gpu('kernels', 60, 'out')
     assert unpacked(tmp_path / 'out/gpu.tar.gz')['kernels_interrupted/rows.json'] == b'half'
+
+
+def test_the_step_of_several_processes_has_one_per_gpu_or_as_many_as_are_asked_for(gpu, tmp_path):
+    gpu('ddp', 60, 'out')
+    gpu('ddp', 60, 'out', PROCESSES='3')
+    counts = [[word for word in words if 'nproc' in word] for words in calls(tmp_path)]
+    assert counts == [['--nproc_per_node=gpu'], ['--nproc_per_node=3']]
+
+
+def test_a_copy_without_git_asks_for_its_commit(gpu, tmp_path):
+    warning = 'without .git and COMMIT'
+    assert warning not in gpu('kernels', 60, 'out')[1]
+
+    # Were a folder above it a repository, git would name that one's commit.
+    copy = dict(root=copied(tmp_path), GIT_CEILING_DIRECTORIES=str(tmp_path))
+    assert warning in gpu('kernels', 60, 'out', **copy)[1]
+    assert warning not in gpu('kernels', 60, 'out', COMMIT='1a2b3c4', **copy)[1]
 
 
 @pytest.mark.parametrize(

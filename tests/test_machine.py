@@ -86,6 +86,40 @@ def test_a_cpu_has_no_peak_and_computes_in_float32():
     assert machine.peak_flops() is None and not machine.distributed
 
 
+@pytest.mark.parametrize(
+    'name, terabytes',
+    [
+        ('NVIDIA H200', 4.8),
+        ('NVIDIA H200 NVL', 4.8),
+        ('NVIDIA H100 NVL', 3.9),
+        ('NVIDIA H100 PCIe', 2.0),
+        ('NVIDIA H100 80GB HBM3', 3.35),
+        ('NVIDIA A100-SXM4-80GB', 2.0),
+        ('NVIDIA A100-SXM4-40GB', None),
+        ('NVIDIA H200 MIG 1g.18gb', None),
+    ],
+)
+def test_the_memorys_speed_is_that_of_the_data_sheet_or_unknown(gpu, name, terabytes):
+    gpu(name)
+    expected = terabytes and pytest.approx(terabytes * 1e12)
+    assert Machine(dtype='float32').peak_bytes() == expected
+    assert Machine('cpu').peak_bytes() is None
+
+
+@pytest.mark.parametrize(
+    'attention, kernels',
+    [('auto', (True, True)), ('flash', (False, True)), ('cudnn', (True, False))],
+)
+def test_the_attention_setting_leaves_kernels_out(gpu, attention, kernels):
+    gpu('NVIDIA H200')
+    try:
+        Machine(attention=attention)
+        cuda = torch.backends.cuda
+        assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()) == kernels
+    finally:
+        Machine()
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_autocast_and_the_scaler_are_those_of_the_precision(dtype):
     machine = Machine('cpu', dtype)

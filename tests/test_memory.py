@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +91,54 @@ def test_the_budget_reaches_the_compiler(monkeypatch):
         compiled = train.compile_model('model', settings, fullgraph=True)
         assert functorch_config.activation_memory_budget == 0.9
     assert compiled == ('model', {'fullgraph': True})
+
+
+@pytest.mark.parametrize(
+    'attention, dropout, asked_for',
+    [('auto', 0.0, 'auto'), ('auto', 0.1, 'flash'), ('cudnn', 0.1, 'cudnn')],
+)
+def test_with_dropout_cudnn_is_left_out_unless_it_is_asked_for(
+    work, monkeypatch, attention, dropout, asked_for
+):
+    """It would round the probability to sixteenths."""
+    asked = []
+
+    def machine(*args, **options):
+        asked.append(options['attention'])
+        raise ValueError('that is all')
+
+    monkeypatch.setattr(train, 'Machine', machine)
+    here('out/dropout', attention=attention, dropout=dropout)
+    assert asked == [asked_for]
+
+
+def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypatch):
+    """There, torch would take the kernel that holds all attention weights."""
+    on_cuda = dict(is_cuda=True, dtype=torch.float32)
+    assert model_py.lacks_gqa(SimpleNamespace(**on_cuda))
+    assert not model_py.lacks_gqa(SimpleNamespace(**{**on_cuda, 'dtype': torch.float16}))
+    assert not model_py.lacks_gqa(torch.zeros(1))
+
+    config = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16, vocab_size=64)
+    model = model_py.GPT(config)
+    idx = torch.randint(64, (2, 16))
+    heads = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, **options):
+        heads.append((k.size(1), options['enable_gqa']))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', noted)
+    losses, gradients = [], []
+    for lacks in (False, True):
+        monkeypatch.setattr(model_py, 'lacks_gqa', lambda q, lacks=lacks: lacks)
+        _, loss = model(idx, idx)
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert heads == 2 * [(2, True)] + 2 * [(4, False)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_run_says_which_attention_kernel_it_has(work):

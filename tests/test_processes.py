@@ -1,6 +1,7 @@
 """train.py on several processes: the same run on any number, and no process waits for a lost one."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from runs import (
     start,
     training_steps,
 )
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import get_args_parser
+
+import train
 
 # --- the same run --------------------------------------------------------------------------------
 
@@ -101,6 +106,16 @@ def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(work):
     entries = training_steps('out/lone')
     assert [entry['grad_norm'] is None for entry in entries] == [n == 3 for n in range(12)]
     assert load('out/lone/ckpt.pt')['skipped'] == [1, 0] and entries[-1]['loss'] < 4
+
+
+@pytest.mark.skipif(not hasattr(LaunchConfig, 'shutdown_timeout'), reason='torch 2.11 lacks it')
+def test_torchrun_takes_the_command_lines_that_train_begins_with():
+    lines = re.findall(r'^\$ torchrun (.*?)(?:  |$)', train.__doc__, re.M)
+    options = [get_args_parser().parse_args(line.split()) for line in lines]
+    assert [option.shutdown_timeout for option in options] == [None, 300]
+    for option in options:
+        assert (ROOT / option.training_script).exists()
+        assert (ROOT / option.training_script_args[0]).exists()
 
 
 # --- torchrun, and mistakes ----------------------------------------------------------------------

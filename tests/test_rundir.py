@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from machine import Machine
 from rundir import (
@@ -115,3 +116,21 @@ def test_provenance_says_what_produced_a_run():
     assert re.search(r', \d+ cores$', facts['cpu'])
     assert facts['load'] >= 0 and facts['commit']
     assert json.loads(json.dumps(facts)) == facts
+
+
+@pytest.mark.parametrize(
+    'environment, commit', [({'COMMIT': '1a2b3c4'}, '1a2b3c4'), ({}, 'unknown')]
+)
+def test_a_copy_without_git_is_told_its_commit(monkeypatch, environment, commit):
+    monkeypatch.delenv('COMMIT', raising=False)
+    with monkeypatch.context() as patch:
+        patch.setenv('PATH', '')
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        assert provenance(Machine('cpu'))['commit'] == commit
+
+
+def test_the_commit_that_git_names_is_the_one(monkeypatch):
+    monkeypatch.setenv('COMMIT', 'another')
+    described = provenance(Machine('cpu'))['commit']
+    assert described not in ('another', 'unknown') or not (ROOT / '.git').exists()

@@ -129,6 +129,28 @@ def test_loglikelihoods_are_those_of_a_slow_loop_in_any_batch(
         assert some or answer == (0.0, True)
 
 
+@pytest.mark.parametrize('batch_size', [1, 4])
+def test_padding_to_few_lengths_changes_no_score(harness, monkeypatch, batch_size):
+    """Nor at the limit of block_size, which is no multiple."""
+    model = random_model(block_size=150)
+    rng = random.Random(1)
+    pairs = []
+    for length in (2, 3, 63, 64, 65, 66, 100, 128, 129, 130, 149, 150, 151, 152, 300):
+        text = [rng.randrange(257) for _ in range(length)]
+        pairs.append((text[: length // 2], text[length // 2 :]))
+    requests = [(None, *pair) for pair in pairs]
+    lengths = []
+    model.transformer.wte.register_forward_hook(lambda _, args, x: lengths.append(x.size(1)))
+
+    scores = make_lm(model, batch_size)._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert set(lengths) == {64, 128, 150}
+    monkeypatch.setattr(evaluate, 'PADDED_TO', 1)
+    expected = make_lm(model, batch_size)._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert lengths[len(lengths) // 2 :] != lengths[: len(lengths) // 2]
+    for (value, is_greedy), (wanted, is_best) in zip(scores, expected, strict=True):
+        assert value == pytest.approx(wanted, abs=1e-4) and is_greedy == is_best
+
+
 def test_texts_are_scored_after_their_context_or_the_end_of_a_text(harness, padded):
     # (context, continuation), and what of them the model sees: NFC, and never no context
     cases = [
