@@ -457,7 +457,9 @@ def draw_rows(axes, rows):
     axes.tick_params(axis='y', length=0)
     axes.locator_params(axis='x', nbins=6)
     of_losses = measure_of(rows[0].metric) in LOSSES
-    unit = 'difference of losses (nats)' if of_losses else 'difference (nats, cosine, or a logarithm)'
+    unit = (
+        'difference of losses (nats)' if of_losses else 'difference (nats, cosine, or a logarithm)'
+    )
     axes.set_xlabel(unit)
     left, right = '\N{LEFTWARDS ARROW} against the paper', 'as printed \N{RIGHTWARDS ARROW}'
     axes.text(0, -0.75, left, ha='left', fontsize=8, transform=axes.get_yaxis_transform())
