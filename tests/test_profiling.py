@@ -1,10 +1,12 @@
 """profiling.py: where a step's time goes, and what was expected, without a GPU."""
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from programs import program
 from torch.profiler import ProfilerActivity, profile
 
@@ -125,6 +127,25 @@ def test_expected_products_are_the_models_flops(fields):
     ):
         flops += share * numbers[kind] / 1e6 * profiling.REACHED[rate] * 989e12
     assert flops == pytest.approx(32 * 2048 * model.flops_per_token(2048))
+
+
+@pytest.mark.parametrize('path', sorted(ROOT.glob('results/fakegpu/torch_*.json')), ids=str)
+def test_the_expected_bytes_are_those_that_the_compiler_counted(path):
+    """In steps of two micro-batches, to 2%."""
+    rows = json.loads(path.read_text())['rows']
+    compared = 0
+    for name, config in (
+        ('82m vanilla', {}),
+        ('180m vanilla', dict(n_layer=12, n_head=12, n_embd=768)),
+        ('468m vanilla, budget 1', dict(n_layer=24, n_head=16, n_embd=1024)),
+    ):
+        counted = rows.get(name, {}).get('compiled_gb_of_two_micro_steps')
+        if counted:
+            _, numbers = expected(steps=2, **config)
+            moved = numbers['elementwise'] / 1e6 * profiling.REACHED['bytes'] * 4.8e12
+            assert moved == pytest.approx(counted * 1e9, rel=0.02), name
+            compared += 1
+    assert compared > 1
 
 
 def test_two_micro_steps_are_expected_to_take_twice_as_long_but_one_update():
