@@ -69,7 +69,8 @@ def test_logits_equal_transformers_llama(n_kv_head, tie_embeddings):
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.load_state_dict(as_llama(ours))
     idx = tokens(2, 24)
-    torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=1e-5, rtol=0)
+    # Processors round sums in different orders: up to 1.7e-5 was seen.
+    torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=3e-5, rtol=0)
 
 
 def as_llama(model):
