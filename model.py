@@ -205,9 +205,10 @@ class Mixing(nn.Module):
     def weights(self, x, learned):
         """One weight per source, then this layer's own: numbers, or tensors that broadcast to
         (B, heads, T, hs). x (B, T, C): what the layer projects; learned: its residual_lambda."""
+        weights = self.fixed
         if learned is not None:
-            return learned
-        return self.fixed
+            weights = learned
+        return weights
 
     def forward(self, own, sources, x, learned=None):
         """own (B, heads, T, hs), sources [(B, heads, T, hs)] -> (B, heads, T, hs)"""
@@ -786,12 +787,17 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # --- what is refused -----------------------------------------------------------------------------
 
-RESIDUAL_SETTINGS = (
-    'residual_from',
+# Settings that choose the weights of a mixture. Only residual_map='current' has a mixture.
+WEIGHT_SETTINGS = (
     'residual_lambda',
     'residual_learned',
+)
+# Settings that do nothing without a residual.
+RESIDUAL_SETTINGS = (
+    'residual_from',
     'residual_layers',
     'residual_map',
+    *WEIGHT_SETTINGS,
 )
 
 
@@ -876,9 +882,9 @@ def check_residuals(config):
         config.residual_learned and len(residuals) > 1,
         f'residual_learned goes with one residual, not {" and ".join(residuals)}; keep one of them',
     )
-    for name in ('residual_lambda', 'residual_learned'):
+    for name in WEIGHT_SETTINGS:
         refuse(
-            config.residual_map != 'current' and getattr(config, name),
+            config.residual_map != 'current' and not is_default(config, name),
             f'{name} does nothing with residual_map={config.residual_map!r}; drop one',
         )
     refuse(

@@ -26,10 +26,15 @@ mirror = GPTConfig(**shape, residual_from='mirror')
 print([w.sources['v'] for w in wire(mirror)])
 
 idx = torch.randint(61, (2, 11))
-plain, gated = GPT(GPTConfig(**shape)), GPT(GPTConfig(**shape, residual_gate=True))
-print(torch.equal(plain(idx)[0], gated(idx)[0]))
-gated(idx, idx)[1].backward()
-print(all(p.grad.count_nonzero() for name, p in gated.named_parameters() if '.gate.' in name))
+for more in (dict(), dict(residual_from='all', residual_learned=True), dict(residual_lambda=(2.0, 1.0))):
+    plain, gated = (GPT(GPTConfig(**shape, **more, residual_gate=gate)) for gate in (False, True))
+    print(torch.equal(plain(idx)[0], gated(idx)[0]))
+    gated(idx, idx)[1].backward()
+    print(all(p.grad.count_nonzero() for name, p in gated.named_parameters()))
+try:
+    GPTConfig(**shape, residual_map='cross', residual_gate=True)
+except ValueError as error:
+    print(error)
 
 import sys, train
 for name, flag in (('mirror', '--residual_from=mirror'), ('gate', '--residual_gate=True')):
@@ -59,9 +64,10 @@ def test_the_patches_apply_start_as_promised_and_train(tmp_path):
     program.write_text(f'import os\nos.chdir({str(tmp_path)!r})\nOPTIONS = {options}\n{TRIAL}')
     status, out, err = finish(start(program))
     assert status == 0, err
-    sources, starts_as_resformer, learns = out.splitlines()[:3]
+    sources, *starts_as_without_and_learns, refusal = out.splitlines()[:8]
     assert sources == "[[], [], [], [('v', 2)], [('v', 1)], [('v', 0)]]"
-    assert (starts_as_resformer, learns) == ('True', 'True')
+    assert starts_as_without_and_learns == ['True'] * 6
+    assert refusal == "residual_gate does nothing with residual_map='cross'; drop one"
     assert out.count('finished at step 2') == 2
 
 

@@ -5,6 +5,7 @@ Each is exact, causal, trainable, one graph, usable under DDP, and equal to the 
 where its setting is neutral.
 """
 
+import dataclasses
 import datetime
 
 import pytest
@@ -48,6 +49,22 @@ def test_the_variants_cover_every_value_of_every_setting():
     todo = uncovered()
     assert not todo, '\n'.join(todo)
     assert len(VARIANTS) >= 45
+
+
+@every_variant
+def test_every_setting_of_a_variant_does_something(name):
+    """Without it, the model has other parameters or other logits, or it is refused."""
+    config = config_of(name)
+    idx, _ = batch(config)
+    logits = perturbed(config)(idx)[0]
+    for field, value in config.variant().items():
+        default = getattr(GPTConfig, field)
+        try:
+            other = perturbed(dataclasses.replace(config, **{field: default}))
+        except ValueError:
+            continue
+        same = torch.equal(other(idx)[0], logits)
+        assert not same, f'{field}={value!r} gives the same logits as {default!r}'
 
 
 # --- exact ---------------------------------------------------------------------------------------
@@ -159,15 +176,18 @@ def test_trains_and_every_parameter_gets_a_gradient(name):
     idx, targets = batch(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
+    without_gradient = set(blocks(model))
     for step in range(4):
         loss = model(idx, targets)[1]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        if step == 0:
-            for key, block in blocks(model, lambda p: p.grad).items():
-                assert block.count_nonzero(), f'{key} gets no gradient'
+        # In a product that starts neutral, one factor waits for the other's first step.
+        if step < 2:
+            gradients = blocks(model, lambda p: p.grad)
+            without_gradient -= {key for key, grad in gradients.items() if grad.count_nonzero()}
         optimizer.step()
         losses.append(loss.item())
+    assert not without_gradient, f'no gradient in two steps: {sorted(without_gradient)}'
     assert losses[3] < losses[2] < losses[1] < losses[0]
 
 
