@@ -12,7 +12,7 @@ from test_draw import write_run
 from comparison.plan import CompareConfig, Plan, decisive_settings
 from configurator import configure
 from model import GPTConfig
-from paper import verdicts
+from paper import judging, verdicts
 from paper.claims import CLAIMS, NAMES, SIGNS, Claim
 from paper.figures import R, S, V
 from paper.runs import Run
@@ -46,7 +46,7 @@ def scattered(mean, noise=0.001):
 
 
 def rows_of(claims, folders, analyses=None):
-    return verdicts.rows_of(claims, verdicts.read_groups(folders, analyses or {}))
+    return judging.rows_of(claims, judging.read_groups(folders, analyses or {}))
 
 
 def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path):
@@ -142,7 +142,7 @@ def test_what_happens_inside_a_model_is_read_from_its_analysis(tmp_path):
         layers[f'resformer_0.006_0_seed{seed}'] = {'entropy': [4.0, 3.0, 3.0, 3.0]}
     write_analysis(tmp_path, 'entropy', layers)
     claims = [claim for claim in CLAIMS if claim.metric in ('entropy', 'entropy with depth')]
-    depth, difference = rows_of(claims, folders, verdicts.read_analyses(tmp_path))
+    depth, difference = rows_of(claims, folders, judging.read_analyses(tmp_path))
     expected = {seed: 1.5 + 0.005 * seed - 4 for seed in SEEDS}
     assert depth.numbers['differences'] == pytest.approx(expected)
     expected = {seed: 1.5 + 0.005 * seed - 3 for seed in SEEDS}
@@ -186,16 +186,16 @@ def test_the_program_writes_a_table_the_numbers_and_a_picture(tmp_path, monkeypa
 
 def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_claims(monkeypatch):
     monkeypatch.chdir(ROOT)
-    usual = [claim for claim in CLAIMS if not verdicts.beyond(claim)]
+    usual = [claim for claim in CLAIMS if not judging.beyond(claim)]
     for figures in ((), ('fig6',), ('fig10',)):
         _, program, *argv = shlex.split(verdicts.command(figures))
         assert program == 'compare.py'
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, argv=argv)
         plan = Plan(options, argv)
-        wirings = {name: verdicts.as_key(plan.configure(name)[1]) for name in plan.arms}
+        wirings = {name: judging.as_key(plan.configure(name)[1]) for name in plan.arms}
         tested = {(wirings[ours], wirings[theirs]) for ours, theirs in plan.contrasts}
         for claim in usual:
-            ours, theirs = (verdicts.variant_of(run) for run in (claim.ours, claim.theirs))
+            ours, theirs = (judging.variant_of(run) for run in (claim.ours, claim.theirs))
             if ours != theirs and (not figures or claim.figure in figures):
                 assert (ours, theirs) in tested or (theirs, ours) in tested
 
@@ -211,10 +211,10 @@ def test_runs_that_cannot_be_used_are_refused(tmp_path, monkeypatch, capsys):
     copy.mkdir()
     write_run(copy, [3.0] * 20, **json.loads((path / 'config.json').read_text()))
     with pytest.raises(ValueError, match='have the same model and seed'):
-        verdicts.read_groups([path, copy], {})
+        judging.read_groups([path, copy], {})
     (copy / 'log.jsonl').write_text('{"step": 0, "loss": 3.0}\n')
     with pytest.raises(ValueError, match='is unfinished: step 0 of 20'):
-        verdicts.read_groups([copy], {})
+        judging.read_groups([copy], {})
     monkeypatch.setattr('sys.argv', ['paper.verdicts'])
     with pytest.raises(SystemExit, match='name the folders of runs'):
         verdicts.main()

@@ -1,0 +1,298 @@
+"""
+Every claim of the paper, tested by runs: read_groups() reads the runs, rows_of() judges the claims.
+
+Which runs test a claim, and what its verdict means, is written at the top of verdicts.py, the program.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from comparison.plan import decisive_settings
+from comparison.results import read_state
+from comparison.verdict import judge
+from model import GPTConfig
+from paper import analyze, insides
+from paper.claims import BASES, METRICS, NAMES, SIGNS
+from paper.runs import PAPER, Run, configs_of
+from rundir import gpt_config
+from train import TrainConfig
+
+# {verdict: how a headline counts it}
+VERDICTS = {
+    'agrees': 'agree',
+    'contradicts': 'contradict',
+    'undecided': 'undecided',
+    'untestable': 'not tested here',
+}
+
+# Why a contrast is not tested.
+LARGER = 'larger models, longer sequences or other measurements are needed'
+MISSING = 'the runs are missing'
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """A finished run: its log, and what was found inside its model."""
+
+    name: str  # of its folder
+    seed: int
+    rate: float
+    losses: dict  # of the last evaluation
+    training: list  # training losses, step by step
+    series: dict = field(default_factory=dict)  # {analysis: {series: array (layers, ...)}}
+
+
+def read_groups(folders, analyses):
+    """{settings but for seed and rate, as text: {variant, as text: {seed: Kept}}} of finished runs.
+
+    Raises ValueError for a run that has not finished, and for two of the same group, variant and seed.
+    """
+    groups = {}
+    for folder in map(Path, folders):
+        state = read_state(folder)
+        if state.kind != 'finished':
+            raise ValueError(f'{folder} is {state.kind}: {state.detail or "it has no log"}')
+        config = gpt_config(state.config, folder)
+        group = groups.setdefault(common_settings(state.config, config), {})
+        seeds = group.setdefault(as_key(config), {})
+        kept = keep(state, analyses)
+        if kept.seed in seeds:
+            raise ValueError(f'{folder} and {seeds[kept.seed].name} have the same model and seed')
+        seeds[kept.seed] = kept
+    return groups
+
+
+def as_key(config):
+    """A model's wiring as text. Sizes differ in their heads: what counts is the share of KV heads."""
+    variant = config.variant() | {'n_kv_head': config.kv_heads / config.n_head}
+    return json.dumps(variant, sort_keys=True)
+
+
+def common_settings(values, config):
+    """What the runs of a contrast must share: all that decides a result but the variant, the seed and
+    the learning rate, which each model has its own."""
+    defaults = decisive_settings(TrainConfig(), GPTConfig())
+    own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
+    return json.dumps(
+        {name: values.get(name, value) for name, value in defaults.items() if name not in own},
+        sort_keys=True,
+    )
+
+
+def keep(state, analyses):
+    losses = [entry['loss'] for entry in state.entries if entry.get('loss') is not None]
+    series = {}
+    for kind, runs in analyses.items():
+        if state.folder.name in runs:
+            series[kind] = runs[state.folder.name]
+    seed, rate = state.config['seed'], state.config['learning_rate']
+    return Kept(state.folder.name, seed, rate, state.losses, losses, series)
+
+
+def read_analyses(folder):
+    """{analysis: {name of a run's folder: {series: array (layers, ...)}}}; {} without a folder."""
+    analyses = {}
+    for kind in analyze.ANALYSES if folder else ():
+        path = Path(folder, f'{kind}.json')
+        if not path.exists():
+            continue
+        analyses[kind] = {}
+        for run, report in json.loads(path.read_text())['runs'].items():
+            analyses[kind][Path(run).name] = insides.as_arrays(report)
+    return analyses
+
+
+# --- what a claim comes to, for one seed ----------------------------------------------------------
+
+# Each gives our metric minus theirs, or, for a claim about one model, the metric itself.
+
+
+def validation_loss(ours, theirs):
+    return ours.losses['mean'] - theirs.losses['mean']
+
+
+def early_loss(ours, theirs):
+    tenth = len(ours.training) // 10
+    return float(np.mean(ours.training[:tenth]) - np.mean(theirs.training[:tenth]))
+
+
+def inside(metric):
+    """The difference of what an analysis found inside two models."""
+    kind, difference = insides.DIFFERENCES[metric]
+    return lambda ours, theirs: float(difference(ours.series[kind], theirs.series[kind]))
+
+
+# {metric: (the difference of one seed, the analysis that it needs)}. A loss at the end is judged by the
+# validation loss, as in compare.py, also where the paper draws the training loss.
+DIFFERENCES = {
+    'final loss': (validation_loss, None),
+    'validation loss': (validation_loss, None),
+    'early loss': (early_loss, None),
+    **{metric: (inside(metric), kind) for metric, (kind, _) in insides.DIFFERENCES.items()},
+}
+
+# --- rows: one for each contrast that the paper prints, however often it does ---------------------
+
+
+@dataclass
+class Row:
+    """A contrast, all places where the paper prints it, and what the runs say."""
+
+    figure: str  # where it is first printed; its family for Holm's correction
+    ours: str
+    sign: str
+    theirs: str
+    metric: str
+    where: list
+    says: list
+    basis: str
+    verdict: str = 'untestable'
+    reason: str = ''  # why it is undecided or untestable
+    lacks: str = ''  # LARGER or MISSING, where it is untestable
+    numbers: dict = field(default_factory=dict)  # of comparison.verdict.judge()
+    runs: list = field(default_factory=list)  # folders' names
+    rates: dict = field(default_factory=dict)  # {model: learning rates}
+
+    def label(self):
+        """The contrast in words."""
+        word = SIGNS[self.sign]
+        if self.ours == self.theirs:
+            return f'{self.metric}: {self.ours} {word} 0'
+        what = '' if measure_of(self.metric) == 'validation loss' else f'{self.metric}: '
+        return f'{what}{self.ours} {word} {self.theirs}'
+
+
+def measure_of(metric):
+    """The metric by which a claim is judged here."""
+    return 'validation loss' if metric == 'final loss' else metric
+
+
+def describe_run(run):
+    """A claim's Run in words: its model, and its size, length, rate or warm-up if they are unusual."""
+    words = [NAMES[run.model]]
+    if run.size != Run.size:
+        words.append(run.size.upper())
+    if run.scaled_length(PAPER) != PAPER.length:
+        words.append(f'{run.length:,} tokens')
+    if run.rate:
+        words.append(f'rate {PAPER.rates[run.rate]:g}')
+    return ', '.join(words)
+
+
+def rows_of(claims, groups):
+    """[Row] of the claims, tested by groups of runs; see read_groups()."""
+    rows, tested = {}, {}
+    for claim in claims:
+        ours, theirs = describe_run(claim.ours), describe_run(claim.theirs)
+        key = ours, theirs, measure_of(claim.metric)
+        row = rows.get(key)
+        if row:
+            if row.sign != claim.sign:
+                raise ValueError(f'the paper prints {row.label()} with two signs')
+            row.where.append(claim.where)
+            row.says.append(claim.says)
+            continue
+        row = Row(
+            claim.figure or 'text alone',
+            ours,
+            claim.sign,
+            theirs,
+            claim.metric,
+            [claim.where],
+            [claim.says],
+            BASES[claim.basis],
+        )
+        rows[key] = row
+        row.reason = beyond(claim)
+        if row.reason:
+            row.lacks = LARGER
+            continue
+        pairs = find_pairs(claim, groups)
+        if pairs:
+            tested[key] = pairs
+        else:
+            row.lacks = MISSING
+            row.reason = why_no_pair(claim, groups)
+
+    for figure in dict.fromkeys(row.figure for row in rows.values()):
+        family = {key: tested[key] for key in tested if rows[key].figure == figure}
+        judge_family(rows, family)
+    return list(rows.values())
+
+
+def beyond(claim):
+    """Why no runs of the usual size and length could test a claim, or ''."""
+    if claim.metric not in DIFFERENCES:
+        return f'needs {METRICS[claim.metric]}'
+    for run in (claim.ours, claim.theirs):
+        unusual = describe_run(run).removeprefix(NAMES[run.model]).removeprefix(', ')
+        if unusual:
+            return f'no runs with {unusual}'
+    return ''
+
+
+def find_pairs(claim, groups):
+    """{seed: (our Kept, their Kept)} of the group of runs with the most seeds in common."""
+    best = {}
+    for variants in groups.values():
+        ours, theirs = (variants.get(variant_of(run), {}) for run in (claim.ours, claim.theirs))
+        pairs = {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
+        pairs = {seed: pair for seed, pair in pairs.items() if has_analysis(claim, pair)}
+        if len(pairs) > len(best):
+            best = pairs
+    return best
+
+
+def has_analysis(claim, pair):
+    """Whether both runs of a pair have the analysis that the claim is about, if any."""
+    _, analysis = DIFFERENCES[claim.metric]
+    return not analysis or all(analysis in run.series for run in pair)
+
+
+def why_no_pair(claim, groups):
+    trained = {variant for variants in groups.values() for variant in variants}
+    missing = {}
+    for run in (claim.ours, claim.theirs):
+        if variant_of(run) not in trained:
+            missing[NAMES[run.model]] = True
+    if missing:
+        return f'no runs of {" and ".join(missing)}'
+    _, analysis = DIFFERENCES[claim.metric]
+    return f'no analysis of {analysis}' if analysis else 'no runs with the same settings and seeds'
+
+
+def variant_of(run):
+    _, config = configs_of(run, PAPER)
+    return as_key(config)
+
+
+def judge_family(rows, family):
+    """Give the rows of one figure their numbers and verdicts."""
+    differences = {}
+    for key, pairs in family.items():
+        difference, _ = DIFFERENCES[rows[key].metric]
+        differences[key] = {seed: difference(*pair) for seed, pair in sorted(pairs.items())}
+    for key, numbers in judge(differences).items():
+        row, pairs = rows[key], family[key]
+        row.numbers = numbers
+        row.reason = numbers['reason']
+        row.verdict = against_the_sign(numbers['verdict'], row.sign)
+        for name, kept in zip(
+            (row.ours, row.theirs), zip(*pairs.values(), strict=True), strict=True
+        ):
+            row.rates[name] = sorted({run.rate for run in kept})
+            row.runs += [run.name for run in kept if run.name not in row.runs]
+
+
+def against_the_sign(verdict, sign):
+    """agrees, contradicts or undecided, from compare's `better` (lower), `worse` or `undecided`."""
+    if verdict == 'undecided':
+        return verdict
+    below_is_printed = sign == '<'
+    return 'agrees' if (verdict == 'better') == below_is_printed else 'contradicts'
