@@ -1,5 +1,5 @@
 """
-How good runs are: their loss per domain (the paper's Table 5) and six zero-shot tasks (Table 1).
+Scores finished runs: their loss per domain (the paper's Table 5) and six zero-shot tasks (Table 1).
 
 $ python evaluate.py loss --out_dir=out/vanilla_82m out/resformer_82m --out=losses.json
 $ torchrun --nproc_per_node=8 evaluate.py loss out/vanilla_82m out/resformer_82m  # the same numbers
@@ -41,7 +41,7 @@ PADDED_TO = 64
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ''  # the first run; '': the first plain argument, or out/run without any
+    out_dir: str = ''  # the first run; '': the first plain argument, or out/run if there is none
     runs: tuple = ()  # the other runs, which are plain arguments
     batch_size: int = 32  # windows or texts at once
     device: str = 'auto'  # as in train.py
@@ -398,8 +398,8 @@ def print_losses(numbers):
             row.append(pm(entry.get('loss'), entry.get('standard_error')))
             row.append(pm(entry.get('bits_per_byte'), None))
             if 'minus_first' in report:
-                entry = report['minus_first'][domain]
-                row.append(pm(entry['loss'], entry['standard_error'], '+'))
+                entry = report['minus_first'].get(domain, {})
+                row.append(pm(entry.get('loss'), entry.get('standard_error'), '+'))
         rows.append(row)
     print_table(head, rows)
     print(f'\n±: standard errors {LOSS_ERRORS}.')

@@ -45,6 +45,7 @@ import shutil
 import signal
 import struct
 import threading
+import time
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,8 +98,8 @@ def tokenize_unit(unit, room, spill, tokenizer_path, seed, val_fraction):
     """Write the documents of `unit` to the file `spill`, each as RECORD and ids, in shuffled order.
 
     room: {domain: training tokens still wanted}, an upper bound, because units before this one may
-    still be on their way. The parent decides where a domain ends; the worker stops when there is
-    surely no need for more. Returns None, or a message about what is wrong with the unit;
+    still be on their way. The parent decides where a domain ends; the worker stops once every
+    domain certainly has enough. Returns None, or a message about what is wrong with the unit;
     the parent ignores it if it has enough tokens before that point.
     """
     encoder = load_tokenizer(tokenizer_path)
@@ -363,6 +364,7 @@ def write_tokens(plan, state, estimate):
         # For each submitted unit, from state['done'] on: a function that waits for its result.
         results = collections.deque()
         text_bytes = 0
+        began = time.monotonic()
         while state['done'] < len(plan.units):
             done = state['done']
             unit = plan.units[done]
@@ -390,7 +392,7 @@ def write_tokens(plan, state, estimate):
 
             bar.update(tokens)
             text_bytes += size
-            speed = text_bytes / 1e6 / bar.format_dict['elapsed']
+            speed = text_bytes / 1e6 / (time.monotonic() - began)
             bar.set_postfix_str(f'{speed:.1f} MB/s{domain_progress(plan, counts)}')
 
 
@@ -554,7 +556,7 @@ def finish(plan, state):
 
 
 def check_documents(plan, counts):
-    """Refuse a dataset in which a domain, or all training data, is missing."""
+    """Refuse a dataset in which a domain, all training data or all validation data is missing."""
     train = counts['train']
     validation = counts['validation']
     for domain in plan.shares:
@@ -573,6 +575,12 @@ def check_documents(plan, counts):
 
     if not any(entry['documents'] for entry in train.values()):
         raise ValueError(f'{plan.settings.source} has no document to train on')
+    if not any(entry['documents'] for entry in validation.values()):
+        raise ValueError(
+            f'the validation files of {plan.settings.source} have no document of '
+            f'{", ".join(plan.shares)}: leave them out, so that documents of the training files are '
+            f'held out in their place, and delete {plan.out}'
+        )
 
 
 def print_table(plan, state):

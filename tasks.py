@@ -110,7 +110,7 @@ def harness_tasks(names, data_dir, folder, manager=None):
     """The harness's tasks of these names, on the data of the hub or of `data_dir`.
 
     Local data go through files in `folder`, which must outlive the tasks. Raises ValueError for
-    a name that is not a task, ConnectionError where the hub cannot be reached.
+    a name that is not a task of multiple choice, ConnectionError where the hub cannot be reached.
     """
     import datasets
     from lm_eval.tasks import TaskManager
@@ -132,6 +132,12 @@ def harness_tasks(names, data_dir, folder, manager=None):
     if set(tasks) != set(names):
         members = ', '.join(tasks)[:200]
         raise ValueError(f'tasks={",".join(names)} names a group; name its tasks: {members}')
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE != 'multiple_choice':
+            raise ValueError(
+                f'{name} asks for {task.OUTPUT_TYPE}; only tasks that let a model choose among '
+                'given answers can be evaluated here'
+            )
     return list(tasks.values())
 
 

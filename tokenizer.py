@@ -292,8 +292,10 @@ def recognize(file):
 
 
 def check_model(model, pre_tokenizer):
-    if model.get('type', 'BPE') != 'BPE' or not model.get('merges'):
-        raise ValueError(f'its model is {model.get("type")}, not BPE')
+    if model.get('type', 'BPE') != 'BPE':
+        raise ValueError(f'its model is {model["type"]}, not BPE')
+    if not model.get('merges'):
+        raise ValueError('its BPE model has no merges')
 
     byte_level = pre_tokenizer.get('type') == 'ByteLevel' and pre_tokenizer.get('use_regex', True)
     if not byte_level or pre_tokenizer.get('add_prefix_space'):

@@ -37,7 +37,8 @@ CODE_NAMES = {path.name for path in CODE}
 FILE_NAMES = {'config.json', WEIGHTS, 'tokenizer.json', 'tokenizer_config.json', *CODE_NAMES}
 
 # Models of transformers, and the fields of GPTConfig that they can express. Any other field that
-# differs from its default makes a variant. Dropout acts in training only; Llama lacks some of ours.
+# differs from its default makes a variant. Dropout acts in training only, so an export may lose it:
+# Llama has none in some places where GPT has it.
 PLAIN = {'llama': 'LlamaForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
 EXPRESSIBLE = {
     'llama': {*LLAMA, *BOTH, 'rope_scaling', 'dropout'},

@@ -78,7 +78,7 @@ def fetch(path_or_hub_id):
         return Path(snapshot_download(name, allow_patterns=['*.json', weights]))
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
-            f'{name} is not a folder, and the hub does not give it ({first_line(error)}); '
+            f'{name} is not a folder, and it could not be downloaded from the hub ({first_line(error)}); '
             'download it once and give its folder'
         ) from error
 

@@ -429,6 +429,11 @@ def test_runs_with_different_domains_share_a_table(run):
     assert cells['Z'][:2] == cells['B'][2:] == ['n/a', 'n/a']
     assert 'n/a' not in cells['A'] + cells['mean']
 
+    # A difference where two runs share a dataset, and none where the third has a domain of its own.
+    status, out, _ = program('loss', outs[0], run('same data'), outs[1], '--device=cpu')
+    cells = {row[0]: row[1:] for row in table(out)}
+    assert status == 0 and cells['Z'][4] == 'n/a' and cells['A'][4] != 'n/a'
+
 
 def test_a_table_takes_any_number_of_runs_with_or_without_a_step(capsys):
     cell = {'loss': 3.0, 'bits_per_byte': 1.0, 'standard_error': 0.5, 'tokens': 9}

@@ -543,6 +543,11 @@ def test_folders_without_usable_documents_are_refused(tmp_path):
     with pytest.raises(ValueError, match="--weights names 'Book', which the source lacks"):
         prepare(settings(tmp_path / 'rows', tmp_path / 'out3', weights=weights))
 
+    write_rows(tmp_path / 'split' / 'train' / '0.jsonl', [('C4', 'a'), ('Github', 'b')])
+    write_rows(tmp_path / 'split' / 'validation' / '0.jsonl', [('C4', 'c')])
+    with pytest.raises(ValueError, match='validation files of .*split have no document of Github'):
+        prepare(settings(tmp_path / 'split', tmp_path / 'out4', weights={'Github': 1}))
+
 
 def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
     raw = tmp_path / 'raw'

@@ -4,6 +4,7 @@ import functools
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import byte_runs
 import numpy as np
@@ -313,6 +314,17 @@ def test_a_mistake_about_tasks_is_one_line(harness, run, published, monkeypatch)
     monkeypatch.setattr(evaluate, 'harness_tasks', no_hub)
     assert_one_line(program(*words, '--tasks=piqa')[0], 'hub', '--data_dir')
     assert not Path('never.json').exists()
+
+
+@pytest.mark.parametrize('kind', ['loglikelihood', 'generate_until'])
+def test_a_task_without_given_answers_is_refused_by_name(harness, kind):
+    piqa = SimpleNamespace(OUTPUT_TYPE='multiple_choice')
+    other = SimpleNamespace(OUTPUT_TYPE=kind)
+    manager = SimpleNamespace(
+        task_index=['piqa', 'other'], load=lambda names: {'tasks': {'piqa': piqa, 'other': other}}
+    )
+    with pytest.raises(ValueError, match=f'^other asks for {kind}; only tasks .* given answers'):
+        tasks.harness_tasks(['piqa', 'other'], '', None, manager)
 
 
 def test_without_the_harness_one_line_says_how_to_install_it(run, monkeypatch):

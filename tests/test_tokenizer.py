@@ -254,6 +254,8 @@ REFUSED = {
     "adds the token '|||EMAIL|||'": add_email,
     'order of their ids': lambda file: file['model']['merges'].reverse(),
     'lacks tokens for 1 bytes': lambda file: file['model']['vocab'].pop('!'),
+    'BPE model has no merges': change('model', 'merges', to=[]),
+    'model is Unigram': change('model', 'type', to='Unigram'),
     'KeyError': lambda file: file.pop('pre_tokenizer'),
 }
 
