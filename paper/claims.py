@@ -74,10 +74,6 @@ class Claim:
     metric: str = 'final loss'  # of METRICS
     basis: str = 'text'  # of BASES
 
-    def contrast(self):
-        """The two arms, as models: settings on top of vanilla, without size and length."""
-        return self.ours.model, self.theirs.model
-
 
 def statement(figure, where, says, *contrasts, metric='final loss', basis='text', **more):
     """A Claim for each contrast (ours, sign, theirs) of one statement of the paper.
@@ -173,7 +169,7 @@ CLAIMS = [
     *statement(
         'fig5',
         'Section 4.2, Fig. 5 left',
-        'ResFormer is below vanilla throughout training, at every sequence length',
+        'ResFormer is below vanilla throughout training, so also at the end, at every sequence length',
         *[(Run(R, length=T), '<', Run(V, length=T)) for T in SOME_LENGTHS],
     ),
     # attention concentration and what goes with it
@@ -246,7 +242,7 @@ CLAIMS = [
     ),
     *statement(
         '',
-        'revision, Fig. 8 and Section 4.2',
+        'the revision, Fig. 8 and Section 4.2',
         'V_n + lambda V_1 is better than vanilla at any lambda, and best at 2',
         (with_lambda(0.2), '<', V),
         (with_lambda(2.0), '<', with_lambda(1.0)),

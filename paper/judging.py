@@ -14,7 +14,7 @@ from comparison.plan import decisive_settings
 from comparison.results import read_state
 from comparison.verdict import judge
 from model import GPTConfig
-from paper import analyze, insides
+from paper import analyze, insides, losses
 from paper.claims import BASES, METRICS, NAMES, SIGNS
 from paper.runs import PAPER, Run, configs_of
 from rundir import gpt_config
@@ -22,8 +22,8 @@ from train import TrainConfig
 
 # {verdict: how a headline counts it}
 VERDICTS = {
-    'agrees': 'agree',
-    'contradicts': 'contradict',
+    'agrees': 'in agreement',
+    'contradicts': 'contradicted',
     'undecided': 'undecided',
     'untestable': 'not tested here',
 }
@@ -44,7 +44,7 @@ class Kept:
     seed: int
     rate: float
     losses: dict  # of the last evaluation
-    training: list  # training losses, step by step
+    training: dict  # {step: training loss}
     series: dict = field(default_factory=dict)  # {analysis: {series: array (layers, ...)}}
 
 
@@ -86,13 +86,16 @@ def common_settings(values, config):
 
 
 def keep(state, analyses):
-    losses = [entry['loss'] for entry in state.entries if entry.get('loss') is not None]
+    training = {}
+    for entry in state.entries:
+        if entry.get('loss') is not None:
+            training[entry['step']] = entry['loss']
     series = {}
     for kind, runs in analyses.items():
         if state.folder.name in runs:
             series[kind] = runs[state.folder.name]
     seed, rate = state.config['seed'], state.config['learning_rate']
-    return Kept(state.folder.name, seed, rate, state.losses, losses, series)
+    return Kept(state.folder.name, seed, rate, state.losses, training, series)
 
 
 def read_analyses(folder):
@@ -104,7 +107,10 @@ def read_analyses(folder):
             continue
         analyses[kind] = {}
         for run, report in json.loads(path.read_text())['runs'].items():
-            analyses[kind][Path(run).name] = insides.as_arrays(report)
+            name = Path(run).name
+            if name in analyses[kind]:
+                raise ValueError(f'{path} has two runs named {name}')
+            analyses[kind][name] = insides.as_arrays(report)
     return analyses
 
 
@@ -118,8 +124,9 @@ def validation_loss(ours, theirs):
 
 
 def early_loss(ours, theirs):
-    tenth = len(ours.training) // 10
-    return float(np.mean(ours.training[:tenth]) - np.mean(theirs.training[:tenth]))
+    steps = sorted(ours.training.keys() & theirs.training.keys())
+    differences = [ours.training[step] - theirs.training[step] for step in steps]
+    return losses.early_mean(np.array(steps), np.array(differences))
 
 
 def inside(metric):
@@ -144,7 +151,9 @@ DIFFERENCES = {
 class Row:
     """A contrast, all places where the paper prints it, and what the runs say."""
 
-    figure: str  # where it is first printed; its family for Holm's correction
+    figure: (
+        str  # where it is first printed, or which version's text; its family for Holm's correction
+    )
     ours: str
     sign: str
     theirs: str
@@ -182,6 +191,8 @@ def describe_run(run):
         words.append(f'{run.length:,} tokens')
     if run.rate:
         words.append(f'rate {PAPER.rates[run.rate]:g}')
+    if run.warmup:
+        words.append(f'warm-up {PAPER.warmups[run.warmup]:,}')
     return ', '.join(words)
 
 
@@ -199,7 +210,7 @@ def rows_of(claims, groups):
             row.says.append(claim.says)
             continue
         row = Row(
-            claim.figure or 'text alone',
+            claim.figure or claim.where.partition(',')[0],
             ours,
             claim.sign,
             theirs,
@@ -221,8 +232,9 @@ def rows_of(claims, groups):
             row.reason = why_no_pair(claim, groups)
 
     for figure in dict.fromkeys(row.figure for row in rows.values()):
-        family = {key: tested[key] for key in tested if rows[key].figure == figure}
-        judge_family(rows, family)
+        # What runs of this size could test counts for Holm, whether or not it was trained.
+        family = [key for key in rows if rows[key].figure == figure and rows[key].lacks != LARGER]
+        judge_family(rows, {key: tested.get(key, {}) for key in family})
     return list(rows.values())
 
 
@@ -238,15 +250,27 @@ def beyond(claim):
 
 
 def find_pairs(claim, groups):
-    """{seed: (our Kept, their Kept)} of the group of runs with the most seeds in common."""
-    best = {}
+    """{seed: (our Kept, their Kept)} of the group of runs with the most seeds in common.
+
+    Raises ValueError if several groups have the most: which of them counts would be a choice.
+    """
+    candidates = []
     for variants in groups.values():
         ours, theirs = (variants.get(variant_of(run), {}) for run in (claim.ours, claim.theirs))
         pairs = {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
         pairs = {seed: pair for seed, pair in pairs.items() if has_analysis(claim, pair)}
-        if len(pairs) > len(best):
-            best = pairs
-    return best
+        candidates.append(pairs)
+    most = max(map(len, candidates), default=0)
+    if most == 0:
+        return {}
+    best = [pairs for pairs in candidates if len(pairs) == most]
+    if len(best) > 1:
+        arms = f'{describe_run(claim.ours)} and {describe_run(claim.theirs)}'
+        raise ValueError(
+            f'{len(best)} groups of runs have {most} seeds of {arms}, with other settings: name the '
+            'runs of one group'
+        )
+    return best[0]
 
 
 def has_analysis(claim, pair):
@@ -280,12 +304,13 @@ def judge_family(rows, family):
         differences[key] = {seed: difference(*pair) for seed, pair in sorted(pairs.items())}
     for key, numbers in judge(differences).items():
         row, pairs = rows[key], family[key]
+        if not pairs:
+            continue
         row.numbers = numbers
         row.reason = numbers['reason']
         row.verdict = against_the_sign(numbers['verdict'], row.sign)
-        for name, kept in zip(
-            (row.ours, row.theirs), zip(*pairs.values(), strict=True), strict=True
-        ):
+        ours, theirs = zip(*pairs.values(), strict=True)
+        for name, kept in ((row.ours, ours), (row.theirs, theirs)):
             row.rates[name] = sorted({run.rate for run in kept})
             row.runs += [run.name for run in kept if run.name not in row.runs]
 

@@ -7,7 +7,9 @@ $ python -m paper.verdicts out/compare/claims/*_seed[1-5] --analyses=FOLDER --ou
 A claim says which of two models has the lower loss, entropy, and so on (claims.py). It is tested by
 all runs of the two models that share everything but the seed and each model's own learning rate; if
 several groups of runs have both models, the one with the most seeds in common counts. The verdict is
-that of compare.py: differences per seed, a t test, Holm over the claims of one figure.
+that of compare.py: differences per seed, a t test, and Holm over a family of contrasts, trained or
+not: those that the paper first prints with one figure, one table or the text of one version, as far as
+models of this size could show them.
 
     agrees       decided, with the printed sign
     contradicts  decided, with the other sign
@@ -130,7 +132,8 @@ ROW_HEIGHT = 0.27  # inches
 def forest(rows):
     """The tested claims: a dot per seed, the mean and its interval, right of 0 where as printed.
 
-    Losses and what was found inside models have an axis each. Below, what was not tested.
+    Losses share an axis in nats. What was found inside models has many units: there, each row is drawn
+    in halves of its interval, so that 0 lies outside where |mean| > 1. Below, what was not tested.
     """
     tested = [row for row in in_order(rows) if row.numbers]
     parts = [
@@ -165,10 +168,14 @@ def draw_rows(axes, rows):
     axes.axvline(0, color=charts.INK, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.grid(axis='x', linewidth=0.6)
+    of_losses = measure_of(rows[0].metric) in LOSSES
     for y, row in enumerate(rows):
         shade = charts.color(COLORS[row.verdict])
-        direction = -1 if row.sign == '<' else 1
         numbers = row.numbers
+        unit = 1.0
+        if not of_losses and numbers['low'] is not None:
+            unit = (numbers['high'] - numbers['low']) / 2
+        direction = (-1 if row.sign == '<' else 1) / unit
         dots = [direction * value for value in numbers['differences'].values()]
         axes.plot(dots, [y + 0.22] * len(dots), 'o', color=shade, markersize=2.5, alpha=0.6)
         if numbers['low'] is not None:
@@ -180,11 +187,10 @@ def draw_rows(axes, rows):
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.tick_params(axis='y', length=0)
     axes.locator_params(axis='x', nbins=6)
-    of_losses = measure_of(rows[0].metric) in LOSSES
-    unit = (
-        'difference of losses (nats)' if of_losses else 'difference (nats, cosine, or a logarithm)'
-    )
-    axes.set_xlabel(unit)
+    label = 'difference / half of its 95% interval'
+    if of_losses:
+        label = 'difference of losses (nats)'
+    axes.set_xlabel(label)
     left, right = '\N{LEFTWARDS ARROW} against the paper', 'as printed \N{RIGHTWARDS ARROW}'
     axes.text(0, -0.75, left, ha='left', fontsize=8, transform=axes.get_yaxis_transform())
     axes.text(1, -0.75, right, ha='right', fontsize=8, transform=axes.get_yaxis_transform())
@@ -198,13 +204,15 @@ def untested_lines(rows):
         if figures:
             names = ', '.join(name_of(figure) for figure in dict.fromkeys(figures))
             text = f'{len(figures)} are not tested because {lacks}: {names}.'
-            lines += textwrap.wrap(text, 125)
+            lines += textwrap.wrap(text, 125, break_on_hyphens=False)
     return lines
 
 
 def name_of(figure):
-    """Fig. 12a of fig12a, Table 1 of table1."""
-    return re.sub(r'^fig', 'Fig. ', re.sub(r'^table', 'Table ', figure))
+    """Fig. 12a of fig12a, Table 1 of table1, the text of v5 of v5. No line is broken within Fig. 12a."""
+    kind, number = re.fullmatch(r'(fig|table|)(.*)', figure).groups()
+    word = {'fig': 'Fig.', 'table': 'Table', '': 'the text of'}[kind]
+    return f'{word}\N{NO-BREAK SPACE}{number}'
 
 
 # --- a plan that tests claims ----------------------------------------------------------------------

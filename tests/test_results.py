@@ -12,8 +12,8 @@ from paper import verdicts
 ROOT = Path(__file__).parent.parent
 CLAIMS = ROOT / 'results' / 'claims'
 MAIN = sorted(CLAIMS.glob('main/*'))
-UNTUNED = sorted(ROOT.glob('results/untuned/*_[123]'))
-UNTUNED = [run for run in UNTUNED if not run.name.startswith('long')]
+OTHERS = ('resformer', 'neutreno', 'denseformer', 'learned_resformer')  # not all of them are tuned
+UNTUNED = [ROOT / 'results' / 'untuned' / f'{name}_{seed}' for name in OTHERS for seed in (1, 2, 3)]
 PRINTED = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
 
 

@@ -71,7 +71,7 @@ def test_not_below_is_contradicted_by_what_is_below_and_agrees_with_what_is_abov
     assert rows_of([reverse], folders)[0].verdict == 'agrees'
 
 
-def test_holm_counts_the_tested_claims_of_one_figure(tmp_path):
+def test_holm_counts_the_claims_of_one_figure_trained_or_not(tmp_path):
     random = np.random.default_rng(0)
     losses = {
         model: dict(zip(SEEDS, 2 + 0.02 * random.normal(size=5), strict=True)) for model in 'VRS'
@@ -79,7 +79,9 @@ def test_holm_counts_the_tested_claims_of_one_figure(tmp_path):
     folders = write_runs(tmp_path, V, losses['V'])
     folders += write_runs(tmp_path, R, losses['R'])
     folders += write_runs(tmp_path, S, losses['S'])
-    rows = rows_of([BELOW, ABOVE, NOT_BELOW], folders)
+    untrained = Claim('fig1', 'Fig. 1', '', Run('neutreno'), '<', Run(V))
+    too_large = Claim('fig1', 'Fig. 1', '', Run(R, '468m'), '<', Run(V, '468m'))
+    rows = rows_of([BELOW, ABOVE, NOT_BELOW, untrained, too_large], folders)
 
     p = []
     for ours, theirs in ('RV', 'VS', 'SR'):
@@ -87,9 +89,40 @@ def test_holm_counts_the_tested_claims_of_one_figure(tmp_path):
             scipy.stats.ttest_rel(list(losses[ours].values()), list(losses[theirs].values())).pvalue
         )
     small, large = sorted(p[:2])
-    holm = {small: 2 * small, large: max(2 * small, large)}
+    # Three count in Fig. 1, the untrained one with p = 1.
+    holm = {small: 3 * small, large: max(3 * small, 2 * large)}
     expected = [min(1, holm[p[0]]), min(1, holm[p[1]]), p[2]]
-    assert [row.numbers['p_holm'] for row in rows] == pytest.approx(expected)
+    assert [row.numbers['p_holm'] for row in rows[:3]] == pytest.approx(expected)
+    assert [row.numbers for row in rows[3:]] == [{}, {}]
+    assert [row.lacks for row in rows[3:]] == [judging.MISSING, judging.LARGER]
+
+
+def test_claims_of_a_text_without_a_figure_are_a_family_of_their_version():
+    rows = judging.rows_of(CLAIMS, {})
+    families = {row.figure for row in rows if not row.figure.startswith(('fig', 'table'))}
+    assert families == {'the revision', 'v5'}
+
+
+def test_two_groups_with_as_many_seeds_are_refused_in_any_order(tmp_path):
+    folders = []
+    for batches in (4, 8):
+        for model in (V, R):
+            folders += write_runs(tmp_path, model, scattered(2.0), eval_iters=batches)
+    for order in (folders, folders[::-1]):
+        with pytest.raises(ValueError, match='2 groups of runs have 5 seeds of ResFormer and van'):
+            rows_of([BELOW], order)
+
+
+def test_a_run_is_described_by_what_is_unusual():
+    assert judging.describe_run(Run(V)) == 'vanilla'
+    assert judging.describe_run(Run(V, '468m', warmup=1)) == 'vanilla, 468M, warm-up 1,200'
+
+
+def test_two_analyses_of_runs_with_one_name_are_refused(tmp_path):
+    runs = {f'{name}/ckpt_120.pt': {'series': {}} for name in ('one', 'other')}
+    (tmp_path / 'entropy.json').write_text(json.dumps({'runs': runs}))
+    with pytest.raises(ValueError, match='entropy.json has two runs named ckpt_120.pt'):
+        judging.read_analyses(tmp_path)
 
 
 def test_only_runs_that_share_their_settings_are_compared_and_most_seeds_count(tmp_path):
