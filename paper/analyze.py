@@ -55,9 +55,7 @@ class AnalyzeConfig:
     length: int = 2048  # tokens of a sequence; at most the model's block_size
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
     device: str = 'auto'  # as in train.py
-    seeds: bool = (
-        False  # draw the runs of one model as one curve, with the standard error over them
-    )
+    seeds: bool = False  # draw the runs of a model as one curve, with the standard error over them
     out: str = ''  # where to write, without ending; '': results/<analysis>
 
     def __post_init__(self):
@@ -439,11 +437,11 @@ def over_seeds(numbers):
             series[key] = summary(np.stack(means))
         label = f'{name}, {len(reports)} seeds' if len(reports) > 1 else name
         pooled[label] = {**reports[0], 'series': series}
-    return {**numbers, 'runs': pooled}
+    return {**numbers, 'errors_over': 'seeds', 'runs': pooled}
 
 
 def figure_of(numbers, title='', names=None):
-    """The figure of analyze()'s numbers: one curve per run, mean and standard error over sequences.
+    """The figure of analyze()'s or over_seeds()'s numbers: a curve per report, its mean and error.
 
     names: {run: its name in the legend}, of every run; None: the ends of their paths.
     """
@@ -455,13 +453,18 @@ def figure_of(numbers, title='', names=None):
     # Panels of one quantity share its axis, so that they can be compared.
     options = {'squeeze': False, 'sharey': kind == 'similarity', 'layout': 'constrained'}
     figure, axes = draw.pyplot().subplots(1, len(panels), **options)
+    if kind == 'spectrum':
+        of_layers = [ax for ax, panel in zip(axes[0], panels, strict=True) if panel != FIRST_LAYER]
+        for ax in of_layers[1:]:
+            ax.sharey(of_layers[0])
     for ax, (panel, series) in zip(axes[0], panels.items(), strict=True):
         draw_panel(ax, kind, panel, series, reports, looks)
     if kind != 'spectrum':
         axes[0][0].set_ylabel(Y_LABELS[kind], fontsize=draw.FONT)
-    height = 3.3 + draw.legend_below(figure, axes[0][0], width)
+    height = 3.5 + draw.legend_below(figure, axes[0][0], width)
     figure.set_size_inches(width, height)
-    figure.suptitle(title or kind, fontsize=11)
+    of_bands = f'bands: one standard error over {numbers.get("errors_over", "sequences")}'
+    figure.suptitle(f'{title or kind}\n{of_bands}', fontsize=11)
     return figure
 
 

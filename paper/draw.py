@@ -363,9 +363,8 @@ def place_of(point):
 def legend_below(figure, axes, inches):
     """The legend of `axes` below all of a figure, `inches` wide. Returns its height in inches."""
     handles, names = axes.get_legend_handles_labels()
-    longest = max(
-        len(re.sub('[${}_]', '', name)) for name in names
-    )  # a formula's markup is not shown
+    shown = [re.sub('[${}_]', '', name) for name in names]  # without a formula's markup
+    longest = max(map(len, shown))
     columns = max(1, int(inches / (0.5 + 0.07 * longest)))
     place = {'loc': 'outside lower center', 'ncols': columns}
     figure.legend(handles, names, frameon=False, fontsize=FONT, **place)

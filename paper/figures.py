@@ -70,6 +70,9 @@ LONGEST = LENGTHS[-1]
 BY_SIZE = at_each('size', SIZES, V, R)
 SOME_LENGTHS = (2048, 32000, LONGEST)  # of Fig. 5
 
+# Figures with panels about checkpoints from outside, which are left out here.
+WITH_OUTSIDE_PANELS = ('fig1', 'fig3', 'fig15')
+
 FIGURES = {
     'table1': Figure('Zero-shot tasks', [Panel('tasks', runs(V, R) + runs(V, R, length=LONGEST))]),
     'table5': Figure('Validation loss, mean of the domains', [Panel('loss', BY_SIZE)]),
@@ -84,7 +87,7 @@ FIGURES = {
             Panel(
                 'entropy',
                 runs(V, R, 'neutreno', 'denseformer', S),
-                'How much attention is spread over tokens',
+                'How evenly attention is spread over tokens',
             ),
         ],
     ),
@@ -164,7 +167,7 @@ FIGURES = {
         {S: 'SVFormer on Llama', GPT2_S: 'SVFormer on GPT-2', GPT2_R: 'ResFormer on GPT-2'},
     ),
     'fig13': Figure(
-        'Sharing all of the first queries, keys or values',
+        "All layers use the first layer's queries, keys or values",
         curves(V, FIRST_QUERIES, FIRST_KEYS, S),
         {FIRST_QUERIES: 'queries', FIRST_KEYS: 'keys', S: 'values (SVFormer)'},
     ),

@@ -110,6 +110,7 @@ def describe_savings(saved):
         here = 'n/a' if share is None else f'{share:.0%}'
         low, *_, high = sorted(version[i] for version in SAVINGS.values())
         words.append(f'{here} of the {what} (the paper: {low:.0%} to {high:.0%})')
+    words[-1] += ' where its learning rate has not decayed yet'
     why = f', {saved["why"]}' if saved['why'] else ''
     return f'at equal loss ResFormer saves {" and ".join(words)}; {ONE_SEED}{why}'
 

@@ -30,7 +30,7 @@ from files import write_whole
 from machine import INTERRUPTED, Machine
 from model import GPT
 from paper import analyze, draw, runs, wiring
-from paper.figures import FIGURES
+from paper.figures import FIGURES, WITH_OUTSIDE_PANELS
 from paper.findings import against_the_paper
 from paper.pictures import draw_figure, folders, smoothing, wired
 from paper.runs import PAPER, SCALES, Run, folder
@@ -130,7 +130,7 @@ def reproduce(name, settings, machine):
         entries.append({'how': panel.how, 'title': panel.title, 'numbers': numbers})
     entries = json.loads(json.dumps(entries))  # as redraw() will read them
 
-    if besides(figure) == OUTSIDE:
+    if besides(name) == OUTSIDE:
         kinds = [panel.how for panel in figure.panels if panel.how in analyze.ANALYSES]
         print(
             f"{name}: the paper's panel of other checkpoints is left out; python -m paper.analyze "
@@ -192,7 +192,7 @@ def print_list(names, settings):
             gpus = f'{sum(hours(run, settings.tok_per_s) for run in every):,.0f} h'
         if scale.seconds:
             here = f'~{len(every) * scale.seconds / 60:,.0f} min'
-        row = (name, len(every), done, gpus, here, besides(figure), figure.title)
+        row = (name, len(every), done, gpus, here, besides(name), figure.title)
         print('{:8} {:>5} {:>5}  {:>14}  {:>14}  {:18}  {}'.format(*row))
     print(
         '\n8 GPUs: give --tok_per_s, the throughput of config/vanilla_82m.py there (bench.py measures '
@@ -204,12 +204,11 @@ def print_list(names, settings):
 OUTSIDE = 'outside weights*'
 
 
-def besides(figure):
+def besides(name):
     """What a figure needs apart from its runs."""
-    hows = {panel.how for panel in figure.panels}
-    if 'tasks' in hows:
+    if any(panel.how == 'tasks' for panel in FIGURES[name].panels):
         return 'task data'
-    return OUTSIDE if hows & analyze.ANALYSES.keys() else 'nothing'
+    return OUTSIDE if name in WITH_OUTSIDE_PANELS else 'nothing'
 
 
 def hours(run, tok_per_s):

@@ -2,7 +2,8 @@
 How models are wired, drawn from model.wire(): whose queries, keys and values a layer uses (Fig. 2).
 
 A layer is a row. A filled box is a tensor that the layer projects; a ring on a line is one that it
-borrows from the box at the line's upper end; an arrow brings a source to where it is used.
+borrows from the box at the line's upper end; an arrow brings a source to where it is used. An outlined
+box is an output, of attention or of a block.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ KINDS = {
 AT_OUTPUT = ('add', 'pull')
 
 EMBEDDING = 'emb'
+OUTPUTS = ('u', 'x')  # of attention, of a block
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,10 @@ def figure_of(plt, configs, title=''):
         width = max(width, left - GAP)
         depth += head + max(models[name][0].n_layer for name in names)
 
-    kinds = {arrow.kind for _, every in models.values() for arrow in every}
+    kinds = {}  # {kind: parts that have arrows of it}
+    for _, every in models.values():
+        for arrow in every:
+            kinds.setdefault(arrow.kind, set()).add(arrow.part)
     add_legend(plt, figure, axes, kinds, width, depth, title)
     return figure
 
@@ -160,6 +165,7 @@ def add_legend(plt, figure, axes, kinds, width, depth, title):
     axes.set_xlim(-0.9, width + 0.3)
     axes.set_ylim(-depth, 0)
     place = {'loc': 'lower center', 'ncols': columns, 'frameon': False, 'fontsize': 9}
+    place['handlelength'] = 3  # a whole period of each dash
     figure.legend(handles=handles, **place)
     if title:
         figure.text(0.5, 1 - 0.22 / height, title, ha='center', va='center', fontsize=10)
@@ -196,10 +202,14 @@ def draw_model(axes, left, top, config, every, name):
 def draw_box(axes, x, y, part, text=''):
     from matplotlib.patches import FancyBboxPatch
 
-    look = {'boxstyle': 'round,pad=0,rounding_size=0.1', 'linewidth': 0}
+    color = COLORS[part]
+    look = {'boxstyle': 'round,pad=0,rounding_size=0.1', 'edgecolor': color, 'linewidth': 1.3}
+    face, ink = color, 'white'
+    if part in OUTPUTS:
+        face, ink = 'white', color
     corner = (x - HALF, y - HALF)
-    axes.add_patch(FancyBboxPatch(corner, 2 * HALF, 2 * HALF, color=COLORS[part], **look))
-    axes.text(x, y, text, ha='center', va='center', fontsize=7, color='white')
+    axes.add_patch(FancyBboxPatch(corner, 2 * HALF, 2 * HALF, facecolor=face, **look))
+    axes.text(x, y, text, ha='center', va='center', fontsize=7, color=ink)
 
 
 def draw_borrowing(axes, x, top, arrow):
@@ -238,7 +248,7 @@ def draw_lane(axes, left, top, places, line, lane, layers):
 
 
 def legend_of(plt, kinds):
-    """Handles for what is in the drawing."""
+    """Handles for what is in the drawing, in color where one color alone has it."""
     line = plt.matplotlib.lines.Line2D
     gray = '#555555'
     box = {'marker': 's', 'markersize': 8, 'linestyle': 'none', 'color': gray}
@@ -246,7 +256,11 @@ def legend_of(plt, kinds):
     for kind, (dashes, text) in KINDS.items():
         if kind not in kinds:
             continue
-        look = {'linestyle': dashes, 'color': gray, 'label': text}
+        color = gray
+        if len(kinds[kind]) == 1:
+            (part,) = kinds[kind]
+            color = COLORS[part]
+        look = {'linestyle': dashes, 'color': color, 'label': text}
         if kind == 'borrow':
             look |= {'marker': 'o', 'markerfacecolor': 'white'}
         else:

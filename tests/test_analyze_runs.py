@@ -325,7 +325,8 @@ def expected_curve(kind, series):
 def test_a_figure_shows_every_run_and_can_be_drawn_from_the_file(kind, at, tmp_path):
     numbers = report(kind, 'vanilla', 'svformer', sequences=3)
     figure = analyze.figure_of(json.loads(json.dumps(numbers)), 'fig0: a title (tiny)')
-    assert figure.get_suptitle() == 'fig0: a title (tiny)'
+    title, of_bands = figure.get_suptitle().splitlines()
+    assert title == 'fig0: a title (tiny)' and of_bands.endswith('over sequences')
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     for name in ('vanilla', 'svformer'):
         assert any(text.startswith(name) for text in texts), texts
@@ -395,6 +396,7 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at)
     numbers = report(kind, 'vanilla', 'vanilla2', 'svformer', sequences=3)
     pooled = analyze.over_seeds(numbers)
     assert list(pooled['runs']) == ['vanilla, 2 seeds', 'SVFormer']
+    assert analyze.figure_of(pooled).get_suptitle().endswith('over seeds')
     for name, series in pooled['runs']['vanilla, 2 seeds']['series'].items():
         of_runs = [
             np.array(numbers['runs'][f'out/{run}']['series'][name]['mean'], dtype=float)
