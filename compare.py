@@ -20,11 +20,10 @@ import signal
 import statistics
 import sys
 import time
-from pathlib import Path
 
 from comparison import launch, measures, report
-from comparison.assemble import compare_plan, compare_runs, problems
-from comparison.plan import CompareConfig, Plan, Run, as_json
+from comparison.assemble import compare_plan, compare_runs, folder_of_runs, problems
+from comparison.plan import CompareConfig, Plan, Run, as_json, code_state, hash_of, same_code
 from comparison.results import Results
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors
@@ -35,7 +34,10 @@ from train import TrainConfig
 
 
 def write_report(folder, comparison):
-    """Write report.md, .html and .json, and forest.svg; unchanged files are not written again."""
+    """Write report.md, .html and .json, and forest.svg; unchanged files are not written again.
+
+    While one process trains, another may watch: both write these files, and no others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: value for name, value in comparison.items() if name not in ('curves', 'norms')}
     texts = {
@@ -47,7 +49,7 @@ def write_report(folder, comparison):
     for name, text in texts.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
-            write_whole(path, text)
+            write_whole(path, text, shared=True)
 
 
 def print_commands(results):
@@ -55,7 +57,8 @@ def print_commands(results):
     plan = results.plan
     for job in results.jobs():
         print(launch.shell_line(job.arguments, plan.options.gpus))
-    for name, problem in problems({r.name: results.state(r) for r in results.all_runs()}).items():
+    states = {run.name: results.state(run) for run in results.all_runs()}
+    for name, problem in problems(states).items():
         print(f'{name}: {problem}', file=sys.stderr)
     if any(results.rate(arm) is None for arm in plan.arms):
         note = 'more commands follow from the best rates: call again when these have finished'
@@ -66,9 +69,11 @@ class Watcher:
     """While trainings run: a line of progress each second, a new report twice a minute."""
 
     def __init__(self, results, redraw):
-        self.results, self.redraw = results, redraw
+        self.results = results
+        self.redraw = redraw
         self.progress = launch.Progress()
-        self.last_look, self.last_report = 0.0, time.monotonic()
+        self.last_look = 0.0
+        self.last_report = time.monotonic()
         self.runs_in_report = None
 
     def tick(self, running):
@@ -76,67 +81,165 @@ class Watcher:
         if now - self.last_look < 1:
             return
         self.last_look = now
-        results, plan = self.results, self.results.plan
-        options = plan.options
-        runs = results.all_runs()
-        complete = [run for run in runs if results.state(run).kind == 'finished']
+        results = self.results
+        plan = results.plan
+        complete = [run for run in results.all_runs() if results.state(run).kind == 'finished']
         names = {run.name for run in complete}
         steps = sum(plan.max_iters(run) for run in complete)
         steps += sum(launch.last_step(job.folder) for job in running if job.name not in names)
+        expected = self.expected_steps()
+        self.progress.show(len(complete), len(expected), steps, sum(expected))
 
-        # The test runs are not all known yet, but their number is.
-        tuning = [run for run in runs if options.rates and run.seed in options.tuning_seeds]
-        test = len(options.seeds) * (len(plan.arms) + len(options.baseline_steps))
-        total = len(tuning) + test
-        self.progress.show(len(complete), total, steps, total * plan.settings.max_iters)
         if len(complete) != self.runs_in_report and now - self.last_report > 30:
-            self.last_report, self.runs_in_report = now, len(complete)
-            self.redraw()
+            self.last_report = now
+            self.runs_in_report = len(complete)
+            try:
+                self.redraw()
+            except OSError as error:  # no reason to end the trainings
+                print(f'\nwarning: cannot write the report: {error}', file=sys.stderr)
+
+    def expected_steps(self):
+        """The number of steps of each run: of the tuning runs known so far, and of all test runs.
+
+        The rates of the test runs may not be known yet, but their steps are.
+        """
+        plan = self.results.plan
+        options = plan.options
+        steps = []
+        for run in self.results.all_runs():
+            if options.rates and run.seed in options.tuning_seeds:
+                steps.append(plan.max_iters(run))
+        for _ in options.seeds:
+            steps += [plan.max_iters(Run(arm, 1.0, 0)) for arm in plan.arms]
+            steps += options.baseline_steps
+        return steps
 
 
-def run_plan(options, argv):
-    """Train the missing runs of a plan, unless the options ask only for its commands or report."""
-    plan = Plan(options, argv)
-    results = Results(plan)
-    timing = share_budget(plan) if options.equal != 'steps' else None
-    record = plan.write(results.counts(), trains=bool(results.jobs()))
+class Study:
+    """A plan, its results, and what plan.json and timing.json beside them hold."""
 
-    def redraw():
-        comparison = compare_plan(plan, results, record, timing)
-        write_report(plan.folder, comparison)
+    def __init__(self, plan):
+        self.plan = plan
+        self.results = Results(plan)
+        self.record = None  # of plan.json
+        self.timing = None  # of timing.json
+
+    def redraw(self):
+        comparison = compare_plan(self.plan, self.results, self.record, self.timing)
+        write_report(self.plan.folder, comparison)
         return comparison
 
-    if options.print:
-        print_commands(results)
-        return redraw()
-    if options.watch:
-        return watch(redraw)
-    with locked(plan.folder, 'comparing in', '--name'):
-        if options.timing and not timing:
-            timing = measure(plan)
-        watcher = Watcher(results, redraw)
-        slots = launch.find_slots(plan.settings.device, options.jobs, options.gpus)
-        try:
-            launch.launch(results.jobs, slots, options.gpus, watcher.tick)
-        finally:
-            watcher.progress.close()
-            comparison = redraw()
-    return comparison
+    # --- step times ---
+
+    def timed_configs(self):
+        """{arm: (TrainConfig, GPTConfig)}: what is timed of each arm."""
+        plan = self.plan
+        return {name: plan.configs(Run(name, plan.own_rate(name), 0)) for name in plan.arms}
+
+    def read_times(self):
+        """Take the step times from timing.json, wherever they were measured."""
+        options = self.plan.options
+        if options.timing or options.equal == 'time':
+            path = self.plan.folder / 'timing.json'
+            self.timing = measures.read_timing(path, self.timed_configs(), options.gpus)
+
+    def measure(self):
+        """Measure the step times here, unless timing.json has those of this machine and code."""
+        path = self.plan.folder / 'timing.json'
+        code = hash_of(code_state())
+        self.timing = measures.measure_steps(
+            self.timed_configs(), path, self.plan.options.gpus, code
+        )
+
+    def share_budget(self, may_measure):
+        """Give each arm the steps that --equal asks for.
+
+        Once a run has begun, timing.json decides, even if the code or the machine has changed since:
+        new times would mean new numbers of steps, and the runs would no longer be those of the plan.
+        """
+        options = self.plan.options
+        if options.equal == 'time':
+            self.read_times()
+            begun = any(self.plan.folder.glob('*/log.jsonl'))
+            if may_measure and not (self.timing and begun):
+                self.measure()
+            if not self.timing:
+                raise ValueError(
+                    f'equal=time needs step times, and {self.plan.folder}/timing.json has none of '
+                    'these arms yet: start the training first, which measures them'
+                )
+        if options.equal != 'steps':
+            share_budget(self.plan, self.timing)
+
+    # --- what the command line asks for ---
+
+    def print_commands(self):
+        """Write the plan, the report and the commands still to be run. Returns the comparison."""
+        self.share_budget(may_measure=False)
+        with self.locked():
+            self.record = self.plan.write(self.results.counts(), trains=bool(self.results.jobs()))
+        self.read_times()
+        print_commands(self.results)
+        return self.redraw()
+
+    def watch(self):
+        """Redraw every ten seconds until everything has finished. Returns the comparison."""
+        self.share_budget(may_measure=False)
+        self.record = self.plan.written()
+        if not self.record:
+            with self.locked():
+                self.record = self.plan.write(self.results.counts(), trains=False)
+        while True:
+            # Whoever trains may write both files while this process watches.
+            self.record = self.plan.written() or self.record
+            self.read_times()
+            comparison = self.redraw()
+            now = datetime.datetime.now().strftime('%H:%M:%S')
+            print(f'{now}  {report.status(comparison)}', flush=True)
+            if comparison['finished']:
+                return comparison
+            time.sleep(10)
+
+    def train(self):
+        """Train the missing runs. Returns the comparison."""
+        options = self.plan.options
+        slots = launch.find_slots(self.plan.settings.device, options.jobs, options.gpus)
+        with self.locked():
+            self.share_budget(may_measure=True)
+            self.results.forget_failures()
+            trains = bool(self.results.jobs())
+            self.record = self.plan.write(self.results.counts(), trains)
+            if options.timing and options.equal != 'time':
+                self.read_times()
+                if trains or not self.timing:
+                    self.measure()
+            watcher = Watcher(self.results, self.redraw)
+            try:
+                launch.launch(self.jobs, slots, options.gpus, watcher.tick)
+            finally:
+                watcher.progress.close()
+                comparison = self.redraw()
+        return comparison
+
+    def locked(self):
+        self.plan.folder.mkdir(parents=True, exist_ok=True)
+        return locked(self.plan.folder, 'comparing in', '--name')
+
+    def jobs(self):
+        """The runs still to be trained. Each imports the code as it is when it starts: if that has
+        changed since the plan was written, the plan is written again, and says so."""
+        jobs = self.results.jobs()
+        if jobs and not same_code(self.record, code_state()):
+            self.record = self.plan.write(self.results.counts())
+        return jobs
 
 
-def measure(plan):
-    configs = {name: plan.configs(Run(name, plan.own_rate(name), 0)) for name in plan.arms}
-    return measures.measure_steps(configs, plan.folder / 'timing.json')
-
-
-def share_budget(plan):
-    """Give each arm the steps that fit the baseline's budget. Returns the timing used, or None."""
-    timing, cost = None, {}
-    if plan.options.equal == 'time':
-        timing = measure(plan)
+def share_budget(plan, timing=None):
+    """Give each arm the steps that fit the baseline's budget; timing: needed for --equal=time."""
+    cost = {}
     for arm in plan.arms:
         settings, config = plan.configs(Run(arm, plan.own_rate(arm), 0))
-        if timing:
+        if plan.options.equal == 'time':
             if not timing['seconds'][arm]:
                 raise ValueError(f'arm {arm} could not be timed: {timing["problems"][arm]}')
             cost[arm] = statistics.median(timing['seconds'][arm])
@@ -144,18 +247,18 @@ def share_budget(plan):
             tokens = settings.rows_per_step * config.block_size
             cost[arm] = measures.of_model(config)['flops_per_token'] * tokens
     plan.share_budget(cost)
-    return timing
 
 
-def watch(redraw):
-    """Redraw every ten seconds until everything has finished."""
-    while True:
-        comparison = redraw()
-        now = datetime.datetime.now().strftime('%H:%M:%S')
-        print(f'{now}  {report.status(comparison)}', flush=True)
-        if comparison['finished']:
-            return comparison
-        time.sleep(10)
+def compare_arms(options, argv):
+    """Train arms, or only watch them or print their commands. Returns (comparison, its folder)."""
+    study = Study(Plan(options, argv))
+    if options.print:
+        comparison = study.print_commands()
+    elif options.watch:
+        comparison = study.watch()
+    else:
+        comparison = study.train()
+    return comparison, study.plan.folder
 
 
 def main():
@@ -168,13 +271,12 @@ def main():
         if options.runs:
             refuse_options(argv)
             comparison = compare_runs(options)
-            folder = Path('out', 'compare', comparison['title'])
+            folder = folder_of_runs(options)
             if (folder / 'plan.json').exists():
                 raise ValueError(f'{folder} holds a planned comparison; give another --name')
             write_report(folder, comparison)
         elif options.arms:
-            comparison = run_plan(options, argv)
-            folder = Path('out', 'compare', comparison['title'])
+            comparison, folder = compare_arms(options, argv)
         else:
             print(__doc__.strip())
             sys.exit(2)

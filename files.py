@@ -12,15 +12,18 @@ from pathlib import Path
 DATASET_FORMAT = 1
 
 
-def write_whole(path, data):
+def write_whole(path, data, shared=False):
     """Write str or bytes to `path` completely or not at all, even when the power fails.
 
     The temporary file beside it always has the same name, `<name>.tmp`, so that one that a killed
     process left is overwritten the next time. Only one process at a time may write to a path: see
-    locked().
+    locked(). shared: several may, and the last one wins; the temporary file then has the name of
+    its process, too, and nobody overwrites one that a killed process left.
     """
     path = Path(path)
     temporary = path.with_name(f'{path.name}.tmp')
+    if shared:
+        temporary = path.with_name(f'{path.name}.{os.uname().nodename}_{os.getpid()}.tmp')
     raw = data.encode() if isinstance(data, str) else data
 
     try:

@@ -10,8 +10,16 @@ import statistics
 from pathlib import Path
 
 from comparison import measures
-from comparison.plan import Run, decisive_settings, parse_contrasts, same_value
-from comparison.results import read_state
+from comparison.plan import (
+    COMPARISONS,
+    Run,
+    contrast_name,
+    decisive_settings,
+    evaluated_text,
+    parse_contrasts,
+    same_value,
+)
+from comparison.results import BROKEN, WAITING, read_state
 from comparison.verdict import describe, judge, paired_differences, worth_of_cost
 from model import GPTConfig
 from rundir import gpt_config
@@ -30,17 +38,22 @@ def compare_plan(plan, results, record, timing):
     for ours, theirs in plan.contrasts:
         reason = why_incomplete(arms, ours, theirs, len(plan.options.seeds))
         if reason:
-            incomplete[f'{ours}-{theirs}'] = reason
+            incomplete[contrast_name(ours, theirs)] = reason
     comparison = assemble(arms, plan.contrasts, incomplete, timing)
 
     states = {run.name: results.state(run) for run in results.all_runs()}
     sweeps = {}
     if plan.options.rates:
         sweeps = {arm: results.tune(arm) for arm in plan.arms}
-    waiting = any(state.kind in ('missing', 'unfinished') for state in states.values())
+    waiting = any(state.kind in WAITING for state in states.values())
     ladder = ladder_losses(results, arms[plan.baseline])
+    steps = arms[plan.baseline]['settings']['max_iters']
     for arm in comparison['arms'].values():
-        arm['worth_of_cost'] = worth_of_cost(arm['ratio'], ladder) if arm['ratio'] else None
+        arm['worth_of_cost'] = None
+        # At equal time or FLOPs, an arm has paid already, with its number of steps.
+        if arm['ratio'] and plan.options.equal == 'steps':
+            budget = arm['ratio'] * arm['steps'] / steps
+            arm['worth_of_cost'] = worth_of_cost(budget, ladder, steps)
     return comparison | {
         'title': plan.folder.name,
         'plan': record,
@@ -86,11 +99,12 @@ def why_incomplete(arms, ours, theirs, seeds):
         if not arms[name]['states']:
             return f'the learning rate of {name} is not known yet'
         for seed, state in arms[name]['states'].items():
-            if state.kind in ('failed', 'diverged', 'damaged', 'foreign'):
+            if state.kind in BROKEN:
                 return f'{name} with seed {seed} is {state.kind}: {state.detail}'
     complete = 0
     for seed in arms[ours]['states']:
-        complete += all(arms[name]['states'][seed].kind == 'finished' for name in (ours, theirs))
+        if all(arms[name]['states'][seed].kind == 'finished' for name in (ours, theirs)):
+            complete += 1
     return f'{complete} of {seeds} seeds have finished' if complete < seeds else ''
 
 
@@ -100,9 +114,10 @@ def assemble(arms, contrasts, incomplete, timing):
     incomplete: {contrast: why it has no verdict}.
     """
     losses = {name: losses_of(arm, 'mean') for name, arm in arms.items()}
-    differences, domains = {}, {}
+    differences = {}
+    domains = {}
     for ours, theirs in contrasts:
-        key = f'{ours}-{theirs}'
+        key = contrast_name(ours, theirs)
         differences[key] = paired_differences(losses[ours], losses[theirs])
         domains[key] = {}
         for domain in domains_of(arms):
@@ -110,7 +125,7 @@ def assemble(arms, contrasts, incomplete, timing):
             domains[key][domain] = describe(paired_differences(*pair))
     verdicts = judge(differences, incomplete)
     for ours, theirs in contrasts:
-        verdicts[f'{ours}-{theirs}'] |= {'ours': ours, 'theirs': theirs}
+        verdicts[contrast_name(ours, theirs)] |= {'ours': ours, 'theirs': theirs}
 
     baseline = next(iter(arms))
     table = {}
@@ -149,14 +164,17 @@ def domains_of(arms):
 
 def arm_numbers(arm, losses):
     """An arm's line in the tables."""
-    settings, values = arm['settings'], list(losses.values())
+    settings = arm['settings']
+    values = list(losses.values())
     rows = settings['gradient_accumulation_steps'] * settings['batch_size']
+    tokens = rows * settings['block_size']
     return {
         'words': arm['words'],
         'from_files': arm.get('from_files', {}),
         'rate': arm['rate'],
         'steps': settings['max_iters'],
-        'tokens_per_step': rows * settings['block_size'],
+        'tokens_per_step': tokens,
+        'flops_per_step': arm['cost']['flops_per_token'] * tokens,
         'losses': losses,
         'mean': statistics.fmean(values) if values else None,
         'sd': statistics.stdev(values) if len(values) > 1 else None,
@@ -193,7 +211,7 @@ def problems(states):
     """{run: what is wrong with it}, for those that will not simply finish."""
     texts = {}
     for name, state in states.items():
-        if state.kind in ('failed', 'damaged', 'foreign', 'diverged'):
+        if state.kind in BROKEN:
             texts[name] = f'{state.kind}: {state.detail}'
     return texts
 
@@ -204,9 +222,11 @@ def origins(states):
     for state in states:
         for name in ('commit', 'device', 'cpu', 'threads', 'dtype', 'world_size', 'torch', 'load'):
             value = state.config.get(name)
-            if value is not None:
-                values = facts.setdefault(name, [])
-                values += [value] if value not in values else []
+            if value is None:
+                continue
+            values = facts.setdefault(name, [])
+            if value not in values:
+                values.append(value)
     return {name: sorted(values, key=str) for name, values in facts.items()}
 
 
@@ -264,7 +284,7 @@ def compare_runs(options):
     for ours, theirs in contrasts:
         reason = why_incomparable(arms, ours, theirs)
         if reason:
-            incomplete[f'{ours}-{theirs}'] = reason
+            incomplete[contrast_name(ours, theirs)] = reason
 
     seconds = {}
     for name, arm in arms.items():
@@ -318,9 +338,13 @@ def existing_problems(groups, arms):
 def why_incomparable(arms, ours, theirs):
     """Why two groups of runs have no verdict, or ''."""
     a, b = arms[ours]['settings'], arms[theirs]['settings']
-    for name in ('dataset', 'domain_weights', 'block_size', 'eval_iters', 'max_iters'):
-        if not same_value(a[name], b[name]):
-            return f'they differ in {name}: {a[name]!r} and {b[name]!r}'
+    texts = evaluated_text(a), evaluated_text(b)
+    for name, value in texts[0].items():
+        other = texts[1][name]
+        if not same_value(value, other):
+            return f'their losses are those of different texts: {name}={value!r} and {other!r}'
+    if a['max_iters'] != b['max_iters']:
+        return f'they differ in max_iters: {a["max_iters"]} and {b["max_iters"]}'
     common = arms[ours]['states'].keys() & arms[theirs]['states'].keys()
     if not common:
         return 'they have no seed in common'
@@ -330,6 +354,11 @@ def why_incomparable(arms, ours, theirs):
             if state.kind != 'finished':
                 return f'{state.folder} is {state.kind}: {state.detail}'
     return ''
+
+
+def folder_of_runs(options):
+    """Where the report of runs that exist is written; options: a CompareConfig."""
+    return COMPARISONS / default_title(options)
 
 
 def default_title(options):

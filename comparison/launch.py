@@ -54,7 +54,8 @@ def find_slots(device, jobs=0, gpus=1):
     """The environments of trainings that may run at the same time, [{variable: value}].
 
     On GPUs, each has `gpus` of them; on a CPU each has one thread. jobs: how many; 0: as many as
-    there are GPUs or cores. Raises ValueError where there are fewer GPUs than asked for.
+    there are GPUs or cores; where there are more trainings than GPUs, several share one. Raises
+    ValueError where a training asks for more GPUs than there are.
     """
     visible = visible_gpus() if device in ('auto', 'cuda') else []
     if not visible:
@@ -68,7 +69,7 @@ def find_slots(device, jobs=0, gpus=1):
     slots = []
     for start in range(0, len(visible) - gpus + 1, gpus):
         slots.append({'CUDA_VISIBLE_DEVICES': ','.join(visible[start : start + gpus])})
-    return slots[: jobs or None]
+    return [slots[i % len(slots)] for i in range(jobs or len(slots))]
 
 
 def visible_gpus():
@@ -116,7 +117,9 @@ def launch(jobs, slots, gpus=1, tick=lambda running: None):
             tick(running)
             if not running and not queue:
                 return
-            time.sleep(0.2)
+            if not ended:
+                # Without one under way here, what is left is in training elsewhere.
+                time.sleep(0.2 if running else 2)
     except BaseException:
         stop(running)
         raise
@@ -209,7 +212,7 @@ class Progress:
         self.shown_runs = -1
         self.last_time = 0.0
 
-    def show(self, runs, all_runs, steps, all_steps, note=''):
+    def show(self, runs, all_runs, steps, all_steps):
         """runs of all_runs have finished; steps of all_steps are taken, runs under way included."""
         now = time.monotonic()
         if self.first_steps is None:
@@ -226,7 +229,7 @@ class Progress:
             left = f'{datetime.timedelta(seconds=round(seconds))} left'
         blocks = round(20 * steps / max(1, all_steps))
         bar = '#' * blocks + '.' * (20 - blocks)
-        text = f'[{bar}] {runs} of {all_runs} runs, {steps:,} of {all_steps:,} steps, {left}{note}'
+        text = f'[{bar}] {runs} of {all_runs} runs, {steps:,} of {all_steps:,} steps, {left}'
         if self.is_terminal:
             self.stream.write(f'\r\033[K{text[:150]}')
         else:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bench import BenchConfig, Row, attempt
+from comparison.plan import decisive_settings
 from comparison.verdict import LEAST_SEEDS, t_test
 from files import write_whole
 from levers import Levers, Recipe
@@ -25,6 +26,11 @@ from model import GPT
 
 WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and time for all of them
 POINTS = 150  # of a curve that is drawn
+
+# Settings that decide no result, but how long a step takes.
+SPEED = 'device dtype compile attention activation_memory_budget activation_checkpointing'.split()
+# Settings that decide results, but not how long a step takes: compare.py chooses them run by run.
+SCHEDULE = 'seed learning_rate min_lr max_iters lr_decay_iters'.split()
 
 # --- cost -----------------------------------------------------------------------------------------
 
@@ -42,26 +48,29 @@ def of_model(config):
     }
 
 
-def measure_steps(configs, path):
+def measure_steps(configs, path, gpus=1, code=''):
     """Step times of arms on this machine, measured in turns: {'seconds': {arm: [...]}, ...}.
 
-    configs: {arm: (TrainConfig, GPTConfig)}. Kept in `path`: where the same arms were measured on
-    the same machine before, the result is taken from there.
+    configs: {arm: (TrainConfig, GPTConfig)}. gpus: of each training; what one of them computes in a
+    step is timed, without the communication between them. code: a text that is another where the
+    code is. The result is kept in `path`: where the same arms were measured on the same machine
+    with the same code before, it is taken from there.
     """
     settings = next(iter(configs.values()))[0]
     machine = Machine(settings.device, settings.dtype, tf32=True, attention=settings.attention)
     if machine.kind == 'cpu':
         torch.set_num_threads(1)  # as the runs have
-    about = {'device': machine.name(), 'arms': {name: repr(c) for name, (_, c) in configs.items()}}
-    if path.exists():
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: measured again
-            timing = json.loads(path.read_text())
-            if timing['about'] == about:
-                return timing
+    where = {'device': machine.name(), 'dtype': machine.dtype, 'torch': str(torch.__version__)}
+    about = {**timed_settings(configs, gpus), **where, 'code': code}
+    timing = read_timing(path, configs, gpus)
+    if timing and timing['about'] == about:
+        return timing
+
     print(f'measuring the step times of {", ".join(configs)}', file=sys.stderr)
-    seconds, problems, peaks = time_steps(configs, machine)
+    seconds, problems, peaks = time_steps(configs, machine, gpus)
+    one_of_many = f', as one of {gpus} GPUs and without their communication' if gpus > 1 else ''
     timing = {
-        'how': f'{machine.name()}, measured in turns on one micro-batch',
+        'how': f'{machine.name()}, whole steps, measured in turns{one_of_many}',
         'about': about,
         'seconds': seconds,
         'problems': problems,
@@ -72,17 +81,47 @@ def measure_steps(configs, path):
     return timing
 
 
-def time_steps(configs, machine):
+def read_timing(path, configs, gpus=1):
+    """The step times that measure_steps() has kept in `path`, on whatever machine and with whatever
+    code; None where they are not those of these arms with these settings."""
+    if not path.exists():
+        return None
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged
+        timing = json.loads(path.read_text())
+        about = timing['about']
+        asked = timed_settings(configs, gpus)
+        if all(about[name] == value for name, value in asked.items()):
+            return timing
+    return None
+
+
+def timed_settings(configs, gpus):
+    """What decides how long steps take, besides the machine and the code, as JSON has it."""
+    arms = {}
+    for name, (settings, config) in configs.items():
+        values = decisive_settings(settings, config)
+        values |= {key: getattr(settings, key) for key in SPEED}
+        arms[name] = {key: value for key, value in values.items() if key not in SCHEDULE}
+    return {'arms': arms, 'gpus': gpus}
+
+
+def time_steps(configs, machine, gpus=1):
     """({arm: [seconds]}, {arm: problem}, {arm: bytes}), by bench.py's rows.
 
     They take turns, A B C A B C, so that whatever else the machine does hits all arms. If one
-    fails, the others are still timed.
+    fails, the others are still timed. A step has all micro-batches that one of `gpus` has in
+    training: however long it is, the few that are timed here are few beside those of a training.
     """
     torch._dynamo.config.recompile_limit = 64  # to the compiler, all arms are one piece of code
-    rows, batches = [], {}
+    rows = []
+    batches = {}
     for name, (settings, config) in configs.items():
-        row = Row(name, Recipe(name, config, Levers([])))
-        attempt(row, row.build, BenchConfig(**asdict(settings)), machine)
+        levers = []
+        if settings.activation_memory_budget < 1:
+            levers = [f'budget={settings.activation_memory_budget:.6f}']
+        row = Row(name, Recipe(name, config, Levers(levers)))
+        micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
+        attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), machine)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)
         generator = torch.Generator().manual_seed(0)
@@ -132,7 +171,8 @@ def training(entries):
 
 def seconds_of(entries):
     """How long a run has trained, by its log; 0 if the log does not say."""
-    seconds, tokens = 0.0, 0
+    seconds = 0.0
+    tokens = 0
     for entry in training(entries):
         if entry.get('tok_per_s') and entry.get('tokens'):
             seconds += (entry['tokens'] - tokens) / entry['tok_per_s']
@@ -158,7 +198,7 @@ def trouble(states):
     skipped, spikes = 0, 0
     for state in states:
         skipped += max((entry.get('skipped') or 0 for entry in state.entries), default=0)
-        spikes += sum(bool(entry.get('spike')) for entry in state.entries)
+        spikes += len([entry for entry in state.entries if entry.get('spike')])
     return {'skipped': skipped, 'spikes': spikes}
 
 
@@ -252,8 +292,8 @@ def at_equal_cost(marks, mean, slope, table, name, baseline):
     The pairing by batches is kept: the difference at the same step, plus how far the baseline falls
     between that step and the one it reaches, from a line through its mean curve nearby.
     """
-    flops = [table[arm]['cost']['flops_per_token'] for arm in (name, baseline)]
-    ratios = {'time': table[name]['ratio'], 'flops': flops[0] / flops[1]}
+    flops = table[name]['flops_per_step'] / table[baseline]['flops_per_step']
+    ratios = {'time': table[name]['ratio'], 'flops': flops}
     result = {}
     for kind, ratio in ratios.items():
         if ratio is None:

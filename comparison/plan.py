@@ -32,8 +32,8 @@ ROOT = Path(__file__).parent.parent
 
 # Settings that compare.py itself chooses.
 CHOSEN = set('seed out_dir init_from eval_only'.split())
-# Settings that all arms must share, or their losses would be measured on different texts.
-COMMON = 'dataset domain_weights block_size eval_iters'.split()
+# Where comparisons are, each in a folder of its own.
+COMPARISONS = Path('out', 'compare')
 
 METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
 
@@ -71,7 +71,10 @@ class CompareConfig:
         if not self.seeds:
             raise ValueError('seeds must be at least 1')
         if len(self.rates) == 1:
-            raise ValueError(f'rates={self.rates} is no choice; for one, give --learning_rate')
+            raise ValueError(
+                f'rates={self.rates} holds a single rate, so there is nothing to tune; give it as '
+                '--learning_rate'
+            )
         if self.rates and not self.tuning_seeds:
             raise ValueError('rates are tried on tuning seeds: give --tuning_seeds')
         both = sorted(set(self.seeds) & set(self.tuning_seeds))
@@ -123,7 +126,7 @@ def parse_arms(text):
                 f'arms: {name!r} is not a name; write "vanilla; mine: v_residual=True neutreno=0.2"'
             )
         if name in arms:
-            raise ValueError(f'arms: {name} is there twice')
+            raise ValueError(f'arms: two arms are named {name}')
         arms[name] = make_arm(name, split_words(words))
     if len(arms) < 2:
         raise ValueError('give at least two arms: --arms="vanilla; mine: v_residual=True"')
@@ -150,7 +153,10 @@ def make_arm(name, words):
             raise ValueError(f'arm {name}: {key} is not for an arm; compare.py chooses it')
         elif key == 'seed_offset':
             if not value.isdecimal():
-                raise ValueError(f'arm {name}: seed_offset={value} must be a number of seeds')
+                raise ValueError(
+                    f'arm {name}: seed_offset={value} must be a whole number, which is added to '
+                    'every test seed'
+                )
             arm.seed_offset = int(value)
         else:
             arm.flags.append(f'--{word}')
@@ -170,12 +176,21 @@ def parse_contrasts(text, arms):
     for word in re.split(r'[\s,;]+', text.strip()):
         if not word:
             continue
-        pairs = [(a, b) for a in arms for b in arms if f'{a}-{b}' == word and a != b]
+        pairs = [pair for pair in itertools.permutations(arms, 2) if contrast_name(*pair) == word]
         if not pairs:
             raise ValueError(f'contrasts: {word!r} is not ARM-ARM of {", ".join(arms)}')
-        if pairs[0] not in contrasts and pairs[0][::-1] not in contrasts:
-            contrasts.append(pairs[0])
+        if len(pairs) > 1:
+            meanings = ', or '.join(f'{ours} against {theirs}' for ours, theirs in pairs)
+            raise ValueError(f'contrasts: {word!r} may be {meanings}; rename an arm')
+        ours, theirs = pairs[0]
+        if (ours, theirs) not in contrasts and (theirs, ours) not in contrasts:
+            contrasts.append((ours, theirs))
     return contrasts
+
+
+def contrast_name(ours, theirs):
+    """The name of a contrast in --contrasts, plan.json and report.json."""
+    return f'{ours}-{theirs}'
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -213,7 +228,7 @@ class Plan:
         self.arms = parse_arms(options.arms)
         self.baseline = next(iter(self.arms))
         self.contrasts = parse_contrasts(options.contrasts, self.arms)
-        self.folder = Path('out', 'compare', options.name or self.default_name())
+        self.folder = COMPARISONS / (options.name or self.default_name())
         self.settings, _ = self.configure()
         self.steps = dict.fromkeys(self.arms)  # from share_budget(); None: as the settings say
         self.cache = {}
@@ -243,26 +258,28 @@ class Plan:
                 raise type(error)(f'arm {name}: {error}') from error
 
         base = settings[self.baseline]
-        common = list(COMMON)
-        if base['eval_iters']:  # so many batches, of batch_size rows
-            common.append('batch_size')
+        expected = evaluated_text(base)
         for name in self.arms:
-            for key in common:
-                if settings[name][key] != base[key]:
+            for key, value in evaluated_text(settings[name]).items():
+                if value != expected[key]:
                     raise ValueError(
-                        f'arm {name}: {key}={settings[name][key]!r}, but {self.baseline} has '
-                        f'{base[key]!r}: their losses would be those of different texts'
+                        f'arm {name}: {key}={value!r}, but {self.baseline} has {expected[key]!r}: '
+                        'their losses would be those of different texts'
                     )
         for one, other in itertools.combinations(self.arms, 2):
             same_seeds = self.arms[one].seed_offset == self.arms[other].seed_offset
             if same_seeds and settings[one] == settings[other]:
                 raise ValueError(f'arms {one} and {other} have the same settings')
         if base['max_iters'] in self.options.baseline_steps:
-            raise ValueError('baseline_steps are other numbers than that of the baseline itself')
+            raise ValueError(
+                "baseline_steps must differ from max_iters, the length of the baseline's own runs"
+            )
 
     def check_arm(self, name):
-        keys, options = self.arms[name].keys(), self.options
-        if options.rates and 'learning_rate' in keys:
+        options = self.options
+        keys = self.arms[name].keys()
+        # On the command line it would train nothing, and yet change min_lr, which keeps its share.
+        if options.rates and 'learning_rate' in keys | self.keys:
             raise ValueError('learning_rate is tuned with --rates; drop one')
         if options.equal != 'steps' and 'max_iters' in keys:
             raise ValueError(f'max_iters follows from --equal={options.equal}; drop it')
@@ -345,6 +362,7 @@ class Plan:
         """What decides the results, as JSON: the part of plan.json that its hash covers."""
         options = self.options
         arms = {}
+        shares = {}
         base = self.settings_of(Run(self.baseline, 1.0, 0))
         for name, arm in self.arms.items():
             settings = self.settings_of(Run(name, 1.0, 0))
@@ -355,13 +373,15 @@ class Plan:
                 'seed_offset': arm.seed_offset,
                 'steps': settings['max_iters'],
             }
+            shares[name] = float(f'{self.min_rate(name, 1.0):.12g}')
         varying = {'seed', 'learning_rate', 'min_lr'}  # from run to run
         return as_json(
             {
                 'metric': METRIC,
                 'baseline': self.baseline,
                 'arms': arms,
-                'contrasts': [f'{a}-{b}' for a, b in self.contrasts],
+                'min_lr_share': shares,  # of the learning rate
+                'contrasts': [contrast_name(*pair) for pair in self.contrasts],
                 'seeds': options.seeds,
                 'rates': options.rates,
                 'tuning_seeds': options.tuning_seeds if options.rates else (),
@@ -380,36 +400,23 @@ class Plan:
         plan, or of the code that is to train more runs, is recorded, and the report shows it.
         """
         path = self.folder / 'plan.json'
-        contents = self.contents()
         old = read_plan(path)
-        changes = plan_changes(old['plan'], contents) if old else {}
-        same_plan = old is not None and not changes
+        contents = self.contents()
         code = code_state()
-        same_code = old is not None and all(old[name] == code[name] for name in code)
-        if same_plan and (same_code or not trains):
-            return old
+        changes = plan_changes(old['plan'], contents) if old else {}
+        unchanged = old is not None and not changes
+        if unchanged:
+            contents = old['plan']
+            if same_code(old, code) or not trains:
+                return old
 
         now = datetime.datetime.now().isoformat(' ', 'seconds')
-        if same_plan:
-            contents = old['plan']
-        plan = {'hash': hash_of(contents), 'date': now, 'results_before': results}
-        history, code_changes = [], []
-        if old:
-            history, code_changes = old['history'], old['code_changes']
-            plan['results_before'] = old['results_before']
-        if old and same_plan:
-            plan['date'] = old['date']
-        if old and not same_plan and any(results.values()):
-            entry = {'hash': old['hash'], 'date': old['date'], 'until': now, 'results': results}
-            history = [*history, {**entry, 'changes': changes}]
-        if old and not same_code and any(results.values()):
-            code_changes = [
-                *code_changes,
-                {'date': now, 'results': results, **code_change(old, code)},
-            ]
-        plan |= {
-            'history': history,
-            'code_changes': code_changes,
+        plan = {
+            'hash': hash_of(contents),
+            'date': old['date'] if unchanged else now,
+            'results_before': old['results_before'] if old else results,
+            'history': history_after(old, changes, results, now),
+            'code_changes': code_changes_after(old, code, results, now),
             'plan': contents,
             **code,
             'versions': versions(),
@@ -417,6 +424,43 @@ class Plan:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(plan, indent=1) + '\n')
         return plan
+
+    def written(self):
+        """What plan.json holds, None where there is none. ValueError if it is another plan."""
+        path = self.folder / 'plan.json'
+        old = read_plan(path)
+        changes = plan_changes(old['plan'], self.contents()) if old else {}
+        if changes:
+            raise ValueError(
+                f'{path} is another plan: {", ".join(changes)} differ; give --watch the arguments '
+                'with which it trains'
+            )
+        return old
+
+
+def history_after(old, changes, results, now):
+    """The earlier plans that some result has been seen with, once this one has been written."""
+    history = old['history'] if old else []
+    if not changes or not any(results.values()):
+        return history
+    entry = {'hash': old['hash'], 'date': old['date'], 'until': now, 'results': results}
+    return [*history, {**entry, 'changes': changes}]
+
+
+def code_changes_after(old, code, results, now):
+    """The earlier code that some result was made with, once this code has been written."""
+    earlier = old['code_changes'] if old else []
+    if not old or same_code(old, code) or not any(results.values()):
+        return earlier
+    return [*earlier, {'date': now, 'results': results, **code_change(old, code)}]
+
+
+def evaluated_text(settings):
+    """{setting: value} of all that decides on which text a validation loss is measured."""
+    text = {name: settings[name] for name in ('dataset', 'domain_weights', 'block_size')}
+    # So many rows, evenly spaced; 0: all of them.
+    text['eval_iters * batch_size'] = settings['eval_iters'] * settings['batch_size']
+    return text
 
 
 def decisive_settings(settings, config):
@@ -457,8 +501,9 @@ def read_plan(path):
 
 
 def plan_changes(old, new):
-    """What differs in two plans. A setting that the old one lacks was added since."""
-    changes = changes_between(old, new)
+    """What differs in two plans. What the old one does not speak of was added since."""
+    known = {name: value for name, value in new.items() if name in old}
+    changes = changes_between(old, known)
     for name in new['settings'].keys() - old['settings'].keys():
         changes.pop(f'settings.{name}', None)
     return changes
@@ -496,11 +541,16 @@ def code_state():
     return {'commit': commit or 'unknown', 'diff': diff}
 
 
+def same_code(plan, code):
+    """Whether a plan was written with this code; code: of code_state()."""
+    return all(plan[name] == value for name, value in code.items())
+
+
 def code_change(old, new):
     """How the code changed, and the diff that it had before."""
     what = f'commit {old["commit"][:12]} became {new["commit"][:12]}'
     if old['commit'] == new['commit']:
-        what = 'the diff of the work tree is another'
+        what = 'the uncommitted changes are no longer the same'
     return {'what': what, 'commit': old['commit'], 'diff': old['diff']}
 
 

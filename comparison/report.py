@@ -89,7 +89,8 @@ def evidence(contrast):
         return ''
     text = f'Difference {signed(contrast["mean"])}'
     if contrast['low'] is not None:
-        text += f', 95% interval {signed(contrast["low"])} to {signed(contrast["high"])}'
+        low, high = signed(contrast['low']), signed(contrast['high'])
+        text += f', 95% interval (of this contrast alone) {low} to {high}'
     if contrast['p_holm'] is not None:
         text += f', p {p_text(contrast["p_holm"])} after Holm'
     return f'{text}, {seeds_text(contrast["seeds"])}.'
@@ -123,16 +124,21 @@ def gain_and_cost(comparison, contrast):
         low, high = ours['quartiles'] or (None, None)
         spread = f' (quartiles {low:.2f} to {high:.2f})' if low else ''
         costs.append(f'a step takes {TIMES}{ours["ratio"]:.2f} the time{spread}')
-    flops = ours['cost']['flops_per_token'] / baseline['cost']['flops_per_token']
+    flops = ours['flops_per_step'] / baseline['flops_per_step']
     costs.append(f'{TIMES}{flops:.3f} FLOPs' if flops != 1 else 'the same FLOPs')
+    tokens = ours['tokens_per_step'] / baseline['tokens_per_step']
+    if tokens != 1:
+        costs.append(f'{TIMES}{tokens:.3f} tokens')
     more = ours['cost']['parameters'] - baseline['cost']['parameters']
     costs.append(f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters')
     text = f'Cost: {", ".join(costs)}'
+    steps = ours['steps'] / baseline['steps']
     if comparison['equal'] != 'steps':
-        steps = ours['steps'] / baseline['steps']
         text += f'; at equal {comparison["equal"]}, it had {TIMES}{steps:.3f} the steps'
+    elif steps != 1:
+        text += f'; it had {TIMES}{steps:.3f} the steps'
     worth = ours.get('worth_of_cost')
-    if worth is not None and ours['ratio'] > 1 and contrast['mean'] < 0:
+    if worth is not None and ours['ratio'] * steps > 1 and contrast['mean'] < 0:
         share = worth / -contrast['mean']
         text += (
             f'; that time would gain {comparison["baseline"]} about {worth:.4f} nats, '
@@ -145,7 +151,10 @@ def cautions(comparison):
     """What a reader must know before believing the verdicts."""
     notes = []
     if not comparison['finished']:
-        notes.append('Not finished: no verdict is given before every planned run has arrived.')
+        notes.append(
+            'Not finished: a contrast gets no verdict before every planned seed of both its arms '
+            'has finished.'
+        )
     if not comparison['plan']:
         notes.append(
             'These runs were not planned as a comparison: their learning rates were not tuned '
@@ -208,7 +217,7 @@ def plan_notes(plan):
 
 def contrast_table(comparison):
     seeds = sorted({s for c in comparison['contrasts'].values() for s in c['differences']})
-    head = ['contrast', 'verdict', 'difference', '95% interval', 'p', 'p, Holm']
+    head = ['contrast', 'verdict', 'difference', '95% interval, alone', 'p', 'p, Holm']
     head += [f'seed {seed}' for seed in seeds]
     rows = []
     for c in comparison['contrasts'].values():
@@ -243,6 +252,7 @@ def cost_table(comparison):
         'arm',
         'parameters',
         'FLOPs/token',
+        'FLOPs/step',
         'KV cache bytes/token',
         'ms/step',
         'time',
@@ -251,11 +261,12 @@ def cost_table(comparison):
     rows = []
     for name, arm in comparison['arms'].items():
         cost = arm['cost']
-        share = cost['flops_per_token'] / base['cost']['flops_per_token']
+        share = arm['flops_per_step'] / base['flops_per_step']
         row = [
             name,
             f'{cost["parameters"]:,}',
-            f'{cost["flops_per_token"]:.4g} ({TIMES}{share:.3f})',
+            f'{cost["flops_per_token"]:.4g}',
+            f'{arm["flops_per_step"]:.4g} ({TIMES}{share:.3f})',
         ]
         row += [
             f'{cost["cache_bytes_per_token"]:,.0f}',
@@ -303,7 +314,7 @@ def domain_table(comparison):
 
 
 def curve_table(comparison):
-    """The mean curve at five points of training."""
+    """The mean curve at six points of training."""
     curves = comparison['curves']
     end = max((curve['steps'][-1] for curve in curves.values()), default=0)
     marks = [round(end * share) for share in (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)]
@@ -341,7 +352,8 @@ def facts(comparison):
     lines = [('metric', f'validation loss at the end of training, {comparison["evaluation"]}')]
     plan = comparison['plan']
     if not any(arm['skipped'] or arm['spikes'] for arm in comparison['arms'].values()):
-        lines.append(('steps', 'none was skipped for its gradient, no loss had a spike'))
+        text = 'no step was skipped for a gradient that is not finite, and no loss spiked'
+        lines.append(('steps', text))
     if plan:
         seeds = ', '.join(map(str, plan['plan']['seeds']))
         lines.append(('test seeds', seeds))
@@ -520,7 +532,9 @@ def subtitle(comparison):
     rates = 'learning rates not tuned'
     if comparison['tuning']:
         rates = 'learning rate tuned for each arm'
-    lengths = ' to '.join(f'{n:,}' for n in (steps[0], steps[-1])[: len(steps)])
+    lengths = f'{steps[0]:,}'
+    if len(steps) > 1:
+        lengths += f' to {steps[-1]:,}'
     names = f'{", ".join(comparison["arms"])} (the first is the baseline)'
     where = comparison['evaluation']
     return f'{state}: {names}. {seeds}, {lengths} steps, {rates}. Validation loss {where}.'
@@ -576,7 +590,7 @@ def plots(comparison):
     arms = list(comparison['arms'])
     table = comparison['arms']
     seconds = {name: (arm['ms'] or 0) / 1e3 for name, arm in table.items()}
-    flops = {name: a['cost']['flops_per_token'] * a['tokens_per_step'] for name, a in table.items()}
+    flops = {name: arm['flops_per_step'] for name, arm in table.items()}
     drawings = [
         charts.relative_curves(comparison['curves'], arms),
         charts.equal_cost_curves(comparison['curves'], arms, 'time', seconds),

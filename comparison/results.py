@@ -20,15 +20,19 @@ from train import TrainConfig
 
 # --- what a run's folder holds --------------------------------------------------------------------
 
-# finished: its last evaluation is in the log. diverged: that evaluation is not finite. unfinished,
-# missing: to be trained. failed, damaged, foreign (a run with other settings): named in the report.
-STATES = ('finished', 'diverged', 'unfinished', 'missing', 'failed', 'damaged', 'foreign')
+# The kinds of State, besides `finished`: its last evaluation is in the log.
+# missing, unfinished: it has not begun, or not reached its last evaluation. damaged: its log cannot
+# be read; training resumes such a run, too, and leaves out the damaged line.
+WAITING = ('missing', 'unfinished', 'damaged')
+# failed: training ended with an error. diverged: its last evaluation is not finite. foreign: it has
+# other settings. The report names them all.
+BROKEN = ('failed', 'diverged', 'damaged', 'foreign')
 
 
 @dataclass
 class State:
     folder: Path
-    kind: str  # of STATES
+    kind: str  # finished, or of WAITING or BROKEN
     detail: str = ''
     entries: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
@@ -111,9 +115,13 @@ class Results:
         for name in ('log.jsonl', 'config.json', 'failed.txt'):
             path = folder / name
             stamps.append((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None)
-        if self.cache.get(run.name, (None,))[0] != stamps:
-            self.cache[run.name] = stamps, read_state(folder, self.plan.settings_of(run))
-        return self.cache[run.name][1]
+        if run.name in self.cache:
+            stamps_before, state = self.cache[run.name]
+            if stamps_before == stamps:
+                return state
+        state = read_state(folder, self.plan.settings_of(run))
+        self.cache[run.name] = stamps, state
+        return state
 
     def tuning_runs(self, arm, rate):
         return [Run(arm, rate, seed) for seed in self.plan.options.tuning_seeds]
@@ -126,7 +134,7 @@ class Results:
         losses, complete = {}, True
         for run in self.tuning_runs(arm, rate):
             state = self.state(run)
-            if state.kind in ('missing', 'unfinished'):
+            if state.kind in WAITING:
                 complete = False
             elif state.kind == 'finished':
                 losses[run.seed] = state.loss
@@ -210,6 +218,15 @@ class Results:
                 folder = self.plan.run_folder(run)
                 jobs.append(launch.Job(run.name, self.plan.arguments(run), folder))
         return jobs
+
+    def forget_failures(self):
+        """Remove the failures of all runs that jobs() lists: they are tried again.
+
+        A tuning run would otherwise count as lost while it is trained once more, and its arm would
+        go on at a rate that is perhaps not the best.
+        """
+        for job in self.jobs():
+            launch.failure_file(job.folder).unlink(missing_ok=True)
 
     def counts(self):
         """{'tuning': runs, 'test': runs} that have finished in the comparison's folder, of any plan."""

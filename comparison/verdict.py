@@ -230,15 +230,20 @@ def outlook(result, contrasts):
 # --- gain and cost --------------------------------------------------------------------------------
 
 
-def worth_of_cost(ratio, ladder):
-    """What the baseline would gain if it had `ratio` times its budget, in nats; None where unknown.
+def worth_of_cost(ratio, ladder, steps):
+    """What the baseline would gain if it had `ratio` times its `steps`, in nats; None where unknown.
 
-    ladder: {steps: loss} of fully decayed runs of the baseline, with different numbers of steps. The
-    gain per doubling is taken between the two longest runs, because only that slope is measured
-    where it is needed.
+    ladder: {steps: loss} of fully decayed runs of the baseline, with different numbers of steps.
+    The gain per doubling is that between `steps` and the next number of the ladder on the way to
+    ratio * steps; where there is none, the next on the other side. It is extrapolated, however far
+    away ratio * steps is.
     """
-    if len(ladder) < 2 or ratio <= 0:
+    if len(ladder) < 2 or steps not in ladder or ratio <= 0:
         return None
-    shorter, longest = sorted(ladder)[-2:]
-    per_log = (ladder[shorter] - ladder[longest]) / math.log(longest / shorter)
+    shorter = [other for other in ladder if other < steps]
+    longer = [other for other in ladder if other > steps]
+    neighbor = min(longer, default=None)
+    if shorter and (ratio < 1 or not longer):
+        neighbor = max(shorter)
+    per_log = (ladder[steps] - ladder[neighbor]) / math.log(neighbor / steps)
     return per_log * math.log(ratio)

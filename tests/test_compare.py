@@ -10,117 +10,32 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
+import comparisons
 import pytest
 import runs
-from conftest import ROOT, write_dataset
+from comparisons import (
+    ARMS,
+    collect,
+    compare_command,
+    make_place,
+    make_plan,
+    pretend,
+    pretend_all,
+    scatter,
+)
+from conftest import ROOT
 
 import compare
-import train
 from comparison import launch, report
+from comparison import plan as plans
 from comparison.assemble import compare_plan, compare_runs
-from comparison.plan import CompareConfig, Plan, Run, parse_arms
+from comparison.plan import CompareConfig, Run, parse_arms
 from comparison.results import Results, next_rate, read_state
-from configurator import configure
 from files import locked
-from model import GPTConfig
-from train import TrainConfig
 
-SIZE = """
-dataset = 'chain'
-n_layer, n_head, n_embd = 2, 2, 32
-block_size, vocab_size = 32, 64
-batch_size, gradient_accumulation_steps = 8, 1
-max_iters, warmup_iters = 30, 3
-learning_rate, min_lr = 2e-2, 2e-3
-device, compile = 'cpu', False
-"""
-ARMS = '--arms=vanilla; resformer: v_residual=True; svformer: share_v=True'
+place = comparisons.place
 
-
-def chain(length, seed):
-    """Tokens that mostly follow from the one before: more to learn than there is time for."""
-    random = np.random.RandomState(seed)
-    following = np.random.RandomState(0).permutation(64)
-    tokens = random.randint(0, 64, length)
-    for i in np.flatnonzero(random.rand(length) < 0.8):
-        tokens[i] = following[tokens[i - 1]]
-    return tokens
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with small.py and data/chain, in which the test runs; trainings are in this process."""
-    monkeypatch.chdir(tmp_path)
-    make_place(tmp_path)
-    monkeypatch.setattr(launch, 'launch', launch_here)
-    return tmp_path
-
-
-def make_place(folder):
-    splits = {
-        'train': {'A': chain(20_000, 1), 'B': chain(10_000, 2)},
-        'validation': {'A': chain(700, 3), 'B': chain(300, 4)},
-    }
-    write_dataset(folder / 'data' / 'chain', splits)
-    (folder / 'small.py').write_text(SIZE)
-
-
-def launch_here(jobs, slots, gpus=1, tick=None):
-    """launch.launch() without processes, which take seconds to start."""
-    attempts = set()
-    while queue := [job for job in jobs() if job.name not in attempts]:
-        job = queue[0]
-        attempts.add(job.name)
-        status, _ = runs.call(train.main, *job.arguments)
-        if status:
-            job.folder.mkdir(parents=True, exist_ok=True)
-            launch.failure_file(job.folder).write_text(str(status).removeprefix('error: '))
-
-
-def make_plan(*words):
-    argv = ['small.py', '--timing=False', *words]
-    options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, argv=argv, plain='runs')
-    return Plan(options, argv)
-
-
-def pretend(plan, run, loss, norm=0.5):
-    """The folder of a run as train.py would have left it."""
-    folder = plan.run_folder(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings, config = plan.configs(run)
-    everything = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
-    (folder / 'config.json').write_text(json.dumps(everything))
-    steps = plan.max_iters(run)
-    tokens = settings.rows_per_step * config.block_size
-    lines = []
-    for step in range(steps):
-        value = loss + 3 * math.exp(-step / 5)
-        entry = {'step': step, 'loss': value, 'grad_norm': norm, 'tokens': (step + 1) * tokens}
-        lines.append({**entry, 'tok_per_s': 1000.0, 'skipped': 0})
-    lines.append({'step': steps, 'val': {'A': loss - 0.1, 'B': loss + 0.1, 'mean': loss}})
-    (folder / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return folder
-
-
-def pretend_all(plan, loss_of):
-    """Train everything that a plan wants, in no time; loss_of(run) is its validation loss."""
-    results = Results(plan)
-    while jobs := results.jobs():
-        known = {run.name: run for run in results.all_runs()}
-        for job in jobs:
-            pretend(plan, known[job.name], loss_of(known[job.name]))
-    return results
-
-
-def scatter(seed, name=''):
-    random = np.random.default_rng([seed, *name.encode()])
-    return 2.0 + 0.01 * random.normal()
-
-
-def compare_command(*words):
-    return runs.call(compare.main, 'small.py', '--timing=False', *words)
-
+AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
 
 # --- arms and plan --------------------------------------------------------------------------------
 
@@ -149,7 +64,7 @@ def test_a_run_is_what_train_would_be_told(place):
     'words, message',
     [
         (['--arms=vanilla'], 'at least two'),
-        (['--arms=vanilla; vanilla: share_v=True'], 'there twice'),
+        (['--arms=vanilla; vanilla: share_v=True'], 'two arms are named vanilla'),
         (['--arms=vanilla; a b: share_v=True'], 'is not a name'),
         (['--arms=vanilla; a: share_v'], 'neither key=value nor'),
         (['--arms=vanilla; a: shared_v=True'], "unknown setting 'shared_v'"),
@@ -163,9 +78,13 @@ def test_a_run_is_what_train_would_be_told(place):
         ([ARMS, '--seeds=0'], 'at least 1'),
         ([ARMS, '--seeds=(1, 1)'], 'names one twice'),
         ([ARMS, '--equal=money'], 'equal='),
-        ([ARMS, '--rates=(1e-3,)'], 'is no choice'),
+        ([ARMS, '--rates=(1e-3,)'], 'a single rate, so there is nothing to tune'),
         (['--arms=vanilla; a: learning_rate=1', '--rates=(1e-3, 2e-3)'], 'tuned with --rates'),
         (['--arms=vanilla; a: seed_offset=2'], 'must exceed the test seeds'),
+        (['--arms=vanilla; a: seed_offset=x'], 'which is added to every test seed'),
+        ([ARMS, '--rates=(1e-3, 2e-3)', '--learning_rate=1'], 'tuned with --rates'),
+        ([ARMS, '--baseline_steps=(30,)'], 'must differ from max_iters'),
+        ([AMBIGUOUS, '--contrasts=a-b-c'], "'a-b-c' may be a against b-c, or a-b against c"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_written(place, words, message):
@@ -203,11 +122,7 @@ def test_each_arm_goes_on_at_its_own_best_rate(place):
     assert list(sweeps['vanilla']['trials']) == [1e-2, 2e-2, 4e-2]
     assert list(sweeps['resformer']['trials']) == [1e-2, 2e-2, 4e-2]
     assert list(sweeps['svformer']['trials']) == [5e-3, 1e-2, 2e-2]
-    assert {arm: sweep['edge'] for arm, sweep in sweeps.items()} == {
-        'vanilla': False,
-        'resformer': True,
-        'svformer': False,
-    }
+    assert [arm for arm, sweep in sweeps.items() if sweep['edge']] == ['resformer']
     text = report.markdown(compare_plan(plan, results, plan.write({}), None))
     assert 'best learning rate of resformer, 0.04, is at the edge' in text
     assert next_rate([1.5e-3, 3e-3, 6e-3], 6e-3) == 1.2e-2
@@ -224,10 +139,15 @@ def test_the_plan_comes_first_and_its_changes_are_shown(place):
     assert record['history'] == []
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     assert plan.write(Results(plan).counts()) == record
+    # min_lr is a share of each run's rate.
+    lower = make_plan(ARMS, '--seeds=4', '--min_lr=0.0').contents()
+    shares = {f'min_lr_share.{arm}': [0.1, 0.0] for arm in plan.arms}
+    assert plans.plan_changes(plan.contents(), lower) == shares
     # A setting that train.py has learned since is no change of the plan.
     path = plan.folder / 'plan.json'
     older = json.loads(path.read_text())
     del older['plan']['settings']['grad_clip']
+    del older['plan']['min_lr_share']
     path.write_text(json.dumps(older))
     assert plan.write(Results(plan).counts())['history'] == []
 
@@ -240,23 +160,40 @@ def test_the_plan_comes_first_and_its_changes_are_shown(place):
     assert 'was changed at' in text and 'after 12 test runs' in text
 
 
-def test_equal_flops_gives_a_cheaper_arm_more_steps(place):
-    plan = make_plan(ARMS, '--equal=flops', '--max_iters=300')
-    compare.share_budget(plan)
-    steps = {arm: plan.max_iters(Run(arm, 1.0, 1)) for arm in plan.arms}
-    assert steps['vanilla'] == steps['resformer'] == 300 < steps['svformer']
-    cost = compare_plan(plan, Results(plan), plan.write({}), None)['arms']
-    for arm in steps:
-        spent = steps[arm] * cost[arm]['cost']['flops_per_token']
-        assert spent <= 300 * cost['vanilla']['cost']['flops_per_token'] * (1 + 1e-9)
+def test_a_second_process_leaves_the_plan_alone(place):
+    plan = make_plan(ARMS, '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    plan.write(Results(plan).counts())
+    before = (plan.folder / 'plan.json').read_bytes()
+    with locked(plan.folder, 'comparing in'):
+        for more in ([], ['--print=True']):
+            status, _ = compare_command(ARMS, '--seeds=9', *more)
+            assert 'another process is comparing in' in status
+        assert compare_command(ARMS, '--seeds=3', '--watch=True')[0] == 0
+        assert 'seeds differ' in compare_command(ARMS, '--seeds=9', '--watch=True')[0]
+    assert (plan.folder / 'plan.json').read_bytes() == before
+
+
+def test_code_that_changes_between_two_trainings_is_written_down(place, monkeypatch):
+    code = {'commit': 'abc', 'diff': ''}
+    plan = make_plan(ARMS, '--seeds=1')
+
+    def edit_after_the_first_training(jobs, *more):
+        pretend(plan, Run('vanilla', 0.02, 1), 2.0)
+        code['diff'] = '+ an idea'
+        jobs()
+
+    for module in (plans, compare):
+        monkeypatch.setattr(module, 'code_state', lambda: dict(code))
+    monkeypatch.setattr(launch, 'launch', edit_after_the_first_training)
+    assert compare_command(ARMS, '--seeds=1')[0] == 0
+    record = plans.read_plan(plan.folder / 'plan.json')
+    (change,) = record['code_changes']
+    assert (record['diff'], change['diff'], change['results']['test']) == ('+ an idea', '', 1)
+    assert 'uncommitted changes are no longer' in (plan.folder / 'report.md').read_text()
 
 
 # --- what has arrived -----------------------------------------------------------------------------
-
-
-def collect(plan):
-    results = Results(plan)
-    return compare_plan(plan, results, plan.write(results.counts()), None)
 
 
 def test_every_bad_run_is_named_and_the_others_stand(place):
@@ -325,20 +262,35 @@ def test_a_diverging_rate_loses_and_an_arm_without_a_rate_is_named(place):
     assert 'svformer_lr0.01_seed101: diverged' in text
 
 
-def test_what_extra_cost_is_worth_comes_from_whole_runs_alone(place):
-    plan = make_plan('--arms=vanilla; mine: neutreno=0.4', '--seeds=3', '--baseline_steps=(15,)')
+@pytest.mark.parametrize('damage', ['failed', 'damaged'])
+def test_a_tuning_run_that_is_tried_again_has_not_lost_yet(place, monkeypatch, damage):
+    words = (ARMS, '--seeds=3', '--rates=(1e-2, 2e-2, 4e-2)')
+    plan = make_plan(*words)
+    for run in Results(plan).all_runs():
+        pretend(plan, run, scatter(run.seed) + abs(math.log(run.rate / 2e-2)))
+    folder = plan.folder / 'vanilla_lr0.02_seed101'
+    text = (folder / 'log.jsonl').read_text()
+    (folder / 'log.jsonl').write_text(text[:-9] if damage == 'damaged' else '')
+    if damage == 'failed':
+        launch.failure_file(folder).write_text('killed by SIGKILL')
 
-    def loss(run):
-        shorter = 0.2 if run.steps == 15 else 0.0
-        return scatter(run.seed) + shorter - 0.1 * (run.arm == 'mine')
+    names = []
+    monkeypatch.setattr(launch, 'launch', lambda jobs, *more: names.extend(j.name for j in jobs()))
+    assert compare_command(*words)[0] == 0
+    # Neither another rate, nor test runs at a rate that is not the best.
+    assert [name for name in names if name.startswith('vanilla')] == [folder.name]
 
-    results = pretend_all(plan, loss)
-    assert (plan.folder / 'vanilla_lr0.02_steps15_seed1').exists()
-    timing = {'how': 'by hand', 'about': {}, 'seconds': {'vanilla': [1.0] * 4, 'mine': [1.1] * 4}}
-    comparison = compare_plan(plan, results, plan.write({}), timing)
-    worth = comparison['arms']['mine']['worth_of_cost']
-    assert math.isclose(worth, 0.2 * math.log2(1.1), rel_tol=1e-6)
-    assert f'about {worth:.4f} nats, 28% of the gain' in report.markdown(comparison)
+
+def test_progress_counts_the_steps_of_each_run(place, capsys):
+    plan = make_plan('--arms=vanilla; long: max_iters=60', '--seeds=2', '--baseline_steps=(240,)')
+    results = pretend_all(plan, lambda run: scatter(run.seed))
+    watcher = compare.Watcher(results, plan.folder.read_text)  # an OSError: it is a folder
+    watcher.last_report = -math.inf
+    shown = []
+    watcher.progress.show = lambda *numbers: shown.append(numbers)
+    watcher.tick([])
+    assert shown == [(6, 6, 660, 660)]
+    assert 'warning: cannot write the report: ' in capsys.readouterr().err
 
 
 # --- runs that exist ------------------------------------------------------------------------------
@@ -388,6 +340,22 @@ def test_existing_runs_that_cannot_be_compared_have_no_verdict(place):
         assert message in str(status)
 
 
+def test_existing_runs_must_be_evaluated_on_the_same_texts(place):
+    plan = make_plan('--arms=vanilla; b: batch_size=4 gradient_accumulation_steps=2', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    logs = sorted(plan.folder.glob('*/log.jsonl'))
+    different = 'their losses are those of different texts: eval_iters * batch_size=16 and 8'
+    for iters, iters_of_b, reason in ((0, 0, ''), (2, 2, different), (2, 4, '')):
+        for log in logs:
+            config = json.loads((log.parent / 'config.json').read_text())
+            config['eval_iters'] = iters_of_b if config['batch_size'] == 4 else iters
+            (log.parent / 'config.json').write_text(json.dumps(config))
+        options = CompareConfig(runs=tuple(str(log.parent) for log in logs))
+        (contrast,) = compare_runs(options)['contrasts'].values()
+        assert contrast['reason'].startswith(reason)
+        assert (contrast['p_holm'] is None) == bool(reason)
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -406,6 +374,15 @@ def test_the_report_needs_no_network_and_begins_with_the_verdicts(place):
     # No color that only one of light and dark could show.
     assert not re.search(r'(?:fill|stroke): #', page)
     assert '<' not in re.sub(r'<[^<>]*>', '', page[page.index('<body') :])
+
+
+def test_two_processes_write_one_report(place):
+    plan = make_plan(ARMS, '--seeds=1', '--name=a/b')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    for name in ('report.json', 'report.md', 'report.html', 'forest.svg'):
+        (plan.folder / f'{name}.tmp').mkdir()  # as another process has it open
+    _, text = compare_command(ARMS, '--seeds=1', '--name=a/b', '--watch=True')
+    assert text.endswith('\nwrote out/compare/a/b/report.html\n')
 
 
 def test_commands_for_any_scheduler(place):
@@ -445,6 +422,8 @@ def test_gpus_are_dealt_out(monkeypatch):
     assert [slot[name] for slot in launch.find_slots('auto')] == ['4', '5', '6', '7']
     assert [slot[name] for slot in launch.find_slots('cuda', gpus=2)] == ['4,5', '6,7']
     assert len(launch.find_slots('auto', jobs=2)) == 2
+    # More trainings than GPUs share them.
+    assert [slot[name] for slot in launch.find_slots('auto', jobs=6)] == list('456745')
 
 
 # --- really run -----------------------------------------------------------------------------------

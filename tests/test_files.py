@@ -53,6 +53,14 @@ def test_a_file_left_half_written_by_a_killed_process_is_overwritten(tmp_path):
     assert os.listdir(tmp_path) == ['a']
 
 
+def test_writers_that_share_a_file_have_temporary_files_of_their_own(tmp_path):
+    (tmp_path / 'a.tmp').write_text('half a file of another process')
+    files.write_whole(tmp_path / 'a', 'whole', shared=True)
+    assert (tmp_path / 'a').read_text() == 'whole'
+    assert (tmp_path / 'a.tmp').read_text() == 'half a file of another process'
+    assert sorted(os.listdir(tmp_path)) == ['a', 'a.tmp']
+
+
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     lines = ['import files', f'with files.locked({str(tmp_path)!r}, ""): print(1), input()']
     command = [sys.executable, '-u', '-c', '\n'.join(lines)]

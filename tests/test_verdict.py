@@ -256,8 +256,13 @@ def test_an_unfinished_contrast_has_no_verdict_and_still_counts_for_holm():
 
 
 def test_what_extra_cost_is_worth():
-    # Halving the loss of steps: 0.1 nats per doubling.
-    ladder = {100: 2.2, 200: 2.1, 400: 2.0}
-    assert np.isclose(worth_of_cost(2.0, ladder), 0.1)
-    assert np.isclose(worth_of_cost(1.1, ladder), 0.1 * math.log2(1.1))
-    assert worth_of_cost(1.1, {400: 2.0}) is None
+    # 0.2 nats from 100 steps to 200, and 0.1 from 200 to 400.
+    ladder = {400: 1.7, 100: 2.0, 200: 1.8}
+    assert np.isclose(worth_of_cost(2.0, ladder, 200), 0.1)
+    assert np.isclose(worth_of_cost(1.1, ladder, 400), 0.1 * math.log2(1.1))
+    # What lies between the run and its budget decides, not the longest runs.
+    assert np.isclose(worth_of_cost(1.2, ladder, 100), 0.2 * math.log2(1.2))
+    assert np.isclose(worth_of_cost(0.9, ladder, 200), 0.2 * math.log2(0.9))
+    assert np.isclose(worth_of_cost(0.9, ladder, 100), 0.2 * math.log2(0.9))
+    assert worth_of_cost(1.1, {400: 2.0}, 400) is None
+    assert worth_of_cost(1.1, ladder, 300) is None

@@ -1,0 +1,119 @@
+"""Small comparisons for the tests of compare.py: their data, their plans, and runs that pretend."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import runs
+from conftest import write_dataset
+
+import compare
+import train
+from comparison import launch
+from comparison.assemble import compare_plan
+from comparison.plan import CompareConfig, Plan
+from comparison.results import Results
+from configurator import configure
+from model import GPTConfig
+from train import TrainConfig
+
+SIZE = """
+dataset = 'chain'
+n_layer, n_head, n_embd = 2, 2, 32
+block_size, vocab_size = 32, 64
+batch_size, gradient_accumulation_steps = 8, 1
+max_iters, warmup_iters = 30, 3
+learning_rate, min_lr = 2e-2, 2e-3
+device, compile = 'cpu', False
+"""
+ARMS = '--arms=vanilla; resformer: v_residual=True; svformer: share_v=True'
+
+
+def chain(length, seed):
+    """Tokens that mostly follow from the one before: more to learn than there is time for."""
+    random = np.random.RandomState(seed)
+    following = np.random.RandomState(0).permutation(64)
+    tokens = random.randint(0, 64, length)
+    for i in np.flatnonzero(random.rand(length) < 0.8):
+        tokens[i] = following[tokens[i - 1]]
+    return tokens
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with small.py and data/chain, in which the test runs; trainings are in this process."""
+    monkeypatch.chdir(tmp_path)
+    make_place(tmp_path)
+    monkeypatch.setattr(launch, 'launch', launch_here)
+    return tmp_path
+
+
+def make_place(folder):
+    splits = {
+        'train': {'A': chain(20_000, 1), 'B': chain(10_000, 2)},
+        'validation': {'A': chain(700, 3), 'B': chain(300, 4)},
+    }
+    write_dataset(folder / 'data' / 'chain', splits)
+    (folder / 'small.py').write_text(SIZE)
+
+
+def launch_here(jobs, slots, gpus=1, tick=None):
+    """launch.launch() without processes, which take seconds to start."""
+    attempts = set()
+    while queue := [job for job in jobs() if job.name not in attempts]:
+        job = queue[0]
+        attempts.add(job.name)
+        status, _ = runs.call(train.main, *job.arguments)
+        if status:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            launch.failure_file(job.folder).write_text(str(status).removeprefix('error: '))
+
+
+def make_plan(*words):
+    argv = ['small.py', '--timing=False', *words]
+    options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, argv=argv, plain='runs')
+    return Plan(options, argv)
+
+
+def pretend(plan, run, loss, norm=0.5):
+    """The folder of a run as train.py would have left it."""
+    folder = plan.run_folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, config = plan.configs(run)
+    everything = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
+    (folder / 'config.json').write_text(json.dumps(everything))
+    steps = plan.max_iters(run)
+    tokens = settings.rows_per_step * config.block_size
+    lines = []
+    for step in range(steps):
+        value = loss + 3 * math.exp(-step / 5)
+        entry = {'step': step, 'loss': value, 'grad_norm': norm, 'tokens': (step + 1) * tokens}
+        lines.append({**entry, 'tok_per_s': 1000.0, 'skipped': 0})
+    lines.append({'step': steps, 'val': {'A': loss - 0.1, 'B': loss + 0.1, 'mean': loss}})
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return folder
+
+
+def pretend_all(plan, loss_of):
+    """Train everything that a plan wants, in no time; loss_of(run) is its validation loss."""
+    results = Results(plan)
+    while jobs := results.jobs():
+        known = {run.name: run for run in results.all_runs()}
+        for job in jobs:
+            pretend(plan, known[job.name], loss_of(known[job.name]))
+    return results
+
+
+def scatter(seed, name=''):
+    random = np.random.default_rng([seed, *name.encode()])
+    return 2.0 + 0.01 * random.normal()
+
+
+def compare_command(*words):
+    return runs.call(compare.main, 'small.py', '--timing=False', *words)
+
+
+def collect(plan):
+    results = Results(plan)
+    return compare_plan(plan, results, plan.write(results.counts()), None)

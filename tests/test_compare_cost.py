@@ -1,0 +1,120 @@
+"""compare.py: what an arm costs: step times, equal budgets, and what the cost would have bought."""
+
+import math
+from pathlib import Path
+
+import comparisons
+import pytest
+import runs
+from comparisons import ARMS, make_plan, pretend_all, scatter
+
+import bench
+import compare
+from comparison import measures, report
+from comparison.assemble import compare_plan
+from comparison.plan import Run
+from comparison.results import Results
+
+place = comparisons.place
+
+
+def test_a_step_is_timed_with_all_its_micro_batches(place, monkeypatch):
+    clock = [0]
+
+    def one_second_per_micro_batch(model, optimizer, scaler, machine, batch, micro_steps, clip):
+        clock[0] += micro_steps
+
+    def stopwatch(machine):
+        begin = clock[0]
+        return lambda: clock[0] - begin
+
+    monkeypatch.setattr(bench, 'train_step', one_second_per_micro_batch)
+    monkeypatch.setattr(bench, 'stopwatch', stopwatch)
+    words = ['--arms=vanilla; big: gradient_accumulation_steps=4', '--seeds=3']
+    study = compare.Study(make_plan(*words, '--equal=time'))
+    study.share_budget(may_measure=True)
+    steps = [study.plan.max_iters(Run(arm, 1.0, 1)) for arm in ('vanilla', 'big')]
+    assert steps == [30, 30 // 4]
+    timing = measures.measure_steps(study.timed_configs(), place / 'four.json', gpus=4)
+    assert set(timing['seconds']['vanilla'] + timing['seconds']['big']) == {1}
+
+    plan = make_plan(*words)
+    results = pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    comparison = compare_plan(plan, results, plan.write({}), study.timing)
+    text = report.markdown(comparison).replace(report.TIMES, 'x')
+    cost = 'a step takes x4.00 the time (quartiles 4.00 to 4.00), x4.000 FLOPs, x4.000 tokens'
+    assert cost in text and '(x4.000) |' in text
+    assert comparison['curves']['big']['flops']['ratio'] == 4
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    """The arms that were timed, one list each time; any step takes a second."""
+    calls = []
+
+    def time_steps(configs, machine, gpus=1):
+        calls.append(list(configs))
+        return {name: [1.0] * 4 for name in configs}, {}, dict.fromkeys(configs)
+
+    monkeypatch.setattr(measures, 'time_steps', time_steps)
+    return calls
+
+
+def test_step_times_are_kept_for_the_same_settings_and_code(place, timings):
+    path = place / 'timing.json'
+
+    def measure(*words, code='a'):
+        configs = compare.Study(make_plan(ARMS, *words)).timed_configs()
+        assert measures.measure_steps(configs, path, code=code)
+        return len(timings)
+
+    assert [measure(), measure(), measure('--learning_rate=1e-2')] == [1, 1, 1]
+    assert [measure(code='b'), measure('--batch_size=4', code='b')] == [2, 3]
+    assert measure('--batch_size=4', '--dtype=bfloat16', code='b') == 4
+    others = compare.Study(make_plan(ARMS, '--batch_size=4')).timed_configs()
+    assert measures.read_timing(path, others) is None
+
+
+@pytest.mark.parametrize('equal', ['steps', 'time'])
+def test_only_who_trains_measures_and_all_show_the_cost(place, timings, monkeypatch, equal):
+    words = ['small.py', '--arms=vanilla; mine: share_v=True', '--seeds=1', f'--equal={equal}']
+    status, _ = runs.call(compare.main, *words, '--print=True')
+    assert not timings and (status == 0 or 'start the training first' in status)
+    assert runs.call(compare.main, *words)[0] == 0
+    monkeypatch.setattr(compare, 'code_state', lambda: {'commit': 'later', 'diff': ''})
+    for more in (['--print=True'], ['--watch=True'], []):
+        Path('out/compare/small/report.md').unlink()
+        assert runs.call(compare.main, *words, *more)[0] == 0
+        assert 'whole steps, measured in turns' in Path('out/compare/small/report.md').read_text()
+    assert timings == [['vanilla', 'mine']]
+
+
+def test_equal_flops_gives_a_cheaper_arm_more_steps(place):
+    plan = make_plan(ARMS, '--equal=flops', '--max_iters=300')
+    compare.share_budget(plan)
+    steps = {arm: plan.max_iters(Run(arm, 1.0, 1)) for arm in plan.arms}
+    assert steps['vanilla'] == steps['resformer'] == 300 < steps['svformer']
+    cost = compare_plan(plan, Results(plan), plan.write({}), None)['arms']
+    for arm in steps:
+        spent = steps[arm] * cost[arm]['cost']['flops_per_token']
+        assert spent <= 300 * cost['vanilla']['cost']['flops_per_token'] * (1 + 1e-9)
+
+
+def test_what_extra_cost_is_worth_comes_from_whole_runs_alone(place):
+    plan = make_plan('--arms=vanilla; mine: neutreno=0.4', '--seeds=3', '--baseline_steps=(15,)')
+
+    def loss(run):
+        shorter = 0.2 if run.steps == 15 else 0.0
+        return scatter(run.seed) + shorter - 0.1 * (run.arm == 'mine')
+
+    results = pretend_all(plan, loss)
+    assert (plan.folder / 'vanilla_lr0.02_steps15_seed1').exists()
+    timing = {'how': 'by hand', 'about': {}, 'seconds': {'vanilla': [1.0] * 4, 'mine': [1.1] * 4}}
+    comparison = compare_plan(plan, results, plan.write({}), timing)
+    worth = comparison['arms']['mine']['worth_of_cost']
+    assert math.isclose(worth, 0.2 * math.log2(1.1), rel_tol=1e-6)
+    assert f'about {worth:.4f} nats, 28% of the gain' in report.markdown(comparison)
+    # At equal time, the steps that it lacks are the price: it is not charged twice.
+    plan.options.equal = 'time'
+    text = report.markdown(compare_plan(plan, results, plan.write({}), timing))
+    assert 'at equal time, it had' in text and 'that time would gain' not in text
