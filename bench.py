@@ -39,6 +39,7 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -52,7 +53,7 @@ from torch._functorch import config as functorch_config
 from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from files import write_whole
-from levers import VARIANTS, halve_residual_stream, read_name
+from levers import VARIANTS, halve_residual_stream, read_name, split_names
 from machine import Machine, check_compiler
 from model import GPT, GPTConfig, refuse
 from profiling import expected_by_class, print_classes, print_costliest, spent_by_class
@@ -93,6 +94,17 @@ class DecodeConfig(BenchConfig):
             min(self.chunk, self.new_tokens, *self.batch_sizes) < 1,
             'chunk, new_tokens and batch_sizes must be at least 1',
         )
+        refuse(self.memory_gib < 0, f'memory_gib={self.memory_gib} must be at least 0')
+        for name in OF_TRAINING_STEPS.split():
+            value = getattr(self, name)
+            refuse(
+                value != getattr(BenchConfig, name),
+                f'{name}={value} is of training steps: bench.py decode has none',
+            )
+
+
+# batch_size is one of these, too, but the configs of training set it.
+OF_TRAINING_STEPS = 'micro_steps real_data profile activation_checkpointing'
 
 
 # --- what both tables are made of ----------------------------------------------------------------
@@ -111,9 +123,14 @@ def start(settings, config):
     machine.agree(compiler_problem(settings, machine))
     if settings.out:
         Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
-    for name, value in config.variant().items():
-        advice = f'--variants=vanilla+{name}={value}'
-        print(f'note: all rows share the shape, but not {name}: {advice}', file=sys.stderr)
+    variant = config.variant()
+    if variant and machine.is_first:
+        fields = [f'{name}={value}' for name, value in variant.items()]
+        advice = shlex.quote(f'--variants=vanilla+{"+".join(fields)}')
+        print(
+            f'note: all rows share the shape, but not {", ".join(variant)}: {advice}',
+            file=sys.stderr,
+        )
     return machine, GPTConfig(**config.shape())
 
 
@@ -128,7 +145,9 @@ def compiler_problem(settings, machine):
 
 
 def row_names(settings):
-    names = list(VARIANTS) if settings.variants == 'all' else settings.variants.split(',')
+    names = list(VARIANTS)
+    if settings.variants != 'all':
+        names = split_names(settings.variants)
     if settings.peers:
         names += ['hf', 'hf:eager']
     return names
@@ -158,7 +177,7 @@ def attempt(row, act, *args):
 
 
 def stopwatch(machine):
-    """A function that returns the seconds that the device took between this call and its own.
+    """Start a clock. The function returned gives the device's seconds since then.
 
     On a GPU, they are measured between two events on its stream.
     """
@@ -319,7 +338,10 @@ class Row:
             self.waiting.append(waited / elapsed)
 
     def profile(self, next_batch, folder):
-        """Trace a step into folder/<name>.json; print its ten costliest kernels, and their classes."""
+        """Trace a step into folder/<name>.json; print its ten costliest kernels, and their classes.
+
+        All processes take the step, but only the first writes its trace.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
@@ -327,15 +349,16 @@ class Row:
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities, record_shapes=True) as trace:
             self.step(next_batch)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
+        if self.machine.is_first:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
         kind = self.machine.kind
         print_costliest(self.name, trace, kind)
         spent = spent_by_class(trace, kind, self.recipe.config.vocab_size)
         print_classes(self.name, spent, self.expected())
 
     def expected(self):
-        """{class of kernels: microseconds} that counts let one expect of a step."""
+        """{class of kernels: microseconds} expected of a step, from counted FLOPs and bytes."""
         settings, config = self.settings, self.recipe.config
         with torch.device('meta'):
             model = GPT(config)
@@ -642,6 +665,8 @@ def bench_decode(settings, config):
         settings.peers or (settings.memory_gib and machine.kind != 'cuda'),
         'bench.py decode has no peers, and memory_gib needs a GPU',
     )
+    if settings.batch_size != BenchConfig.batch_size and machine.is_first:
+        print('note: decoding takes --batch_sizes, and no batch_size', file=sys.stderr)
     decoders = [Decoder(name, read_name(name, shape)) for name in row_names(settings)]
     for decoder in decoders:
         attempt(decoder, decoder.build, settings, machine)
@@ -692,11 +717,15 @@ def measure_largest(decoder, context, settings, machine):
 
     A list, which is empty where not even one text fits.
     """
+    trial = Trial(decoder, 1, context)
+    if decoder.problem:
+        return measure([trial], settings)  # its line says so
+
     others = allocated(machine) - decoder.static
     limit = settings.memory_gib * 2**30 + others
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    share = limit / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
-        trial = Trial(decoder, 1, context)
         attempt(trial, trial.grow)
         return measure([trial], settings) if trial.batch else []
     finally:

@@ -28,18 +28,19 @@ import typing
 HELP = {'--help', '-h'}
 
 
-def configure(*schemas, argv=None, plain=''):
+def configure(*schemas, argv=None, plain='', mode=''):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
     An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
-    leading --, no ending .py) are collected in the tuple field `runs` instead.
+    leading --, no ending .py) are collected in the tuple field `runs` instead. mode: the program's
+    first word, if it has one, for --help.
 
     Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
     __post_init__ may refuse more. --help prints and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
     if HELP & set(argv):
-        print(help_text(schemas, plain))
+        print(help_text(schemas, plain, mode))
         sys.exit(0)
 
     fields = {field.name: field for schema in schemas for field in dataclasses.fields(schema)}
@@ -89,7 +90,7 @@ def choose(modes, doc, argv=None, plain=''):
     argv = sys.argv[1:] if argv is None else argv
     mode = argv[0] if argv else ''
     if mode in modes and mode:
-        return mode, configure(*modes[mode], argv=argv[1:], plain=plain)
+        return mode, configure(*modes[mode], argv=argv[1:], plain=plain, mode=mode)
     if '' in modes:
         return '', configure(*modes[''], argv=argv, plain=plain)
     print(doc.strip())
@@ -180,9 +181,14 @@ def fits(value, kind):
     return isinstance(value, kind)
 
 
-def help_text(schemas, plain=''):
-    words = f' [{plain} ...]' if plain else ''
-    lines = [f'usage: python {program_name()}{words} [config/file.py ...] [--key=value ...]']
+def help_text(schemas, plain='', mode=''):
+    words = ['usage: python', program_name()]
+    if mode:
+        words.append(mode)
+    if plain:
+        words.append(f'[{plain} ...]')
+    words += ['[config/file.py ...]', '[--key=value ...]']
+    lines = [' '.join(words)]
     for schema in schemas:
         lines += ['', f'{schema.__name__}:']
         meanings = comments(schema)

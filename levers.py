@@ -13,7 +13,7 @@ bench.py's first lines say what each lever does.
 import contextlib
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -45,17 +45,22 @@ OF_TRAINING = (
     *('ddp-first', 'ddp-whole', 'static', 'bucket'),
 )
 
-# Levers that are pulled in the blocks of model.py.
-OF_OUR_BLOCKS = ('checkpointed', 'half')
+# Levers that are pulled in model.py.
+OF_OUR_ROWS = ('checkpointed', 'half', 'chunk')
 
 
 # --- a row's name --------------------------------------------------------------------------------
 
 
+def split_names(text):
+    """The names of rows with commas between them; a comma in parentheses belongs to a value."""
+    return re.split(r',(?![^(]*\))', text)
+
+
 def read_name(name, shape):
     """The Recipe of a row. shape: the GPTConfig whose shape all rows have.
 
-    Raises ValueError for a variant, a field or a lever that does not exist.
+    Raises ValueError for a variant, a field or a lever that does not exist, or that a row cannot have.
     """
     kind, *words = name.split(':')
     kind, *flags = kind.split('+')
@@ -65,14 +70,22 @@ def read_name(name, shape):
             not importlib.util.find_spec('transformers'),
             '--peers=hf needs transformers: pip install -r requirements-dev.txt',
         )
-        for name in OF_OUR_BLOCKS:
-            refuse(name in levers.values, f'{name} is a lever of our own rows, not of hf')
+        refuse(flags, f"{name}: hf is transformers' Llama, which has no fields of ours")
+        for lever in OF_OUR_ROWS:
+            refuse(lever in levers.values, f'{lever} is a lever of our own rows, not of hf')
         return Recipe(kind, shape, levers)
 
     refuse(
         kind not in VARIANTS,
         f'no variant {kind!r}; there are {", ".join(VARIANTS)}',
     )
+    same_in_all_rows = {*shape.shape(), *asdict(TrainConfig())}
+    for flag in flags:
+        field = flag.partition('=')[0]
+        refuse(
+            field in same_in_all_rows,
+            f'{name}: {field} is the same in all rows; set it with --{field}',
+        )
     options = [f'--{field}={value}' for field, value in shape.shape().items()]
     options += [f'--{flag}' for flag in flags]
     _, config = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *options])
@@ -130,14 +143,16 @@ class Levers:
         self.ddp_first = 'ddp-first' in self.values
         self.kernels = [KERNELS[word] for word in words if word in KERNELS]
         self.mode = self.values.get('mode')
-        self.ddp = {
-            'bucket_cap_mb': self.values.get('bucket', 25),
-            'static_graph': 'static' in self.values,
-        }
-        refuse(
-            self.eager and 'budget' in self.values,
-            f"{self.name}: budget is the compiler's, it does nothing with eager; drop one",
-        )
+        self.ddp = {'static_graph': 'static' in self.values}
+        if 'bucket' in self.values:
+            # Without it, torch's own sizes, as in train.py: 25 MiB, and 1 MiB for the first bucket.
+            # An explicit 25 would be the size of all.
+            self.ddp['bucket_cap_mb'] = self.values['bucket']
+        for lever in ('budget', 'mode'):
+            refuse(
+                self.eager and lever in self.values,
+                f"{self.name}: {lever} is the compiler's, it does nothing with eager; drop one",
+            )
 
     @property
     def graphs(self):

@@ -52,14 +52,15 @@ class Machine:
 
     device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one.
     dtype: auto, float16, bfloat16 or float32; auto is float16 on CUDA, else float32.
-    backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': not before join() is called.
-    Errors that all processes share come first: if one leaves, those that still join fail, too.
+    backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': join later, with join().
+    Refuse settings before that: if one process leaves, the others fail while they join.
     tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
     attention: on CUDA, the kernel of scaled_dot_product_attention where there is a choice; auto is
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a device, dtype or kernel that is unknown or that this machine lacks.
+    Raises ValueError for a device, dtype or kernel that is unknown, and for a device or dtype that
+    this machine lacks.
     """
 
     def __init__(self, device='auto', dtype='auto', backend='auto', tf32=False, attention='auto'):
@@ -109,9 +110,24 @@ class Machine:
                 f'{" and ".join(usable)} here'
             )
         if kind == 'cuda':
+            self.check_count(device, int(index or 0))
             number = self.local_rank if self.distributed else index or 0
             device = f'cuda:{number}'
         return kind, torch.device(device)
+
+    def check_count(self, device, number):
+        """ValueError where this machine has too few GPUs, in all of its processes alike."""
+        count = torch.cuda.device_count()
+        processes = int(os.environ.get('LOCAL_WORLD_SIZE', self.local_rank + 1))
+        if self.distributed and processes > count:
+            raise ValueError(
+                f'{processes} processes on a machine on which torch sees {count} GPUs: each needs '
+                f'one of its own; use --nproc_per_node={count}'
+            )
+        if not self.distributed and number >= count:
+            raise ValueError(
+                f'device={device!r}, but torch sees only {count} GPUs here, from cuda:0'
+            )
 
     def join(self, backend='auto'):
         """Join the other processes, if this is one of several."""
@@ -147,8 +163,8 @@ class Machine:
     def agree(self, outcome):
         """Stop all processes with the first error of any, so that none waits for one that has left.
 
-        outcome: an exception, or the step at which this process would start. If processes would
-        start at different steps, that is a ValueError, too.
+        outcome: an exception, or what this process is about to do, in words or numbers. If processes
+        would do different things, that is a ValueError, too.
         """
         outcomes = [outcome]
         if self.distributed:
@@ -159,8 +175,7 @@ class Machine:
         if not errors and len(set(outcomes)) > 1:
             errors = [
                 ValueError(
-                    f'processes would start at different steps, {outcomes}: '
-                    'out_dir must be shared by all'
+                    f'processes would go different ways, {outcomes}: out_dir must be shared by all'
                 )
             ]
         if errors:

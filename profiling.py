@@ -2,9 +2,10 @@
 Where the time of a training step goes: its costliest kernels, and the time of each class of kernels
 beside what was expected before any GPU had been seen.
 
-An expectation is no measurement. It is the FLOPs and bytes of a compiled vanilla step of the row's
-shape, which are counted, divided by the rates in REACHED, which are assumed. bench.py --profile
-prints both; a class that is far from its expectation is where to look.
+An expectation is no measurement. It is the FLOPs and bytes of a compiled step, which are counted,
+divided by the rates in REACHED, which are assumed. The FLOPs are the row's own. The bytes of
+elementwise kernels are counted as for vanilla. bench.py --profile prints both; a class that is far
+from its expectation is where to look.
 """
 
 import re
@@ -92,7 +93,7 @@ def of_head(trace, kind, vocab_size):
 
 
 def expected_by_class(model, micro_batch, micro_steps, machine, attention):
-    """{class: microseconds} that counts let one expect of a compiled step in half precision.
+    """{class: microseconds} expected of a compiled step, from counted FLOPs and bytes, in half precision.
 
     model: a GPT, also on the meta device; micro_batch: its sequences of block_size tokens;
     attention: the name of its kernel. None for a class where a rate is unknown.

@@ -2,8 +2,10 @@
 A run's folder: what train.py writes there, and what every other program reads back.
 
 ckpt.pt, ckpt.pt.1, ...   checkpoints, newest first; ckpt_best.pt, ckpt_<step>.pt
-log.jsonl                 one JSON object per line: training steps, evaluations, changed settings
-config.json               settings, GPTConfig and provenance
+log.jsonl                 one JSON object per line: training steps, evaluations; where the run was
+                          resumed, the changed settings and the provenance
+config.json               settings, GPTConfig, origin (scratch, or whose weights came first) and
+                          provenance
 
 load_run(folder) gives the model, its tokenizer and the checkpoint.
 """
@@ -30,10 +32,31 @@ import torch
 
 import tokenizer as tokenizers
 from configurator import first_line
-from files import sync_folder, write_whole
+from files import locked, sync_folder, write_whole
 from hub.read import holds_weights
 from hub.read import load as load_hub
 from model import BASE, GPT, MAY_BE_MISSING, GPTConfig
+
+# --- the folder ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked_run(folder):
+    """Hold a run's folder, which is made if it is missing. Raises OSError if another process holds it.
+
+    Nothing in it may be read before: the other process may be about to write its last checkpoint.
+    A folder that was made and is still empty at the end is removed.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, 'training in'):
+        try:
+            yield
+        finally:
+            for path in made:
+                with contextlib.suppress(OSError):  # it is not empty
+                    path.rmdir()
+
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -49,6 +72,28 @@ def checkpoints(folder):
     return [path for path in paths if path.exists()]
 
 
+def kept_checkpoints(folder):
+    """The checkpoints that save_steps keep, newest first. A run resumes from none of them."""
+    steps = {}
+    for path in Path(folder).glob('ckpt_*.pt'):
+        step = path.stem.removeprefix('ckpt_')
+        if step.isdecimal():
+            steps[path] = int(step)
+    return sorted(steps, key=steps.get, reverse=True)
+
+
+def nothing_to_resume(folder):
+    """Why a folder without checkpoints() cannot be resumed, and what can be done."""
+    kept = kept_checkpoints(folder)
+    if not kept:
+        return f'there is no {Path(folder, "ckpt.pt")}: nothing to resume or load'
+    return (
+        f'{folder} has no checkpoint to resume, only {kept[0].name}; start from its weights with '
+        f'--init_from={kept[0]} and another --out_dir, or rename it to ckpt.pt and continue the run '
+        'with --init_from=resume'
+    )
+
+
 def save_checkpoint(folder, checkpoint, keep=1, names=()):
     """Write, flush, rename: a crash or a full disk leaves the earlier checkpoints whole.
 
@@ -58,7 +103,10 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
     older = [path for path in checkpoints(folder) if path.name != 'ckpt_best.pt']
     path = folder / 'ckpt.pt'
     temporary = folder / 'ckpt.tmp'
+    copy = folder / 'copy.tmp'
     try:
+        # A killed run may have left it as another name of ckpt_best.pt.
+        temporary.unlink(missing_ok=True)
         with open(temporary, 'wb') as file:
             torch.save(checkpoint, file)
             file.flush()
@@ -66,11 +114,14 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
 
         # The other names come before the rename: a run killed in between writes them again.
         for name in names:
-            (folder / name).unlink(missing_ok=True)
+            copy.unlink(missing_ok=True)
             try:
-                os.link(temporary, folder / name)
+                os.link(temporary, copy)
             except OSError:  # a file system without links
-                shutil.copyfile(temporary, folder / name)
+                shutil.copyfile(temporary, copy)
+                with open(copy, 'rb+') as file:
+                    os.fsync(file)
+            os.replace(copy, folder / name)
 
         for i, old in reversed(list(enumerate(older, 1))):
             os.replace(old, folder / f'ckpt.pt.{i}')
@@ -82,7 +133,8 @@ def save_checkpoint(folder, checkpoint, keep=1, names=()):
             (folder / f'ckpt.pt.{i}').unlink()
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         temporary.unlink(missing_ok=True)
-        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        copy.unlink(missing_ok=True)
+        reason = error if isinstance(error, OSError) else error.__context__ or error
         advice = '; the one before is whole: continue with --init_from=resume' if older else ''
         raise OSError(f'cannot write {path}: {first_line(reason)}{advice}') from error
 
@@ -96,7 +148,9 @@ def load_checkpoint(path, warn=print):
     path = Path(path)
     candidates = [path]
     if path.is_dir():
-        candidates = checkpoints(path) or [path / 'ckpt.pt']
+        candidates = checkpoints(path)
+        if not candidates:
+            raise FileNotFoundError(nothing_to_resume(path))
 
     failure = None
     for candidate in candidates:
@@ -126,7 +180,8 @@ def read_checkpoint(path):
     for name in ('model', 'optimizer', 'scaler', 'settings', 'model_config', 'data'):
         if not isinstance(checkpoint[name], dict):
             raise TypeError
-    if type(checkpoint['step']) is not int:
+    step = checkpoint['step']
+    if type(step) is not int or step < 0:
         raise TypeError
     return checkpoint
 
@@ -182,9 +237,10 @@ def check_resume(checkpoint, settings, config, dataset):
                 f'{path} is a run with {name}={old[name]!r}, not {value!r}: its data order would '
                 'change (rows_per_step is gradient_accumulation_steps * batch_size)'
             )
-    if not 0 <= checkpoint['step'] <= settings.max_iters:
+    if checkpoint['step'] > settings.max_iters:
         raise ValueError(
-            f'{path} is at step {checkpoint["step"]}, max_iters={settings.max_iters} lies before it'
+            f'{path} is at step {checkpoint["step"]}, past max_iters={settings.max_iters}; '
+            'raise max_iters'
         )
 
     changed = {}
@@ -424,7 +480,7 @@ def provenance(machine):
         command = ['git', 'describe', '--always', '--dirty']
         folder = Path(__file__).parent
         commit = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
-    # A copy that came without .git, as to a borrowed machine, can be told.
+    # A copy without .git, as on a borrowed machine, takes its commit from the environment.
     commit = commit or os.environ.get('COMMIT', '')
     return {
         'commit': commit or 'unknown',

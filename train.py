@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
-from files import locked
+from files import write_whole
 from hub.read import load as load_hub
 from machine import INTERRUPTED, Machine, Signals, check_compiler
 from model import GPT, GPTConfig, refuse
@@ -38,10 +38,13 @@ from rundir import (
     Log,
     check_resume,
     checkpoints,
+    kept_checkpoints,
     load_checkpoint,
     load_state,
     load_weights,
+    locked_run,
     name_misfits,
+    nothing_to_resume,
     provenance,
     save_checkpoint,
     set_aside_newer,
@@ -77,7 +80,7 @@ class TrainConfig:
     eval_interval: int = 1000  # steps between evaluations with a checkpoint; 0: at the end only
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     eval_only: bool = False  # evaluate and exit
-    log_interval: int = 1  # steps from one log line, and one look at the signals, to the next
+    log_interval: int = 1  # steps between log lines; signals are looked at then, too
     keep_checkpoints: int = 2  # ckpt.pt, ckpt.pt.1, ...; besides them, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
@@ -100,9 +103,7 @@ class TrainConfig:
             refuse(getattr(self, name) < 1, f'{name}={getattr(self, name)} must be at least 1')
         for name in AT_LEAST_0.split():
             refuse(getattr(self, name) < 0, f'{name}={getattr(self, name)} must be at least 0')
-        if self.init_from == 'auto':
-            self.init_from = 'resume' if checkpoints(self.out_dir) else 'scratch'
-        is_path = self.init_from not in ('scratch', 'resume')
+        is_path = self.init_from not in ('scratch', 'resume', 'auto')
         refuse(
             is_path and not os.path.exists(self.init_from),
             f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
@@ -115,10 +116,31 @@ class TrainConfig:
         )
         refuse(
             budget < 1 and not self.compile,
-            'activation_memory_budget does nothing without compile=True; drop one',
+            f'activation_memory_budget={budget} does nothing with compile=False; drop one of them',
         )
+        self.check_tasks()
+
+    def check_tasks(self):
+        """Refuse before training what would only be found out after it."""
+        if not self.eval_tasks:
+            return
         refuse(
-            self.eval_tasks and not importlib.util.find_spec('lm_eval'),
+            self.eval_only,
+            'eval_only prints losses alone; drop eval_tasks, and run: python evaluate.py tasks '
+            f'{self.out_dir} --tasks={self.eval_tasks}',
+        )
+        names = []
+        if self.eval_data_dir:
+            names = self.eval_tasks.split(',')
+        for name in names:
+            folder = Path(self.eval_data_dir, name)
+            refuse(
+                not folder.is_dir(),
+                f'eval_tasks={self.eval_tasks!r}, but there is no {folder}: eval_data_dir has a '
+                'folder for each task',
+            )
+        refuse(
+            not importlib.util.find_spec('lm_eval'),
             'eval_tasks needs lm-evaluation-harness: pip install lm_eval',
         )
 
@@ -186,7 +208,7 @@ def checkpoint_blocks(model):
 
 
 def attention_setting(settings, config):
-    """Which attention kernel a run asks its Machine for: with dropout, no longer torch's own choice.
+    """The attention kernel of a run: with dropout, flash in place of torch's own choice.
 
     Some of cuDNN's kernels round the probability to sixteenths. torch 2.13 leaves them out unless
     that is exact, but torch 2.11 takes them (pytorch pull request 174245).
@@ -307,17 +329,25 @@ class Start:
     scaler: torch.amp.GradScaler
     step: int = 0
     best: float = math.inf  # lowest validation loss
+    evaluated: bool = False  # whether a run that is resumed was evaluated at this step
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
+    origin: str = 'scratch'  # or the file or folder that the run's first weights came from
     wandb_id: str | None = None
     changed: dict = field(default_factory=dict)  # settings that differ from those before the resume
 
 
 def start_run(settings, config, machine, closing):
     """The Start of a run, once all processes agree that it can start. Locks the run's folder."""
-    out = Path(settings.out_dir)
     writes = machine.is_first and not settings.eval_only
+    problem = None
+    if writes:
+        problem = lock_problem(settings, closing)
+    machine.agree(problem)
+
     checkpoint = start = None
     try:
+        if settings.init_from == 'auto':
+            settings.init_from = 'resume' if checkpoints(settings.out_dir) else 'scratch'
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, config, machine)
         model = GPT(config, settings.seed).to(machine.device)
@@ -325,10 +355,7 @@ def start_run(settings, config, machine, closing):
         start = Start(dataset, rows, model, optimizer, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config)
-        if writes:
-            out.mkdir(parents=True, exist_ok=True)
-            closing.enter_context(locked(out, 'training in'))
-        outcome = start.step
+        outcome = f'{settings.init_from} from step {start.step}'
     except (ValueError, OSError) as error:
         outcome = error
     machine.agree(outcome)
@@ -336,6 +363,15 @@ def start_run(settings, config, machine, closing):
     if writes and settings.init_from == 'resume':
         set_aside_newer(checkpoint['path'])
     return start
+
+
+def lock_problem(settings, closing):
+    """Hold the run's folder until `closing` ends. Returns the error if that fails, or None."""
+    try:
+        closing.enter_context(locked_run(Path(settings.out_dir)))
+    except OSError as error:
+        return error
+    return None
 
 
 def open_dataset(settings, config, machine):
@@ -368,11 +404,13 @@ def open_checkpoint(settings, config, machine):
     None for scratch."""
     out = Path(settings.out_dir)
     resumes = settings.init_from == 'resume'
-    refuse(
-        not resumes and not settings.eval_only and any(out.glob('ckpt*.pt*')),
-        f'{settings.out_dir} already holds a run; continue it with --init_from=resume, choose '
-        'another --out_dir, or delete it',
-    )
+    if not resumes and not settings.eval_only:
+        refuse(
+            checkpoints(out),
+            f'{out} already holds a run; continue it with --init_from=resume, choose another '
+            '--out_dir, or delete it',
+        )
+        refuse(kept_checkpoints(out), nothing_to_resume(out))
     if settings.init_from == 'scratch':
         return None
     if resumes or not Path(settings.init_from).is_dir():
@@ -397,6 +435,7 @@ def take_over(checkpoint, start, settings, config):
     with name_misfits(checkpoint['path']):
         if settings.init_from != 'resume':
             load_weights(start.model, checkpoint)
+            start.origin = settings.init_from
             return
         start.changed = check_resume(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
@@ -405,6 +444,9 @@ def take_over(checkpoint, start, settings, config):
     start.best = checkpoint.get('best', math.inf)
     start.skipped = checkpoint.get('skipped', (0, 0))
     start.wandb_id = checkpoint.get('wandb_id')
+    # Older checkpoints say neither of these.
+    start.evaluated = checkpoint.get('evaluated', True)
+    start.origin = checkpoint.get('origin', 'unknown')
 
 
 # --- what a run says and writes, on its first process ---------------------------------------------
@@ -419,6 +461,8 @@ class Reporter:
         self.active = machine.is_first
         self.tracker = None
         self.wandb_id = start.wandb_id
+        resumes = settings.init_from == 'resume'
+        self.saved = start.step if resumes else None  # step of the last checkpoint
         self.provenance = provenance(machine)
         self.tokens_per_step = settings.rows_per_step * config.block_size
         self.flops_per_token = start.model.flops_per_token(config.block_size)
@@ -431,18 +475,21 @@ class Reporter:
             config.n_head, config.kv_heads, config.head_size, config.block_size
         )
         self.provenance['attention_kernel'] = kernel
-        everything = {**asdict(settings), **asdict(config), **self.provenance}
+        everything = {**asdict(settings), **asdict(config), 'origin': start.origin}
+        everything |= self.provenance
         for name, value in everything.items():
             print(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(False)
         print(f'{inner:,} parameters without embeddings, {total:,} with\n')
 
-        resumes = settings.init_from == 'resume'
-        self.log = Log(out / 'log.jsonl', start.step if resumes else None)
-        (out / 'config.json').write_text(json.dumps(everything, indent=1) + '\n')
+        self.log = Log(out / 'log.jsonl', self.saved)
+        write_whole(out / 'config.json', json.dumps(everything, indent=1) + '\n')
         if start.changed:
             print('resumed with other settings:', start.changed)
-            self.log.write({'step': start.step, 'changed': start.changed})
+        if resumes and (start.changed or start.step < settings.max_iters):
+            # config.json holds what the newest part of a run was made with.
+            entry = {'changed': start.changed, 'provenance': self.provenance}
+            self.log.write({'step': start.step, **entry})
         if settings.wandb_log:
             self.start_wandb(everything)
 
@@ -523,10 +570,14 @@ class Reporter:
     def finish(self, step, interrupted):
         if not self.active:
             return
-        if interrupted:
-            print(f'interrupted at step {step}; the run is saved')
-        else:
+        if not interrupted:
             print(f'finished at step {step}')
+        elif self.saved == step:
+            print(f'interrupted at step {step}; the run is saved')
+        elif self.saved is None:
+            print(f'interrupted at step {step}; no checkpoint has been written')
+        else:
+            print(f'interrupted at step {step}; the last checkpoint is of step {self.saved}')
         if self.tracker:
             with contextlib.suppress(Exception):
                 self.tracker.finish()
@@ -573,21 +624,22 @@ def train(settings, config, machine, micro_steps, closing):
     signals = closing.enter_context(Signals())
     loader = open_loader(start, settings, machine)
     best = start.best
-    skips = torch.tensor(start.skipped, device=machine.device)  # in all, and the last in a row
+    skipped = torch.tensor(start.skipped, device=machine.device)
     save = stop = False
     clock = Clock()
 
     for step in range(start.step, settings.max_iters + 1):
         last = step == settings.max_iters
         at_interval = settings.eval_interval > 0 and step % settings.eval_interval == 0
-        evaluates = last or at_interval
-        resumed_here = settings.init_from == 'resume' and step == start.step
-        if (evaluates or save or step in settings.save_steps) and not resumed_here:
+        is_new = settings.init_from != 'resume' or step > start.step
+        # A run that is shortened to the step where it was interrupted lacks its last evaluation.
+        evaluates = (last or at_interval) and (is_new or not start.evaluated)
+        if evaluates or save or (is_new and step in settings.save_steps):
             losses = None
             if evaluates:
                 losses = evaluate(compiled, start.dataset, settings, machine)
                 reporter.evaluation(step, losses, model)
-            best = keep(step, losses, best, skips, start, settings, config, reporter)
+            best = keep(step, losses, best, skipped, start, settings, config, reporter)
             save = False
             clock.restart()
         if last or stop:
@@ -602,19 +654,18 @@ def train(settings, config, machine, micro_steps, closing):
             wrapped, optimizer, scaler, machine, loader.next, micro_steps, settings.grad_clip
         )
         clock.steps += 1
-        skipped = ~norm.isfinite()
-        skips = torch.stack((skips[0] + skipped, (skips[1] + 1) * skipped))
+        skipped = count_skipped(skipped, ~norm.isfinite())
 
         if step % settings.log_interval == 0:
             flags = torch.tensor(signals.take(), device=machine.device)
             # This waits for the device.
             loss, save, stop = machine.sum(torch.cat((loss[None], flags))).tolist()
-            total_skipped, skipped_in_a_row = skips.tolist()
+            skipped_in_all, skipped_in_a_row = skipped.tolist()
             if scaler.is_enabled() and scaler.get_scale() < 1:  # below it, gradients vanish
                 scaler.update(1.0)
             seconds = clock.seconds_per_step()
             loss /= machine.world_size
-            reporter.step(step, loss, norm.item(), lr, scaler, total_skipped, seconds)
+            reporter.step(step, loss, norm.item(), lr, scaler, skipped_in_all, seconds)
             if settings.max_skipped and skipped_in_a_row >= settings.max_skipped:
                 machine.agree(gave_up(step, skipped_in_a_row, settings))
 
@@ -643,6 +694,17 @@ def seed_dropout(step, settings, machine):
     torch.manual_seed(number % 2**63)
 
 
+def count_skipped(skipped, is_skipped):
+    """(skipped steps in all, the last ones in a row), a tensor, after one more step.
+
+    On the device, which the training loop does not wait for.
+    """
+    in_all, in_a_row = skipped
+    in_all = torch.where(is_skipped, in_all + 1, in_all)
+    in_a_row = torch.where(is_skipped, in_a_row + 1, 0)
+    return torch.stack((in_all, in_a_row))
+
+
 def share_of_micro_steps(settings, machine):
     """How many of a step's micro-batches are this process's."""
     total, processes = settings.gradient_accumulation_steps, machine.world_size
@@ -655,7 +717,7 @@ def share_of_micro_steps(settings, machine):
     return total // processes
 
 
-def keep(step, losses, best, skips, start, settings, config, reporter):
+def keep(step, losses, best, skipped, start, settings, config, reporter):
     """Write the checkpoint of a step, after its log lines. Returns the lowest validation loss."""
     names = []
     if step in settings.save_steps:
@@ -689,20 +751,27 @@ def keep(step, losses, best, skips, start, settings, config, reporter):
             'tokenizer': {name: tokenizer[name] for name in ('name', 'sha256')},
         },
         'best': best,
-        'skipped': skips.tolist(),
+        'evaluated': losses is not None,
+        'skipped': skipped.tolist(),
+        'origin': start.origin,
         'wandb_id': reporter.wandb_id,
         'provenance': reporter.provenance,
     }
     save_checkpoint(Path(settings.out_dir), checkpoint, settings.keep_checkpoints, names)
+    reporter.saved = step
     return best
 
 
 def gave_up(step, skipped, settings):
-    out = settings.out_dir
+    paths = checkpoints(settings.out_dir)
+    advice = 'no checkpoint has been written yet: start again with other settings'
+    if paths:
+        advice = f'resume {paths[0]}, the last checkpoint, with other settings'
+    if len(paths) > 1:
+        advice += f', or start another run from {paths[-1]}'
     return FloatingPointError(
         f'{skipped} steps in a row, up to step {step}, had a loss or gradient that is not finite, '
-        f'and were skipped; resume {out}/ckpt.pt, the last checkpoint, with other settings, or '
-        f'start from {out}/ckpt_best.pt'
+        f'and were skipped; {advice}'
     )
 
 
@@ -725,8 +794,9 @@ def evaluate_tasks(settings):
 
 
 LESS_MEMORY = (
-    'Halve batch_size and double gradient_accumulation_steps (the same step and data order), or set '
-    '--activation_memory_budget=0.9, or --activation_checkpointing=True.'
+    'Halve batch_size, and double gradient_accumulation_steps and eval_iters: the same step, the same '
+    'data order and the same validation text. Or set --activation_memory_budget=0.9, or '
+    '--activation_checkpointing=True.'
 )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 import weakref
 from types import SimpleNamespace
@@ -85,10 +86,34 @@ def test_bench_reports_every_row_and_writes_json(work):
 
 
 @pytest.mark.parametrize(
-    'variant, word', [('resformr', 'resformr'), ('vanilla+v_residul=True', 'v_residual')]
+    'variant, word',
+    [
+        ('resformr', 'resformr'),
+        ('vanilla+v_residul=True', 'v_residual'),
+        ('vanilla+batch_size=64', 'batch_size is the same in all rows; set it with --batch_size'),
+        ('vanilla+learning_rate=1', 'learning_rate is the same in all rows'),
+        ('vanilla+block_size=4096', 'block_size is the same in all rows'),
+    ],
 )
 def test_bench_refuses_an_unknown_variant_in_one_line(work, variant, word):
     assert_refused(*TINY, f'--variants=vanilla,{variant}', because=word)
+
+
+def test_the_row_that_a_note_advises_has_all_fields_of_the_config(capsys):
+    """Also where a value has commas."""
+    fields = dict(v_residual=True, residual_layers=(5, 6, 7))
+    bench.start(bench.BenchConfig(device='cpu', compile=False), GPTConfig(**fields))
+    note = capsys.readouterr().err
+    advice = shlex.split(note.partition('residual_layers: ')[2])
+    (settings,) = configure(bench.BenchConfig, argv=[*advice, '--peers=hf'])
+    name, *peers = bench.row_names(settings)
+    assert peers == ['hf', 'hf:eager']
+    assert levers.read_name(name, GPTConfig()).config == GPTConfig(**fields)
+
+
+def test_names_are_parted_at_the_commas_between_them():
+    names = ['cla', 'vanilla+v_residual=True+residual_lambda=(2.0, 1.0):eager', 'gqa:chunk=8']
+    assert levers.split_names(','.join(names)) == names
 
 
 def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(work):
@@ -126,18 +151,30 @@ def test_the_peer_in_bench_has_our_shape():
         ('mode=foo', "'mode=foo'"),
         ('bucket=-1', "'bucket=-1'"),
         ('eager:budget=0.9', "budget is the compiler's"),
+        ('eager:mode=reduce-overhead', "mode is the compiler's"),
     ],
 )
 def test_bench_refuses_an_unknown_lever_in_one_line(work, lever, word):
     assert_refused(*TINY, f'--variants=vanilla,vanilla:{lever}', because=word)
 
 
-@pytest.mark.parametrize('lever', levers.OF_OUR_BLOCKS)
-def test_bench_refuses_levers_of_our_blocks_for_the_peer(work, lever):
+@pytest.mark.parametrize(
+    'peer, word',
+    [
+        ('hf:checkpointed', 'checkpointed is a lever of our own'),
+        ('hf:half', 'half is a lever of our own'),
+        ('hf:chunk=8192', 'chunk is a lever of our own'),
+        ('hf+share_v=True', 'no fields of ours'),
+    ],
+)
+def test_bench_refuses_what_only_our_own_rows_have_for_the_peer(work, peer, word):
     pytest.importorskip('transformers')
-    assert_refused(
-        *TINY, f'--variants=vanilla,hf:{lever}', because=f'{lever} is a lever of our own'
-    )
+    assert_refused(*TINY, f'--variants=vanilla,{peer}', because=word)
+
+
+def test_without_a_bucket_lever_the_buckets_are_those_of_train():
+    assert 'bucket_cap_mb' not in levers.Levers([]).ddp
+    assert levers.Levers(['bucket=100']).ddp['bucket_cap_mb'] == 100
 
 
 ALIKE = ['', ':chunk=7', ':checkpointed', ':flash', ':half', ':checkpointed:chunk=40', ':eager']
@@ -334,7 +371,6 @@ def test_cuda_graphs_take_the_same_steps(variant):
         ('vanilla:mode=reduce-overhead', True),
         ('vanilla:mode=max-autotune', True),
         ('vanilla:mode=max-autotune-no-cudagraphs', False),
-        ('vanilla:mode=reduce-overhead:eager', False),
     ],
 )
 def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch, name, graphs):
@@ -404,6 +440,17 @@ def test_a_budget_takes_the_same_step_with_less_in_memory(quick_compiler):
     difference = changes[':budget=0.9'] - changes['']
     assert difference.abs().max() < 1e-5 * changes[''].abs().max()
     assert sizes[':budget=0.9'] < sizes['']
+
+
+def test_only_the_first_process_writes_the_trace_of_a_profile(tmp_path):
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=64)
+    for is_first in (False, True):
+        machine = Machine('cpu')
+        machine.is_first = is_first
+        row = bench.Row('vanilla', bench.read_name('vanilla', config))
+        row.build(bench.BenchConfig(device='cpu', compile=False, batch_size=2), machine)
+        row.profile(lambda: torch.zeros((2, 2, 16), dtype=torch.int64), tmp_path / 'traces')
+        assert (tmp_path / 'traces').exists() == is_first
 
 
 # --- what fails ----------------------------------------------------------------------------------
@@ -538,6 +585,11 @@ def test_bench_decode_reports_every_row_and_cache_bytes(work):
         (['--chunk=0'], 'chunk'),
         (['--batch_sizes=(0,)'], 'batch_sizes'),
         (['--new_tokens=0'], 'new_tokens'),
+        (['--memory_gib=-1'], 'memory_gib=-1.0 must be at least 0'),
+        (['--micro_steps=2'], 'micro_steps=2 is of training steps'),
+        (['--real_data=True'], 'real_data=True is of training steps'),
+        (['--profile=traces'], 'profile=traces is of training steps'),
+        (['--activation_checkpointing=True'], 'activation_checkpointing=True is of training'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:checkpointed'], 'checkpointed'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:budget=0.9'], 'budget'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:half'], 'half'),
@@ -594,6 +646,27 @@ def test_an_interrupted_bench_decode_leaves_the_rows_that_were_finished(work, mo
     with pytest.raises(KeyboardInterrupt):
         run(*DECODE, *options, '--variants=vanilla,svformer', '--out=half.json')
     assert [row['batch'] for row in read_rows(work / 'half.json')] == [1, 1]
+
+
+def test_a_decoder_that_cannot_be_built_keeps_its_line_in_a_given_memory():
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=64)
+    decoder = bench.Decoder('vanilla', bench.read_name('vanilla', config))
+    decoder.problem = 'out of memory'
+    (report,) = bench.measure_largest(decoder, 16, bench.DecodeConfig(memory_gib=1), None)
+    assert report == {'name': 'vanilla', 'batch': 1, 'context': 16, 'problem': 'out of memory'}
+
+
+@pytest.mark.parametrize('gib, share', [(10, 0.125), (200, 1.0)])
+def test_a_memory_of_more_than_the_gpu_has_is_all_of_it(monkeypatch, gib, share):
+    shares = []
+    monkeypatch.setattr(bench, 'allocated', lambda machine: 0)
+    monkeypatch.setattr(bench.Trial, 'grow', lambda trial: setattr(trial, 'batch', 0))
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (0, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', shares.append)
+    decoder = SimpleNamespace(name='vanilla', problem=None, static=0)
+    settings = bench.DecodeConfig(memory_gib=gib)
+    assert bench.measure_largest(decoder, 16, settings, None) == []
+    assert shares == [share, 1.0]
 
 
 @pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100])

@@ -14,10 +14,11 @@ from machine import Machine, Signals
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(name, bfloat16) lets torch see a GPU."""
+    """gpu(name, bfloat16, count) lets torch see GPUs."""
 
-    def fake(name, bfloat16=True):
+    def fake(name, bfloat16=True, count=8):
         values = {
+            'device_count': count,
             'is_available': True,
             'set_device': None,
             'is_bf16_supported': bfloat16,
@@ -49,6 +50,28 @@ def test_each_process_has_its_own_gpu(gpu, monkeypatch):
     machine = Machine('cuda:3', backend='')
     assert machine.device == torch.device('cuda:1')
     assert (machine.rank, machine.world_size, machine.is_first) == (5, 8, False)
+
+
+def test_a_gpu_that_is_not_there_is_refused(gpu):
+    gpu('NVIDIA H200', count=2)
+    assert Machine('cuda:1').device == torch.device('cuda:1')
+    with pytest.raises(ValueError, match="device='cuda:2', but torch sees only 2 GPUs"):
+        Machine('cuda:2')
+
+
+@pytest.mark.parametrize('local_rank', ['0', '2'])
+def test_more_processes_than_gpus_are_refused_in_each_of_them(gpu, monkeypatch, local_rank):
+    gpu('NVIDIA H200', count=2)
+    environment = {
+        'RANK': '8',
+        'LOCAL_RANK': local_rank,
+        'WORLD_SIZE': '9',
+        'LOCAL_WORLD_SIZE': '3',
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match='3 processes .* 2 GPUs.* --nproc_per_node=2'):
+        Machine(backend='')
 
 
 def test_float32_products_are_rounded_only_where_it_is_asked_for(gpu):
@@ -163,7 +186,7 @@ def disagree(case):
         ('an error in each', 'ValueError: of rank 0\n'),
         (
             'other steps',
-            'ValueError: processes would start at different steps, [0, 1]: '
+            'ValueError: processes would go different ways, [0, 1]: '
             'out_dir must be shared by all\n',
         ),
     ],

@@ -97,7 +97,9 @@ def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
 def test_an_out_dir_with_kept_checkpoints_only_is_refused(half):
     name = half('out/kept-only')
     os.replace(f'{name}/ckpt.pt', f'{name}/ckpt_6.pt')
-    refused(name, out_dir=name)
+    for init_from in ('scratch', 'auto', 'resume'):
+        advice = f'--init_from={name}/ckpt_6.pt and another --out_dir'
+        refused(advice, out_dir=name, init_from=init_from)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,12 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(v_residual=True, residual_lambda='(None, 1)'), ['residual_lambda']),
         (dict(dropout=1.5), ['dropout']),
         (dict(n_head=5), ['n_embd=32', 'n_head=5']),
+        (dict(eval_tasks='piqa', eval_only=True), ['eval_only', 'python evaluate.py tasks']),
+        (dict(eval_tasks='piqa,arc', eval_data_dir='data'), ["'piqa,arc'", 'data/piqa']),
+        (
+            dict(compile=False, activation_memory_budget=0.9),
+            ['activation_memory_budget=0.9 does nothing with compile=False'],
+        ),
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 import train
+from files import locked
 
 # --- the same run --------------------------------------------------------------------------------
 
@@ -172,8 +173,19 @@ def test_machines_that_do_not_share_out_dir_are_refused(half):
     results = ranks(2, train_with, 'folders apart', *words)
     assert all(status for status, _, _ in results)
     (line,) = ''.join(err for _, _, err in results).splitlines()
-    assert line.startswith('error: processes would start at different steps')
+    ways = "['resume from step 6', 'scratch from step 0']"
+    assert (
+        line == f'error: processes would go different ways, {ways}: out_dir must be shared by all'
+    )
     assert 'step 6 ' not in ''.join(out for _, out, _ in results)
+
+
+def test_a_folder_that_another_process_holds_is_refused_and_no_process_waits(whole):
+    with locked(whole, 'training in'):
+        results = ranks(2, run_train, *command_line(whole, dict(init_from='auto')))
+    assert all(status for status, _, _ in results)
+    (line,) = ''.join(err for _, _, err in results).splitlines()
+    assert line == f'error: another process is training in {whole}; choose another --out_dir'
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,31 @@
 """rundir.py: which checkpoints a folder holds, its log, its settings, and what produced it."""
 
+import errno
 import json
 import math
+import os
 import platform
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from runs import load
 
 from machine import Machine
 from rundir import (
     Log,
     check_tokenizer,
     checkpoints,
+    kept_checkpoints,
+    nothing_to_resume,
     provenance,
     read_entries,
     read_losses,
     read_run_config,
+    save_checkpoint,
 )
 
 
@@ -29,6 +36,59 @@ def test_checkpoints_come_newest_first_and_the_best_last(tmp_path):
     for name in sorted(resumable + others):
         (tmp_path / name).write_text('')
     assert [path.name for path in checkpoints(tmp_path)] == resumable
+
+
+def test_kept_checkpoints_are_those_of_save_steps_and_none_to_resume(tmp_path):
+    assert (
+        nothing_to_resume(tmp_path) == f'there is no {tmp_path}/ckpt.pt: nothing to resume or load'
+    )
+    for name in ('ckpt_6.pt', 'ckpt_10.pt', 'ckpt_best.pt', 'ckpt_old.pt', 'ckpt.pt.1'):
+        (tmp_path / name).write_text('')
+    assert [path.name for path in kept_checkpoints(tmp_path)] == ['ckpt_10.pt', 'ckpt_6.pt']
+    assert f'--init_from={tmp_path}/ckpt_10.pt and another --out_dir' in nothing_to_resume(tmp_path)
+
+
+def refuse_links(*args):
+    raise PermissionError(errno.EPERM, 'Operation not permitted')
+
+
+def fill_the_disk(source, target):
+    target.write_bytes(b'half of it')
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+def test_without_links_the_other_names_are_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'link', refuse_links)
+    save_checkpoint(tmp_path, {'step': 0}, names=['ckpt_best.pt'])
+    save_checkpoint(tmp_path, {'step': 1}, names=['ckpt_best.pt'])
+    assert sorted(os.listdir(tmp_path)) == ['ckpt.pt', 'ckpt_best.pt']
+    assert load(tmp_path / 'ckpt_best.pt')['step'] == 1
+
+
+def test_a_disk_that_fills_during_such_a_copy_leaves_the_best_checkpoint_whole(
+    tmp_path, monkeypatch
+):
+    save_checkpoint(tmp_path, {'step': 0}, names=['ckpt_best.pt'])
+    monkeypatch.setattr(os, 'link', refuse_links)
+    monkeypatch.setattr(shutil, 'copyfile', fill_the_disk)
+    with pytest.raises(OSError, match='No space left on device'):
+        save_checkpoint(tmp_path, {'step': 1}, names=['ckpt_best.pt'])
+    assert sorted(os.listdir(tmp_path)) == ['ckpt.pt', 'ckpt_best.pt']
+    assert load(tmp_path / 'ckpt_best.pt')['step'] == 0
+
+
+def test_what_a_killed_run_left_half_renamed_is_not_written_over(tmp_path, monkeypatch):
+    """Its ckpt.tmp is another name of the best checkpoint."""
+    save_checkpoint(tmp_path, {'step': 0}, names=['ckpt_best.pt'])
+    os.rename(tmp_path / 'ckpt.pt', tmp_path / 'ckpt.tmp')
+
+    def fill_the_disk_at_once(checkpoint, file):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(torch, 'save', fill_the_disk_at_once)
+    with pytest.raises(OSError, match='No space left on device'):
+        save_checkpoint(tmp_path, {'step': 1})
+    assert load(tmp_path / 'ckpt_best.pt')['step'] == 0
 
 
 # --- the log -------------------------------------------------------------------------------------

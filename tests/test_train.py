@@ -31,7 +31,7 @@ from runs import (
 from variants import VARIANTS, config_of, tokens
 
 import train
-from data import Dataset
+from data import Dataset, validation_batches
 from machine import Machine
 from model import GPT, GPTConfig
 
@@ -160,6 +160,18 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
     assert result['mean'] == pytest.approx((result['A'] + result['B'] + result['C']) / 3)
 
 
+def test_half_the_batch_and_twice_the_iterations_evaluate_the_same_text(work):
+    """As the advice says that a run gets which has too little memory."""
+    assert 'double gradient_accumulation_steps and eval_iters' in train.LESS_MEMORY
+    dataset = Dataset('tiny')
+    texts = []
+    for batch_size, iters in ((4, 3), (2, 6)):
+        batches = list(validation_batches(dataset, 'A', 32, batch_size, iters))
+        assert len(batches) == iters
+        texts.append(torch.cat([x for x, _ in batches]))
+    assert torch.equal(*texts)
+
+
 @pytest.mark.parametrize('seed', [0, -1, 10**20])
 def test_any_integer_is_a_seed(work, seed):
     good(f'out/seed{seed}', seed=seed, dropout=0.1, max_iters=1)
@@ -257,8 +269,21 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole):
     assert first['step'] == 0 and first['val'] == log(whole)[-1]['val']
     checkpoint = load('out/weights/ckpt.pt')
     assert checkpoint['step'] == 1
+    assert (
+        checkpoint['origin'] == f'{whole}/ckpt.pt'
+        and load(f'{whole}/ckpt.pt')['origin'] == 'scratch'
+    )
     moments = checkpoint['optimizer']['state'].values()
     assert {state['step'].item() for state in moments} == {1.0}
+
+    # Resumed, it is still known where it comes from.
+    good('out/weights', init_from='resume', max_iters=2, seed=7, **neutral)
+    config = json.loads(Path('out/weights/config.json').read_text())
+    assert (config['init_from'], config['origin']) == ('resume', f'{whole}/ckpt.pt')
+    assert load('out/weights/ckpt.pt')['origin'] == f'{whole}/ckpt.pt'
+    (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)
+    assert resumed['step'] == 1 and resumed['changed'] == {'max_iters': [1, 2]}
+    assert resumed['provenance']['commit'] == config['commit']
 
 
 # --- memory --------------------------------------------------------------------------------------

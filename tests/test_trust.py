@@ -17,6 +17,7 @@ from runs import (
     FORKS,
     assert_same_run,
     command_line,
+    evaluations,
     finish,
     fork,
     good,
@@ -130,6 +131,31 @@ def test_a_signal_between_the_look_at_the_signals_and_their_clearing_is_not_lost
 def test_a_signal_is_heeded_at_the_next_log_line(monkeypatch, work):
     status, _ = signalled(monkeypatch, signal.SIGTERM, 5, 'out/later', log_interval=4)
     assert status == 75 and load('out/later/ckpt.pt')['step'] == 9
+
+
+@pytest.mark.parametrize(
+    'first, words',
+    [(4.0, 'the last checkpoint is of step 0'), (math.nan, 'no checkpoint has been written')],
+)
+def test_an_interrupted_run_whose_loss_is_not_finite_says_what_is_saved(
+    monkeypatch, work, first, words
+):
+    values = itertools.chain([first], itertools.repeat(math.nan))
+    monkeypatch.setattr(train, 'evaluate', lambda *args: {'mean': next(values)})
+    options = dict(eval_interval=2, save_steps=())
+    status, text = signalled(monkeypatch, signal.SIGTERM, 1, f'out/unsaved {first}', **options)
+    assert status == 75 and f'interrupted at step 2; {words}\n' in text
+
+
+def test_a_run_shortened_to_the_step_of_its_interruption_is_evaluated_there_once(monkeypatch, work):
+    options = dict(eval_interval=0, save_steps=())
+    signalled(monkeypatch, signal.SIGTERM, 3, 'out/shortened', **options)
+    assert evaluations('out/shortened') == []
+    for _ in range(2):
+        text = good('out/shortened', init_from='resume', max_iters=4, **options)
+        assert 'finished at step 4' in text
+        assert [entry['step'] for entry in evaluations('out/shortened')] == [4]
+    assert load('out/shortened/ckpt.pt')['step'] == load('out/shortened/ckpt_best.pt')['step'] == 4
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -286,6 +312,13 @@ def test_too_many_such_steps_in_a_row_stop_the_run_and_name_the_last_checkpoint(
     assert all(value.isfinite().all() for value in checkpoint['model'].values())
 
 
+def test_a_run_that_stops_before_its_first_checkpoint_names_none(work, monkeypatch):
+    spoil(monkeypatch, range(99), not_a_number)
+    status, _ = here('out/nothing', max_skipped=2, eval_interval=0, save_steps=())
+    assert status.startswith('error: 2 steps in a row, up to step 1,')
+    assert 'no checkpoint has been written yet' in status and '.pt' not in status
+
+
 def test_a_diverged_run_keeps_the_checkpoint_that_was_good(work):
     name = 'out/diverged'
     options = dict(eval_interval=5, max_iters=200, save_steps=())
@@ -346,6 +379,29 @@ def test_a_second_run_on_a_folder_is_refused_and_a_dead_ones_lock_is_none(work, 
     holder.process.kill()
     finish(holder)
     good('out/held', init_from='resume')
+
+
+@pytest.mark.parametrize('before', ['nothing', 'half of it'])
+def test_nothing_in_a_folder_is_read_before_it_is_locked(half, whole, monkeypatch, before):
+    """Another process writes its last checkpoint and leaves, just before this one gets the lock."""
+    name = f'out/left {before}'
+    if before == 'half of it':
+        half(name)
+
+    def locked_late(folder, *args):
+        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        return locked(folder, *args)
+
+    monkeypatch.setattr('rundir.locked', locked_late)
+    good(name, init_from='auto')
+    # Trained again, they would have another speed.
+    assert training_steps(name) == training_steps(whole)
+    assert load(f'{name}/ckpt.pt')['step'] == 12
+
+
+def test_a_refused_start_leaves_no_folder(work):
+    assert here('out/no run/at all', dataset='nope')[0].startswith('error: ')
+    assert not Path('out/no run').exists()
 
 
 @pytest.mark.skipif(not os.path.isdir('/proc/self'), reason='no /proc')
