@@ -234,7 +234,10 @@ def origins(states):
 
 
 def group_runs(folders):
-    """Group runs whose settings differ only in the seed: {arm: {'settings', 'states': [State]}}."""
+    """Group runs whose settings differ only in the seed: {arm: {'settings', 'states': [State]}}.
+
+    Among the settings is `origin`: scratch, or whose weights a run began with.
+    """
     defaults = decisive_settings(TrainConfig(), GPTConfig())
     del defaults['seed']
     groups = []
@@ -246,6 +249,7 @@ def group_runs(folders):
             raise ValueError(f'{folder}: {state.detail}')
         # A setting that config.json lacks was added since, with a default that changes nothing.
         settings = {name: state.config.get(name, value) for name, value in defaults.items()}
+        settings['origin'] = origin_of(state.config)
         group = next((group for group in groups if group['settings'] == settings), None)
         if not group:
             group = {'settings': settings, 'states': []}
@@ -258,6 +262,14 @@ def group_runs(folders):
     for group in groups:
         arms[group_name(group['states'], arms)] = group
     return arms
+
+
+def origin_of(config):
+    """Whose weights a run began with, by its config.json; 'scratch' where nothing else is known."""
+    origin = config.get('origin', config.get('init_from'))
+    if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
+        return 'scratch'
+    return origin
 
 
 def group_name(states, others):

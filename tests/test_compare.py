@@ -28,7 +28,7 @@ from conftest import ROOT
 import compare
 from comparison import launch, report
 from comparison import plan as plans
-from comparison.assemble import compare_plan, compare_runs
+from comparison.assemble import compare_plan, compare_runs, origin_of
 from comparison.plan import CompareConfig, Run, parse_arms
 from comparison.results import Results, next_rate, read_state
 from files import locked
@@ -308,6 +308,35 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
     assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'
     assert 'not planned as a comparison' in report.markdown(comparison)
     assert Path('out/compare/small_runs/report.html').exists()
+
+
+def test_runs_that_began_with_other_weights_are_another_arm(place):
+    plan = make_plan('--arms=vanilla; b: dropout=0.1', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    logs = sorted(plan.folder.glob('*/log.jsonl'))
+    origins = {'vanilla': {}, 'b': {'dropout': 0.0, 'origin': 'out/first/ckpt.pt'}}
+    for log in logs:
+        path = log.parent / 'config.json'
+        arm = log.parent.name.partition('_')[0]
+        path.write_text(json.dumps({**json.loads(path.read_text()), **origins[arm]}))
+    comparison = compare_runs(CompareConfig(runs=tuple(str(log.parent) for log in logs)))
+    words = {name.partition('_')[0]: arm['words'] for name, arm in comparison['arms'].items()}
+    assert words == {'b': '', 'vanilla': 'origin=scratch'}
+
+
+@pytest.mark.parametrize(
+    'config, origin',
+    [
+        ({'init_from': 'scratch'}, 'scratch'),
+        ({'init_from': 'resume'}, 'scratch'),
+        ({'init_from': 'resume', 'origin': 'unknown'}, 'scratch'),
+        ({'init_from': 'a/ckpt.pt'}, 'a/ckpt.pt'),
+        ({'init_from': 'resume', 'origin': 'a/ckpt.pt'}, 'a/ckpt.pt'),
+        ({}, 'scratch'),
+    ],
+)
+def test_the_origin_of_a_run_survives_a_resume(config, origin):
+    assert origin_of(config) == origin
 
 
 def test_one_seed_says_what_it_cannot_say(place):
