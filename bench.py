@@ -99,11 +99,11 @@ class DecodeConfig(BenchConfig):
             value = getattr(self, name)
             refuse(
                 value != getattr(BenchConfig, name),
-                f'{name}={value} is of training steps: bench.py decode has none',
+                f'{name}={value} does nothing in bench.py decode, which takes no training steps',
             )
 
 
-# batch_size is one of these, too, but the configs of training set it.
+# What only training steps have. So is batch_size, but training's configs set it.
 OF_TRAINING_STEPS = 'micro_steps real_data profile activation_checkpointing'
 
 
