@@ -589,7 +589,10 @@ def test_bench_decode_reports_every_row_and_cache_bytes(work):
         (['--micro_steps=2'], 'micro_steps=2 does nothing in bench.py decode'),
         (['--real_data=True'], 'real_data=True does nothing in bench.py decode'),
         (['--profile=traces'], 'profile=traces does nothing in bench.py decode'),
-        (['--activation_checkpointing=True'], 'activation_checkpointing=True is of training'),
+        (
+            ['--activation_checkpointing=True'],
+            'activation_checkpointing=True does nothing in bench.py decode',
+        ),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:checkpointed'], 'checkpointed'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:budget=0.9'], 'budget'),
         (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:half'], 'half'),
