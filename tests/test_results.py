@@ -9,17 +9,14 @@ import scipy.stats
 
 from paper import verdicts
 
-ROOT = Path(__file__).parent.parent
-CLAIMS = ROOT / 'results' / 'claims'
+CLAIMS = Path(__file__).parent.parent / 'results' / 'claims'
 MAIN = sorted(CLAIMS.glob('main/*'))
-OTHERS = ('resformer', 'neutreno', 'denseformer', 'learned_resformer')  # not all of them are tuned
-UNTUNED = [ROOT / 'results' / 'untuned' / f'{name}_{seed}' for name in OTHERS for seed in (1, 2, 3)]
 PRINTED = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
 
 
 def test_the_verdicts_follow_from_the_kept_logs_and_analyses(tmp_path):
     out = tmp_path / 'verdicts'
-    runs = tuple(map(str, MAIN + UNTUNED))
+    runs = tuple(map(str, MAIN))
     verdicts.write_verdicts(verdicts.VerdictsConfig(runs, str(CLAIMS / 'analyses'), str(out)))
     assert (CLAIMS / 'verdicts.md').read_text() == out.with_suffix('.md').read_text()
     for again in json.loads(out.with_suffix('.json').read_text())['rows']:
@@ -53,9 +50,8 @@ def early(model, seed):
 
 
 def folder_of(model, seed):
-    tuned = [run for run in MAIN if run.name.startswith(f'{model}_lr')]
-    tuned = [run for run in tuned if run.name.endswith(f'_seed{seed}')]
-    return tuned[0] if tuned else ROOT / 'results' / 'untuned' / f'{model}_{seed}'
+    (folder,) = CLAIMS.glob(f'main/{model}_lr*_seed{seed}')
+    return folder
 
 
 def deep_entropy(model, seed):
