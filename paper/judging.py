@@ -8,15 +8,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from comparison.plan import decisive_settings
 from comparison.results import read_state
 from comparison.verdict import judge
 from model import GPTConfig
 from paper import analyze, insides, losses
 from paper.claims import BASES, METRICS, NAMES, SIGNS
-from paper.runs import PAPER, Run, configs_of
+from paper.runs import PAPER, configs_of
 from rundir import gpt_config
 from train import TrainConfig
 
@@ -38,13 +36,12 @@ MISSING = 'the runs are missing'
 
 @dataclass
 class Kept:
-    """A finished run: its log, and what was found inside its model."""
+    """A finished run, its last losses, and what was found inside its model."""
 
-    name: str  # of its folder
+    folder: Path
     seed: int
     rate: float
     losses: dict  # of the last evaluation
-    training: dict  # {step: training loss}
     series: dict = field(default_factory=dict)  # {analysis: {series: array (layers, ...)}}
 
 
@@ -63,7 +60,9 @@ def read_groups(folders, analyses):
         seeds = group.setdefault(as_key(config), {})
         kept = keep(state, analyses)
         if kept.seed in seeds:
-            raise ValueError(f'{folder} and {seeds[kept.seed].name} have the same model and seed')
+            raise ValueError(
+                f'{folder} and {seeds[kept.seed].folder.name} have the same model and seed'
+            )
         seeds[kept.seed] = kept
     return groups
 
@@ -86,16 +85,12 @@ def common_settings(values, config):
 
 
 def keep(state, analyses):
-    training = {}
-    for entry in state.entries:
-        if entry.get('loss') is not None:
-            training[entry['step']] = entry['loss']
     series = {}
     for kind, runs in analyses.items():
         if state.folder.name in runs:
             series[kind] = runs[state.folder.name]
     seed, rate = state.config['seed'], state.config['learning_rate']
-    return Kept(state.folder.name, seed, rate, state.losses, training, series)
+    return Kept(state.folder, seed, rate, state.losses, series)
 
 
 def read_analyses(folder):
@@ -124,9 +119,7 @@ def validation_loss(ours, theirs):
 
 
 def early_loss(ours, theirs):
-    steps = sorted(ours.training.keys() & theirs.training.keys())
-    differences = [ours.training[step] - theirs.training[step] for step in steps]
-    return losses.early_mean(np.array(steps), np.array(differences))
+    return losses.early_difference(theirs.folder, ours.folder)
 
 
 def inside(metric):
@@ -151,9 +144,7 @@ DIFFERENCES = {
 class Row:
     """A contrast, all places where the paper prints it, and what the runs say."""
 
-    figure: (
-        str  # where it is first printed, or which version's text; its family for Holm's correction
-    )
+    figure: str  # where it is first printed: a figure, table or version. Its family for Holm
     ours: str
     sign: str
     theirs: str
@@ -183,17 +174,17 @@ def measure_of(metric):
 
 
 def describe_run(run):
-    """A claim's Run in words: its model, and its size, length, rate or warm-up if they are unusual."""
-    words = [NAMES[run.model]]
-    if run.size != Run.size:
-        words.append(run.size.upper())
-    if run.scaled_length(PAPER) != PAPER.length:
-        words.append(f'{run.length:,} tokens')
-    if run.rate:
-        words.append(f'rate {PAPER.rates[run.rate]:g}')
-    if run.warmup:
-        words.append(f'warm-up {PAPER.warmups[run.warmup]:,}')
-    return ', '.join(words)
+    """A claim's Run in words: its model, and what is unusual about it."""
+    return ', '.join([NAMES[run.model], *unusual_words(run)])
+
+
+def unusual_words(run):
+    """A Run's size, length, rate and warm-up in words, where they are not the usual ones."""
+    forms = {'size': '{}', 'length': '{:,} tokens', 'rate': 'rate {:g}', 'warmup': 'warm-up {:,}'}
+    values = run.unusual(PAPER)
+    if 'size' in values:
+        values['size'] = values['size'].upper()
+    return [forms[what].format(value) for what, value in values.items()]
 
 
 def rows_of(claims, groups):
@@ -243,9 +234,9 @@ def beyond(claim):
     if claim.metric not in DIFFERENCES:
         return f'needs {METRICS[claim.metric]}'
     for run in (claim.ours, claim.theirs):
-        unusual = describe_run(run).removeprefix(NAMES[run.model]).removeprefix(', ')
+        unusual = unusual_words(run)
         if unusual:
-            return f'no runs with {unusual}'
+            return f'no runs with {", ".join(unusual)}'
     return ''
 
 
@@ -312,7 +303,8 @@ def judge_family(rows, family):
         ours, theirs = zip(*pairs.values(), strict=True)
         for name, kept in ((row.ours, ours), (row.theirs, theirs)):
             row.rates[name] = sorted({run.rate for run in kept})
-            row.runs += [run.name for run in kept if run.name not in row.runs]
+            names = [run.folder.name for run in kept]
+            row.runs += [name for name in names if name not in row.runs]
 
 
 def against_the_sign(verdict, sign):

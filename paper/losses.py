@@ -55,12 +55,8 @@ def final_difference(baseline, run, window):
 
 def early_difference(baseline, run):
     """The mean of differences() over the first tenth of the steps."""
-    return early_mean(*differences(baseline, run, 1))
-
-
-def early_mean(steps, values):
-    """The mean of the values (n,) of the first tenth of the steps (n,), which ascend."""
-    return float(values[steps < (steps[-1] + 1) / 10].mean())
+    steps, difference = differences(baseline, run, 1)
+    return float(difference[steps < (steps[-1] + 1) / 10].mean())
 
 
 # --- overtaken, or not ----------------------------------------------------------------------------

@@ -137,17 +137,24 @@ class Run:
 
     def name(self, scale):
         """The name of its folder; one run has one name."""
+        forms = {'size': '{}', 'length': 'T{}', 'rate': 'lr{:g}', 'warmup': 'warmup{}'}
         parts = [self.model.replace('=True', '')]
-        if self.size != '82m':
-            parts.append(self.size)
+        parts += [forms[what].format(value) for what, value in self.unusual(scale).items()]
+        return '_'.join(parts)
+
+    def unusual(self, scale):
+        """{what: value} of its size, length, rate and warm-up where they are not the usual ones."""
+        values = {}
+        if self.size != Run.size:
+            values['size'] = self.size
         length = self.scaled_length(scale)
         if length != scale.length:
-            parts.append(f'T{length}')
+            values['length'] = length
         if self.rate:
-            parts.append(f'lr{scale.rates[self.rate]:g}')
+            values['rate'] = scale.rates[self.rate]
         if self.warmup:
-            parts.append(f'warmup{scale.warmups[self.warmup]}')
-        return '_'.join(parts)
+            values['warmup'] = scale.warmups[self.warmup]
+        return values
 
     def scaled_length(self, scale):
         if not self.length:
