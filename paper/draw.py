@@ -248,24 +248,24 @@ def limits_of(curves):
     return low - margin, high + margin
 
 
-def end_labels(axes, ends):
+def end_labels(axes, ends, gap=0.06):
     """Names beside the right ends of curves, where they hide none, moved apart if they overlap.
 
-    ends: [(y, name, line settings)]
+    ends: [(y, name, line settings)]. gap: between the axes and the names, as a share of the axes.
     """
     low, high = axes.get_ylim()
-    figure = axes.get_figure()
     # The height of the axes alone, without the words around them.
-    inches = figure.get_figheight() / len(figure.axes) - 0.9
-    gap = 1.4 * FONT / 72 / inches * (high - low)
-    places = spread([y for y, _, _ in ends], gap)
+    rows = axes.get_subplotspec().get_gridspec().nrows
+    inches = axes.get_figure().get_figheight() / rows - 0.9
+    line_height = 1.4 * FONT / 72 / inches * (high - low)
+    places = spread([y for y, _, _ in ends], line_height)
     beside = axes.get_yaxis_transform()
     for (y, name, look), place in zip(ends, places, strict=True):
         line = {'arrowstyle': '-', 'linewidth': 1.5, 'shrinkA': 2, 'shrinkB': 0, 'relpos': (0, 0.5)}
         line |= {'color': look['color'], 'linestyle': look['linestyle']}
         text = {'va': 'center', 'fontsize': FONT, 'annotation_clip': False, 'arrowprops': line}
         frame = {'xycoords': beside, 'textcoords': beside}
-        axes.annotate(name, xy=(1.0, y), xytext=(1.06, place), **frame, **text)
+        axes.annotate(name, xy=(1.0, y), xytext=(1 + gap, place), **frame, **text)
 
 
 def spread(values, gap):

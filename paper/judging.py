@@ -215,7 +215,8 @@ def rows_of(claims, groups):
         if row.reason:
             row.lacks = LARGER
             continue
-        pairs = find_pairs(claim, groups)
+        _, analysis = DIFFERENCES[claim.metric]
+        pairs = find_pairs(claim.ours, claim.theirs, groups, analysis)
         if pairs:
             tested[key] = pairs
         else:
@@ -240,34 +241,34 @@ def beyond(claim):
     return ''
 
 
-def find_pairs(claim, groups):
+def find_pairs(ours, theirs, groups, analysis=None):
     """{seed: (our Kept, their Kept)} of the group of runs with the most seeds in common.
 
+    ours, theirs: claims' Runs. analysis: what both must have been analysed for, if anything.
     Raises ValueError if several groups have the most: which of them counts would be a choice.
     """
     candidates = []
     for variants in groups.values():
-        ours, theirs = (variants.get(variant_of(run), {}) for run in (claim.ours, claim.theirs))
-        pairs = {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
-        pairs = {seed: pair for seed, pair in pairs.items() if has_analysis(claim, pair)}
+        our_runs, their_runs = (variants.get(variant_of(run), {}) for run in (ours, theirs))
+        pairs = {seed: (our_runs[seed], their_runs[seed]) for seed in our_runs.keys() & their_runs}
+        if analysis:
+            pairs = {
+                seed: pair
+                for seed, pair in pairs.items()
+                if all(analysis in run.series for run in pair)
+            }
         candidates.append(pairs)
     most = max(map(len, candidates), default=0)
     if most == 0:
         return {}
     best = [pairs for pairs in candidates if len(pairs) == most]
     if len(best) > 1:
-        arms = f'{describe_run(claim.ours)} and {describe_run(claim.theirs)}'
+        arms = f'{describe_run(ours)} and {describe_run(theirs)}'
         raise ValueError(
             f'{len(best)} groups of runs have {most} seeds of {arms}, with other settings: name the '
             'runs of one group'
         )
-    return best[0]
-
-
-def has_analysis(claim, pair):
-    """Whether both runs of a pair have the analysis that the claim is about, if any."""
-    _, analysis = DIFFERENCES[claim.metric]
-    return not analysis or all(analysis in run.series for run in pair)
+    return dict(sorted(best[0].items()))
 
 
 def why_no_pair(claim, groups):
@@ -292,7 +293,7 @@ def judge_family(rows, family):
     differences = {}
     for key, pairs in family.items():
         difference, _ = DIFFERENCES[rows[key].metric]
-        differences[key] = {seed: difference(*pair) for seed, pair in sorted(pairs.items())}
+        differences[key] = {seed: difference(*pair) for seed, pair in pairs.items()}
     for key, numbers in judge(differences).items():
         row, pairs = rows[key], family[key]
         if not pairs:

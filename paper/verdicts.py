@@ -3,6 +3,7 @@ What kept runs say of every claim that the paper prints: they agree, contradict 
 
 $ python -m paper.verdicts plan fig6 fig7                      # the command that trains what they need
 $ python -m paper.verdicts out/compare/claims/*_seed[1-5] --analyses=FOLDER --out=FOLDER/verdicts
+$ python -m paper.verdicts draw fig6 fig7 out/compare/claims/*_seed[1-5] --out=FOLDER
 
 A claim says which of two models has the lower loss, entropy, and so on (claims.py). It is tested by
 all runs of the two models that share everything but the seed and each model's own learning rate; if
@@ -19,6 +20,9 @@ models of this size could show them.
 --analyses is a folder with entropy.json, spectrum.json, similarity.json and mapping.json, as
 paper.analyze writes them, for claims on what happens inside a model. Runs are found in them by the
 name of their folder. Writes <out>.json, <out>.md and <out>.svg.
+
+draw makes <out>/<figure>.png of the figures that compare models (seeds.py); a model without runs is left
+out of them.
 """
 
 import json
@@ -32,7 +36,8 @@ from comparison import charts
 from comparison.report import standalone
 from configurator import choose, one_line_errors, read_settings
 from files import write_whole
-from paper.claims import CLAIMS
+from paper import draw, seeds
+from paper.claims import CLAIMS, NAMES
 from paper.figures import FIGURES, V
 from paper.judging import (
     LARGER,
@@ -68,6 +73,23 @@ class PlanConfig:
         for name in self.names:
             if name not in FIGURES:
                 raise ValueError(f'no figure {name!r}; there are {", ".join(FIGURES)}')
+
+
+@dataclass
+class DrawConfig:
+    names: tuple = ()  # figures, and folders of finished runs
+    out: str = '.'  # the folder of the pictures
+
+    def __post_init__(self):
+        figures, folders = self.figures(), self.folders()
+        if not figures or not folders or not set(figures) <= set(seeds.DRAWN):
+            raise ValueError(f'name figures, of {", ".join(seeds.DRAWN)}, and folders of runs')
+
+    def figures(self):
+        return [name for name in self.names if name in FIGURES]
+
+    def folders(self):
+        return [name for name in self.names if name not in FIGURES]
 
 
 # --- the table and the picture --------------------------------------------------------------------
@@ -252,6 +274,10 @@ def arm_name(model):
     return re.sub(r'[^\w.]+', '_', model.replace('=True', '')).strip('_')
 
 
+def print_plan(settings):
+    print(command(settings.names))
+
+
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -270,14 +296,25 @@ def write_verdicts(settings):
     print(table)
 
 
+def draw_figures(settings):
+    groups = read_groups(settings.folders(), {})
+    for name in settings.figures():
+        arms = seeds.measure(name, groups)
+        if not arms:
+            raise ValueError(f'no runs of {name}: vanilla and another model, with a seed in common')
+        draw.save(seeds.picture_of(name, arms), Path(settings.out, f'{name}.png'))
+        _, _, models = seeds.models_of(name)
+        missing = [NAMES[run.model] for run in models if run not in arms]
+        if missing:
+            print(f'without {", ".join(missing)}: no runs')
+
+
 def main():
     with one_line_errors(ValueError, OSError):
-        modes = {'': (VerdictsConfig,), 'plan': (PlanConfig,)}
+        modes = {'': (VerdictsConfig,), 'plan': (PlanConfig,), 'draw': (DrawConfig,)}
         mode, (settings,) = choose(modes, __doc__, plain='names')
-        if mode == 'plan':
-            print(command(settings.names))
-        else:
-            write_verdicts(settings)
+        actions = {'': write_verdicts, 'plan': print_plan, 'draw': draw_figures}
+        actions[mode](settings)
 
 
 if __name__ == '__main__':
