@@ -154,8 +154,8 @@ class Study:
     def share_budget(self, may_measure):
         """Give each arm the steps that --equal asks for.
 
-        Once a run has begun, timing.json decides, even if the code or the machine has changed since:
-        new times would mean new numbers of steps, and the runs would no longer be those of the plan.
+        Arms that have begun keep their steps, even if the code or the machine has changed since, or
+        an arm has been added, with which all are timed again.
         """
         options = self.plan.options
         if options.equal == 'time':
@@ -170,6 +170,7 @@ class Study:
                 )
         if options.equal != 'steps':
             share_budget(self.plan, self.timing)
+            self.plan.keep_steps()
 
     # --- what the command line asks for ---
 

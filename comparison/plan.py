@@ -356,6 +356,23 @@ class Plan:
             self.steps[name] = max(1, math.floor(steps + 1e-9))
         self.cache.clear()
 
+    def keep_steps(self):
+        """Leave arms that have begun the steps that plan.json gave them, whatever their steps cost now.
+
+        With other numbers of steps, their runs would no longer be those of the plan.
+        """
+        old = read_plan(self.folder / 'plan.json')
+        if not old:
+            return
+        before, now = old['plan'], self.contents()
+        if any(before[name] != now[name] for name in ('equal', 'baseline', 'settings')):
+            return
+        for name, arm in before['arms'].items():
+            has_begun = any(self.folder.glob(f'{name}_lr*/log.jsonl'))
+            if has_begun and name in self.arms and arm['words'] == now['arms'][name]['words']:
+                self.steps[name] = arm['steps']
+        self.cache.clear()
+
     # --- plan.json ---
 
     def contents(self):

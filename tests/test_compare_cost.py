@@ -6,7 +6,7 @@ from pathlib import Path
 import comparisons
 import pytest
 import runs
-from comparisons import ARMS, make_plan, pretend_all, scatter
+from comparisons import ARMS, make_plan, pretend, pretend_all, scatter
 
 import bench
 import compare
@@ -87,6 +87,32 @@ def test_only_who_trains_measures_and_all_show_the_cost(place, timings, monkeypa
         assert runs.call(compare.main, *words, *more)[0] == 0
         assert 'whole steps, measured in turns' in Path('out/compare/small/report.md').read_text()
     assert timings == [['vanilla', 'mine']]
+
+
+def test_an_arm_that_is_added_leaves_the_steps_of_the_others(place, monkeypatch):
+    seconds = {'vanilla': 1.0, 'mine': 2.0, 'other': 4.0}
+
+    def time_steps(configs, machine, gpus=1):
+        return {name: [seconds[name]] * 4 for name in configs}, {}, dict.fromkeys(configs)
+
+    def steps_of(*arms, max_iters=30):
+        words = f'--arms=vanilla; {"; ".join(arms)}', f'--max_iters={max_iters}', '--equal=time'
+        study = compare.Study(make_plan(*words))
+        study.share_budget(may_measure=True)
+        for job in Results(study.plan).jobs():
+            run = next(run for run in Results(study.plan).all_runs() if run.name == job.name)
+            pretend(study.plan, run, 2.0)
+        study.plan.write(study.results.counts())
+        return {arm: study.plan.max_iters(Run(arm, 2e-2, 1)) for arm in study.plan.arms}
+
+    monkeypatch.setattr(measures, 'time_steps', time_steps)
+    mine, other = 'mine: share_v=True', 'other: neutreno=0.4'
+    assert steps_of(mine) == {'vanilla': 30, 'mine': 15}
+    seconds['mine'] = 3.0  # a busy neighbor
+    assert steps_of(mine, other) == {'vanilla': 30, 'mine': 15, 'other': 7}
+    # Another model of that name is timed, and so is the same one in runs of another length.
+    assert steps_of('mine: v_residual=True', other)['mine'] == 10
+    assert steps_of(mine, other, max_iters=60)['mine'] == 20
 
 
 def test_equal_flops_gives_a_cheaper_arm_more_steps(place):
