@@ -121,7 +121,9 @@ def time_steps(configs, machine, gpus=1):
             levers = [f'budget={settings.activation_memory_budget:.6f}']
         row = Row(name, Recipe(name, config, Levers(levers)))
         micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
-        attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), machine)
+        # An arm may have a dtype of its own.
+        own = Machine(machine.device.type, settings.dtype, tf32=True, attention=settings.attention)
+        attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), own)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)
         generator = torch.Generator().manual_seed(0)

@@ -47,6 +47,18 @@ def test_a_step_is_timed_with_all_its_micro_batches(place, monkeypatch):
     assert comparison['curves']['big']['flops']['ratio'] == 4
 
 
+def test_an_arm_is_timed_in_its_own_precision(place, monkeypatch):
+    dtypes = []
+
+    def step(model, optimizer, scaler, machine, *rest):
+        dtypes.append(machine.dtype)
+
+    monkeypatch.setattr(bench, 'train_step', step)
+    study = compare.Study(make_plan('--arms=vanilla; half: share_v=True dtype=bfloat16', '--seeds=3'))
+    measures.measure_steps(study.timed_configs(), place / 'timing.json')
+    assert dtypes[:4] == ['float32', 'bfloat16', 'float32', 'bfloat16']
+
+
 @pytest.fixture
 def timings(monkeypatch):
     """The arms that were timed, one list each time; any step takes a second."""
