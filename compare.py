@@ -16,7 +16,6 @@ out/compare/<name>/report.html; beside it are report.md, report.json and forest.
 import datetime
 import json
 import shlex
-import signal
 import statistics
 import sys
 import time
@@ -28,7 +27,6 @@ from comparison.results import Results
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors
 from files import locked, write_whole
-from machine import INTERRUPTED
 from model import GPTConfig
 from train import TrainConfig
 
@@ -296,11 +294,7 @@ def refuse_options(argv):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    try:
+    words = shlex.join(['python', 'compare.py', *sys.argv[1:]])
+    note = f'every run is saved, and the same command goes on:\n{words}'
+    with launch.ends_when_interrupted(note):
         main()
-    except KeyboardInterrupt:
-        words = shlex.join(['python', 'compare.py', *sys.argv[1:]])
-        note = 'interrupted: every run is saved, and the same command goes on:'
-        print(f'\n{note}\n{words}', file=sys.stderr)
-        sys.exit(INTERRUPTED)

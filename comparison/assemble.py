@@ -15,9 +15,9 @@ from comparison.plan import (
     Run,
     contrast_name,
     decisive_settings,
-    evaluated_text,
     parse_contrasts,
     same_value,
+    text_difference,
 )
 from comparison.results import BROKEN, WAITING, read_state
 from comparison.verdict import describe, judge, paired_differences, worth_of_cost
@@ -350,11 +350,10 @@ def existing_problems(groups, arms):
 def why_incomparable(arms, ours, theirs):
     """Why two groups of runs have no verdict, or ''."""
     a, b = arms[ours]['settings'], arms[theirs]['settings']
-    texts = evaluated_text(a), evaluated_text(b)
-    for name, value in texts[0].items():
-        other = texts[1][name]
-        if not same_value(value, other):
-            return f'their losses are those of different texts: {name}={value!r} and {other!r}'
+    difference = text_difference(a, b)
+    if difference:
+        name, value, other = difference
+        return f'their losses are those of different texts: {name}={value!r} and {other!r}'
     if a['max_iters'] != b['max_iters']:
         return f'they differ in max_iters: {a["max_iters"]} and {b["max_iters"]}'
     common = arms[ours]['states'].keys() & arms[theirs]['states'].keys()

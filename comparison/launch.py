@@ -50,6 +50,18 @@ def shell_line(arguments, gpus=1):
     return shlex.join(command(arguments, gpus))
 
 
+@contextlib.contextmanager
+def ends_when_interrupted(note):
+    """Around a program whose trainings save themselves: SIGTERM is as Ctrl-C, and after either, a note
+    says how to go on. The exit status is train.py's."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f'\ninterrupted: {note}', file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
 def find_slots(device, jobs=0, gpus=1):
     """The environments of trainings that may run at the same time, [{variable: value}].
 

@@ -258,14 +258,14 @@ class Plan:
                 raise type(error)(f'arm {name}: {error}') from error
 
         base = settings[self.baseline]
-        expected = evaluated_text(base)
         for name in self.arms:
-            for key, value in evaluated_text(settings[name]).items():
-                if value != expected[key]:
-                    raise ValueError(
-                        f'arm {name}: {key}={value!r}, but {self.baseline} has {expected[key]!r}: '
-                        'their losses would be those of different texts'
-                    )
+            difference = text_difference(settings[name], base)
+            if difference:
+                key, value, expected = difference
+                raise ValueError(
+                    f'arm {name}: {key}={value!r}, but {self.baseline} has {expected!r}: '
+                    'their losses would be those of different texts'
+                )
         for one, other in itertools.combinations(self.arms, 2):
             same_seeds = self.arms[one].seed_offset == self.arms[other].seed_offset
             if same_seeds and settings[one] == settings[other]:
@@ -470,6 +470,16 @@ def code_changes_after(old, code, results, now):
     if not old or same_code(old, code) or not any(results.values()):
         return earlier
     return [*earlier, {'date': now, 'results': results, **code_change(old, code)}]
+
+
+def text_difference(settings, others):
+    """The first (setting, value, other value) by which two runs' validation losses are of different
+    texts, or None."""
+    ours, theirs = evaluated_text(settings), evaluated_text(others)
+    for name, value in ours.items():
+        if not same_value(value, theirs[name]):
+            return name, value, theirs[name]
+    return None
 
 
 def evaluated_text(settings):

@@ -16,7 +16,6 @@ A figure is drawn from one seed, which decides nothing: for verdicts see compare
 
 import functools
 import json
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ import numpy as np
 import torch
 
 import evaluate
+from comparison import launch
 from configurator import choose, one_line_errors
 from files import write_whole
-from machine import INTERRUPTED, Machine
+from machine import Machine
 from model import GPT
 from paper import analyze, draw, runs, wiring
 from paper.figures import FIGURES, WITH_OUTSIDE_PANELS
@@ -273,11 +273,5 @@ def each(settings, make, *arguments):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    try:
+    with launch.ends_when_interrupted('what was trained is saved, and the same command goes on'):
         main()
-    except KeyboardInterrupt:
-        print(
-            'interrupted: what was trained is saved, and the same command goes on', file=sys.stderr
-        )
-        sys.exit(INTERRUPTED)

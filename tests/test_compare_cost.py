@@ -54,7 +54,9 @@ def test_an_arm_is_timed_in_its_own_precision(place, monkeypatch):
         dtypes.append(machine.dtype)
 
     monkeypatch.setattr(bench, 'train_step', step)
-    study = compare.Study(make_plan('--arms=vanilla; half: share_v=True dtype=bfloat16', '--seeds=3'))
+    study = compare.Study(
+        make_plan('--arms=vanilla; half: share_v=True dtype=bfloat16', '--seeds=3')
+    )
     measures.measure_steps(study.timed_configs(), place / 'timing.json')
     assert dtypes[:4] == ['float32', 'bfloat16', 'float32', 'bfloat16']
 
