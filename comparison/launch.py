@@ -58,7 +58,7 @@ def ends_when_interrupted(note):
     try:
         yield
     except KeyboardInterrupt:
-        print(f'\ninterrupted: {note}', file=sys.stderr)
+        print(f'interrupted: {note}', file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
