@@ -51,8 +51,8 @@ class GPTConfig:
     q_residual: bool = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool = False  # the same mixing on keys, before RoPE (Fig. 6)
     residual_from: str = 'first'  # the sources, a name in SOURCES (Fig. 8, Eq. 5)
-    residual_lambda: tuple = ()  # fixed weights (each source, own); empty: the mean of all
-    residual_learned: bool = False  # the weights are parameters, one per source and own
+    residual_lambda: tuple = ()  # weights (each source, own); empty: the mean of all
+    residual_learned: bool = False  # the weights are parameters, which start from these
     residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
     residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
     # sharing: what is borrowed

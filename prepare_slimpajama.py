@@ -269,7 +269,7 @@ def fill(settings, out, previous):
         state = previous
         print(f'continuing after {state["done"]:,} of {len(plan.units):,} files')
     elif any(not path.name.startswith(('.', 'progress.json')) for path in out.iterdir()):
-        raise ValueError(f'{out} holds other files: choose another --out, or delete it')
+        raise ValueError(f'{out} holds files that this program did not write: choose another --out')
 
     estimate = estimate_tokens(plan, state)
     check_space(plan, estimate)

@@ -267,7 +267,7 @@ def load_weights(model, checkpoint):
     ours = meaning(model.config)
     flags = [f'--{name}={value[0]}' for name, value in theirs.items() if value != ours[name]]
     if flags:
-        raise ValueError(f'{path} does not fit this model; it needs {" ".join(flags)}')
+        raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 
     missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
     wrong = list(unexpected)

@@ -711,8 +711,8 @@ def share_of_micro_steps(settings, machine):
     nearest = max(1, round(total / processes)) * processes
     refuse(
         total % processes,
-        f'gradient_accumulation_steps={total} counts over all {processes} processes and is not '
-        f'divisible by them; the nearest that is: {nearest}',
+        f'gradient_accumulation_steps={total} is not divisible by {processes} processes; {nearest} is '
+        '(change batch_size, too, so that a step keeps its tokens)',
     )
     return total // processes
 

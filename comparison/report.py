@@ -123,7 +123,7 @@ def gain_and_cost(comparison, contrast):
     if ours['ratio'] is not None:
         low, high = ours['quartiles'] or (None, None)
         spread = f' (quartiles {low:.2f} to {high:.2f})' if low else ''
-        costs.append(f'a step takes {TIMES}{ours["ratio"]:.2f} the time{spread}')
+        costs.append(f'a step takes {ours["ratio"]:.2f} times as long{spread}')
     flops = ours['flops_per_step'] / baseline['flops_per_step']
     costs.append(f'{TIMES}{flops:.3f} FLOPs' if flops != 1 else 'the same FLOPs')
     tokens = ours['tokens_per_step'] / baseline['tokens_per_step']
@@ -133,10 +133,11 @@ def gain_and_cost(comparison, contrast):
     costs.append(f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters')
     text = f'Cost: {", ".join(costs)}'
     steps = ours['steps'] / baseline['steps']
+    trained = f'it was trained for {steps:.3f} times as many steps'
     if comparison['equal'] != 'steps':
-        text += f'; at equal {comparison["equal"]}, it had {TIMES}{steps:.3f} the steps'
+        text += f'; at equal {comparison["equal"]}, {trained}'
     elif steps != 1:
-        text += f'; it had {TIMES}{steps:.3f} the steps'
+        text += f'; {trained}'
     worth = ours.get('worth_of_cost')
     if worth is not None and ours['ratio'] * steps > 1 and contrast['mean'] < 0:
         share = worth / -contrast['mean']

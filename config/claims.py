@@ -1,5 +1,5 @@
 # The paper's claims on real text at a size for one CPU core: 0.52M parameters on bytes of a
-# SlimPajama-like corpus, 16 * 256 = 4,096 bytes a step, 1,250 steps = 5.1M bytes, 6 to 12 minutes.
+# SlimPajama-like corpus, 16 * 256 = 4,096 bytes a step, 1,250 steps = 5.1M bytes, 6 to 25 minutes.
 # The schedule is the paper's, scaled: linear warm-up over the first 2%, cosine to a tenth. The rate
 # suits vanilla, ResFormer and SVFormer (results/rates).
 # $ python prepare_slimpajama.py --source=FOLDER --tokenizer=bytes --tokens=0 --out=data/slimpajama_mini_bytes

@@ -1,4 +1,4 @@
-# ResFormer with constant weights: 2 V_1 + V_n (later version of the paper: 2.700).
+# ResFormer with constant weights: 2 V_1 + V_n (validation loss in the paper's later version: 2.700).
 from config.resformer_82m import *
 
 out_dir = 'out/constant_resformer_82m'

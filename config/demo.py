@@ -17,4 +17,4 @@ learning_rate, min_lr = 2e-3, 2e-4
 warmup_iters = 20
 eval_interval = 100
 eval_iters = 2
-compile = False  # so small a model is trained before it is compiled
+compile = False  # compiling takes longer than training so small a model

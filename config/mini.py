@@ -1,5 +1,5 @@
 # 33M parameters (7.6M without embeddings) on a SlimPajama-like corpus of 62M GPT-NeoX tokens, for
-# two CPU cores: 8 * 512 = 4,096 tokens a step, 600 steps = 2.5M tokens, 10 to 20 minutes.
+# two CPU cores: 8 * 512 = 4,096 tokens a step, 600 steps = 2.5M tokens, 20 to 50 minutes.
 # $ python prepare_slimpajama.py --source=FOLDER --tokenizer=TOKENIZER.json --tokens=0 --out=data/slimpajama_mini
 # $ python train.py config/mini.py --out_dir=out/mini/resformer --v_residual=True
 out_dir = 'out/mini/vanilla'

@@ -1,4 +1,5 @@
-# ResFormer in the last three layers only: 5 V_1 + V_n (later version of the paper: 2.687).
+# ResFormer in the last three layers only: 5 V_1 + V_n (validation loss in the paper's later version:
+# 2.687).
 from config.resformer_82m import *
 
 out_dir = 'out/sparse_resformer_82m'

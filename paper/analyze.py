@@ -285,7 +285,7 @@ def load(run, settings):
     highest = max(int(row.max()) for row in rows)
     if highest >= model.config.vocab_size:
         raise ValueError(
-            f'{origin} has the token id {highest}, {run} knows {model.config.vocab_size} ids'
+            f'{origin} contains the token id {highest}, but {run} has only {model.config.vocab_size} ids'
         )
     return model, rows
 

@@ -83,7 +83,9 @@ class DrawConfig:
     def __post_init__(self):
         figures, folders = self.figures(), self.folders()
         if not figures or not folders or not set(figures) <= set(seeds.DRAWN):
-            raise ValueError(f'name figures, of {", ".join(seeds.DRAWN)}, and folders of runs')
+            raise ValueError(
+                f'give figures, of {", ".join(seeds.DRAWN)}, and folders of finished runs'
+            )
 
     def figures(self):
         return [name for name in self.names if name in FIGURES]
@@ -252,7 +254,9 @@ def command(figures):
         if V not in pair:
             contrasts.append('-'.join(arm_name(model) for model in pair))
     if len(arms) < 2:
-        raise ValueError('these claims need other sizes, lengths or measurements')
+        raise ValueError(
+            'no runs of one size and length can test the claims of these figures; name others'
+        )
     words = ['python', 'compare.py', str(SIZE), f'--arms={"; ".join(arms.values())}']
     if contrasts:
         words.append(f'--contrasts={", ".join(dict.fromkeys(contrasts))}')

@@ -42,7 +42,7 @@ def test_a_step_is_timed_with_all_its_micro_batches(place, monkeypatch):
     results = pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     comparison = compare_plan(plan, results, plan.write({}), study.timing)
     text = report.markdown(comparison).replace(report.TIMES, 'x')
-    cost = 'a step takes x4.00 the time (quartiles 4.00 to 4.00), x4.000 FLOPs, x4.000 tokens'
+    cost = 'a step takes 4.00 times as long (quartiles 4.00 to 4.00), x4.000 FLOPs, x4.000 tokens'
     assert cost in text and '(x4.000) |' in text
     assert comparison['curves']['big']['flops']['ratio'] == 4
 
@@ -157,4 +157,4 @@ def test_what_extra_cost_is_worth_comes_from_whole_runs_alone(place):
     # At equal time, the steps that it lacks are the price: it is not charged twice.
     plan.options.equal = 'time'
     text = report.markdown(compare_plan(plan, results, plan.write({}), timing))
-    assert 'at equal time, it had' in text and 'that time would gain' not in text
+    assert 'at equal time, it was trained' in text and 'that time would gain' not in text

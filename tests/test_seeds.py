@@ -121,8 +121,8 @@ def test_the_program_draws_what_it_has_runs_of(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
-        (['fig13'], 'name figures, of fig1, fig4, .*, and folders of runs'),
-        (['fig3', 'vanilla_1'], 'name figures, of fig1, fig4, .*, and folders of runs'),
+        (['fig13'], 'give figures, of fig1, fig4, .*, and folders of finished runs'),
+        (['fig3', 'vanilla_1'], 'give figures, of fig1, fig4, .*, and folders of finished runs'),
         (['fig13', 'nowhere'], 'nowhere is missing: it has no log'),
         (['fig13', 'vanilla_1'], 'no runs of fig13: vanilla and another model, with a seed in'),
     ],

@@ -232,7 +232,7 @@ def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_c
             if ours != theirs and (not figures or claim.figure in figures):
                 assert (ours, theirs) in tested or (theirs, ours) in tested
 
-    with pytest.raises(ValueError, match='need other sizes, lengths or measurements'):
+    with pytest.raises(ValueError, match='no runs of one size and length can test'):
         verdicts.command(['fig12a'])
     with pytest.raises(ValueError, match="no figure 'fig99'; there are table1"):
         verdicts.PlanConfig(('fig99',))
