@@ -103,6 +103,16 @@ def test_twenty_numbers_and_more_computed_again_from_the_logs():
     assert count >= 20
 
 
+def test_every_loss_at_the_end_is_the_difference_of_the_runs_that_a_row_names():
+    of_losses = [r for r in PRINTED.values() if r['metric'] in ('final loss', 'validation loss')]
+    tested = [row for row in of_losses if row['numbers']]
+    assert len(tested) >= 5
+    for row in tested:
+        half = len(row['runs']) // 2
+        losses = [read(CLAIMS / 'main' / run)[1]['mean'] for run in row['runs']]
+        check(row['label'], losses[:half], losses[half:])
+
+
 def test_losses_of_the_domains_and_their_mean_are_those_of_one_evaluation():
     for run in MAIN:
         _, losses = read(run)
