@@ -77,6 +77,7 @@ class BenchConfig(TrainConfig):
     def __post_init__(self):
         super().__post_init__()
         refuse(min(self.micro_steps, self.rounds) < 1, 'micro_steps and rounds must be at least 1')
+        refuse(self.warmup < 0, f'warmup={self.warmup} must be at least 0')
         refuse(self.peers not in ('', 'hf'), f"peers={self.peers!r} is not '' or 'hf'")
 
 
@@ -648,7 +649,10 @@ def largest(fits):
         low, high = high, 2 * high
     while high - low > 1:
         between = (low + high) // 2
-        low, high = (between, high) if fits(between) else (low, between)
+        if fits(between):
+            low = between
+        else:
+            high = between
     return low
 
 
@@ -661,10 +665,8 @@ def bench_decode(settings, config):
             f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at '
             f'most block_size={shape.block_size}',
         )
-    refuse(
-        settings.peers or (settings.memory_gib and machine.kind != 'cuda'),
-        'bench.py decode has no peers, and memory_gib needs a GPU',
-    )
+    refuse(settings.peers, 'bench.py decode has no peers')
+    refuse(settings.memory_gib and machine.kind != 'cuda', 'memory_gib needs a GPU')
     if settings.batch_size != BenchConfig.batch_size and machine.is_first:
         print('note: decoding takes --batch_sizes, and no batch_size', file=sys.stderr)
     decoders = [Decoder(name, read_name(name, shape)) for name in row_names(settings)]

@@ -46,7 +46,8 @@ def write_report(folder, comparison):
     }
     for name, text in texts.items():
         path = folder / name
-        if not path.exists() or path.read_text() != text:
+        # As long as no contrast has a seed, there is no forest plot.
+        if text and (not path.exists() or path.read_text() != text):
             write_whole(path, text, shared=True)
 
 
@@ -167,7 +168,7 @@ class Study:
                     'these arms yet: start the training first, which measures them'
                 )
         if options.equal != 'steps':
-            share_budget(self.plan, self.timing)
+            self.plan.share_budget(costs_of_steps(self.plan, self.timing))
             self.plan.keep_steps()
 
     # --- what the command line asks for ---
@@ -233,8 +234,8 @@ class Study:
         return jobs
 
 
-def share_budget(plan, timing=None):
-    """Give each arm the steps that fit the baseline's budget; timing: needed for --equal=time."""
+def costs_of_steps(plan, timing=None):
+    """{arm: what a step costs, in seconds or FLOPs}; timing: needed for --equal=time."""
     cost = {}
     for arm in plan.arms:
         settings, config = plan.configs(Run(arm, plan.own_rate(arm), 0))
@@ -245,7 +246,7 @@ def share_budget(plan, timing=None):
         else:
             tokens = settings.rows_per_step * config.block_size
             cost[arm] = measures.of_model(config)['flops_per_token'] * tokens
-    plan.share_budget(cost)
+    return cost
 
 
 def compare_arms(options, argv):

@@ -318,14 +318,15 @@ class Loader:
         self.thread.join()
 
 
-def windows(dataset, domain, block_size, split='validation'):
-    """How many windows of block_size predictions cover a domain; the last one may be shorter."""
-    tokens = dataset.meta['splits'][split][domain]['tokens']
+def windows(dataset, domain, block_size):
+    """How many windows of block_size predictions cover a domain of the validation split; the last one
+    may be shorter."""
+    tokens = dataset.meta['splits']['validation'][domain]['tokens']
     return -(-(tokens - 1) // block_size)
 
 
-def read_windows(dataset, domain, rows, block_size, size=0, split='validation'):
-    """Windows `rows` of a domain as (x, y), each (max(len(rows), size), block_size) int64.
+def read_windows(dataset, domain, rows, block_size, size=0):
+    """Windows `rows` of a domain's validation split as (x, y), each (max(len(rows), size), block_size) int64.
 
     Where a window is short, or there are fewer than `size` windows, the targets are -1.
     """
@@ -333,7 +334,7 @@ def read_windows(dataset, domain, rows, block_size, size=0, split='validation'):
     x = torch.zeros(shape, dtype=torch.int64)
     y = torch.full(shape, -1)
     for i, row in enumerate(rows):
-        tokens = dataset.read(split, domain, int(row) * block_size, block_size + 1)
+        tokens = dataset.read('validation', domain, int(row) * block_size, block_size + 1)
         tokens = torch.from_numpy(tokens)
         x[i, : len(tokens) - 1] = tokens[:-1]
         y[i, : len(tokens) - 1] = tokens[1:]

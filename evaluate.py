@@ -25,10 +25,11 @@ from tqdm import tqdm
 
 from configurator import choose, one_line_errors
 from data import Dataset, read_windows, windows
+from files import write_whole
 from machine import Machine
 from model import LOSS_CHUNK
 from rundir import check_tokenizer, load_run, provenance
-from tasks import PUBLISHED, TASKS, harness_tasks
+from tasks import TASKS, check_local, harness_tasks
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'
@@ -77,12 +78,7 @@ class TasksConfig(EvaluateConfig):
         super().__post_init__()
         if self.limit < 0:
             raise ValueError(f'limit={self.limit} must not be negative')
-        unknown = [name for name in self.tasks.split(',') if name not in PUBLISHED]
-        if self.data_dir and unknown:
-            raise ValueError(
-                f'{", ".join(map(repr, unknown))} cannot be read from --data_dir; '
-                f'only {", ".join(PUBLISHED)} can'
-            )
+        check_local(self.tasks.split(','), self.data_dir)
 
 
 def log_probabilities(model, hidden, targets, n_vocab=None):
@@ -466,7 +462,7 @@ def main():
             show = print_tasks
         if machine.is_first:
             if settings.out:
-                Path(settings.out).write_text(json.dumps(numbers, indent=1) + '\n')
+                write_whole(Path(settings.out), json.dumps(numbers, indent=1) + '\n')
             show(numbers)
     machine.close()
 

@@ -40,10 +40,7 @@ KERNELS = {
 FLAGS = ('eager', 'checkpointed', 'half', 'ddp-first', 'ddp-whole', 'static', *KERNELS)
 
 # Levers that change only training steps.
-OF_TRAINING = (
-    *('checkpointed', 'half', 'chunk', 'budget'),
-    *('ddp-first', 'ddp-whole', 'static', 'bucket'),
-)
+OF_TRAINING = 'checkpointed half chunk budget ddp-first ddp-whole static bucket'.split()
 
 # Levers that are pulled in model.py.
 OF_OUR_ROWS = ('checkpointed', 'half', 'chunk')

@@ -81,17 +81,24 @@ class Machine:
                 f'attention={attention!r} is not one of {", ".join(map(repr, KERNELS))}'
             )
 
+        self.attention = attention
+
         if self.kind == 'cuda':
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision('high' if tf32 else 'highest')
-            torch.backends.cuda.enable_cudnn_sdp(attention != 'flash')
-            torch.backends.cuda.enable_flash_sdp(attention != 'cudnn')
+            self.choose_kernels()
             has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
             if dtype == 'bfloat16' and not has_bfloat16:
                 raise ValueError(f'{self.name()} has no bfloat16; use --dtype=float16')
 
         if backend:
             self.join(backend)
+
+    def choose_kernels(self):
+        """Let the whole process attend with this Machine's kernels: the last one made decides."""
+        if self.kind == 'cuda':
+            torch.backends.cuda.enable_cudnn_sdp(self.attention != 'flash')
+            torch.backends.cuda.enable_flash_sdp(self.attention != 'cudnn')
 
     def choose_device(self, device):
         """(kind, torch.device) of the device asked for."""

@@ -484,13 +484,11 @@ class GPT(nn.Module):
 
         Without a cache (slow), each token is computed from the last block_size tokens.
         """
-        refuse(
-            not temperature >= 0
-            or (top_k or 0) < 0
-            or not 0 < (1 if top_p is None else top_p) <= 1,
-            f'temperature={temperature}, top_k={top_k} must be 0 or more, top_p={top_p} above 0 and '
-            'at most 1',
-        )
+        top_k = 0 if top_k is None else top_k
+        top_p = 1.0 if top_p is None else top_p
+        refuse(not temperature >= 0, f'temperature={temperature} must be 0 or more')
+        refuse(top_k < 0, f'top_k={top_k} must be 0 or more')
+        refuse(not 0 < top_p <= 1, f'top_p={top_p} must be above 0 and at most 1')
 
         @torch.no_grad()
         def tokens(idx):
@@ -699,20 +697,22 @@ class KVCache:
 def sample(logits, temperature, top_k, top_p, generator):
     """One token per row of logits (B, V) -> (B, 1).
 
-    It is drawn from the top_k likeliest, and among these from the fewest that have top_p of the
-    probability. At temperature 0, it is the likeliest.
+    It is drawn from the top_k likeliest (0: all), and among these from the fewest that have top_p of
+    the probability. At temperature 0, it is the likeliest.
     """
     if temperature < 1e-6:  # logits divided by less may overflow
         return logits.argmax(dim=-1, keepdim=True)
     probs = F.softmax(logits / temperature, dim=-1)
-    if not top_k and (top_p or 1) >= 1:
+    if not top_k and top_p == 1:
         return torch.multinomial(probs, 1, generator=generator)
 
     V = probs.size(-1)
     probs, order = probs.topk(min(top_k or V, V))
-    # A token stays if the likelier ones together have less than top_p.
-    before = probs.cumsum(dim=-1) - probs
-    probs = probs * (before < (top_p or 2) * probs.sum(dim=-1, keepdim=True))
+    if top_p < 1:
+        # A token stays if the likelier ones together have less than top_p.
+        before = probs.cumsum(dim=-1) - probs
+        total = probs.sum(dim=-1, keepdim=True)
+        probs = probs.masked_fill(before >= top_p * total, 0.0)
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))
 
 

@@ -221,10 +221,7 @@ def check_resume(checkpoint, settings, config, dataset):
                 'own settings, or start another out_dir'
             )
 
-    tokenizer_sha256 = checkpoint['data']['tokenizer']['sha256']
-    check_tokenizer(
-        path, tokenizer_sha256, dataset.meta['tokenizer']['sha256'], f'that of {dataset.folder}'
-    )
+    compare_tokenizers(checkpoint, dataset)
     if checkpoint['data']['sha256'] != dataset.hashes():
         raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
 
@@ -256,6 +253,14 @@ def check_tokenizer(user, sha256, other_sha256, owner):
         raise ValueError(f'{user} was trained with another tokenizer than {owner}')
 
 
+def compare_tokenizers(checkpoint, dataset):
+    """ValueError where a checkpoint was trained with another tokenizer than a dataset's."""
+    ours, theirs = checkpoint['data']['tokenizer'], dataset.meta['tokenizer']
+    check_tokenizer(
+        checkpoint['path'], ours['sha256'], theirs['sha256'], f'that of {dataset.folder}'
+    )
+
+
 def load_weights(model, checkpoint):
     """Take over a checkpoint's weights; mixing weights that it lacks keep their initial values.
 
@@ -265,7 +270,13 @@ def load_weights(model, checkpoint):
     path = checkpoint['path']
     theirs = meaning(GPTConfig(**checkpoint['model_config']))
     ours = meaning(model.config)
-    flags = [f'--{name}={value[0]}' for name, value in theirs.items() if value != ours[name]]
+    differing = {name for name, value in theirs.items() if value != ours[name]}
+    # Where these are not given, they follow from the width and the heads.
+    if 'n_embd' in differing:
+        differing.add('n_inner')
+    if 'n_head' in differing:
+        differing.add('n_kv_head')
+    flags = [f'--{name}={value}' for name, value in theirs.items() if name in differing]
     if flags:
         raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 
@@ -284,16 +295,11 @@ def load_weights(model, checkpoint):
 
 
 def meaning(config):
-    """{name: (value to set, more to compare)} of the fields that give weights their meaning."""
-    shape = config.shape()
-    del shape['block_size']  # it only limits positions; wpe, where there is one, has a shape
-    fields = {name: (value, value) for name, value in shape.items()}
-    for name in BASE:
-        value = getattr(config, name)
-        fields[name] = (value, value)
-    # At 0, these follow from the width and the heads.
-    fields['n_inner'] = (config.ffn_width, config.ffn_width, config.n_embd)
-    fields['n_kv_head'] = (config.kv_heads, config.kv_heads, config.n_head)
+    """{name: value} of the fields that give weights their meaning."""
+    fields = config.shape()
+    del fields['block_size']  # it only limits positions; wpe, where there is one, has a shape
+    fields |= {name: getattr(config, name) for name in BASE}
+    fields |= {'n_inner': config.ffn_width, 'n_kv_head': config.kv_heads}
     return fields
 
 

@@ -22,6 +22,16 @@ PUBLISHED = {
 TASKS = tuple(PUBLISHED)  # in the order of Table 1's columns
 
 
+def check_local(names, data_dir):
+    """Raise ValueError where `data_dir`, if there is one, cannot hold the items of these tasks."""
+    unknown = [name for name in names if name not in PUBLISHED]
+    if data_dir and unknown:
+        raise ValueError(
+            f'{", ".join(map(repr, unknown))} cannot be read from {data_dir}; '
+            f'only {", ".join(PUBLISHED)} can'
+        )
+
+
 # --- published files -> rows of the datasets that the harness reads ------------------------------
 
 
@@ -138,6 +148,8 @@ def harness_tasks(names, data_dir, folder, manager=None):
                 f'{name} asks for {task.OUTPUT_TYPE}; only tasks that let a model choose among '
                 'given answers can be evaluated here'
             )
+        if 'acc' not in task.aggregation():
+            raise ValueError(f'{name} has no accuracy; only tasks with acc can be evaluated here')
     return list(tasks.values())
 
 

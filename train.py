@@ -14,6 +14,7 @@ Killed while it writes, a run goes on from the checkpoint before.
 
 import contextlib
 import datetime
+import gc
 import importlib.util
 import json
 import math
@@ -38,6 +39,7 @@ from rundir import (
     Log,
     check_resume,
     checkpoints,
+    compare_tokenizers,
     kept_checkpoints,
     load_checkpoint,
     load_state,
@@ -49,6 +51,7 @@ from rundir import (
     save_checkpoint,
     set_aside_newer,
 )
+from tasks import check_local, read_items
 
 # --- settings ------------------------------------------------------------------------------------
 
@@ -123,22 +126,18 @@ class TrainConfig:
     def check_tasks(self):
         """Refuse before training what would only be found out after it."""
         if not self.eval_tasks:
+            refuse(self.eval_data_dir, 'eval_data_dir does nothing without eval_tasks; drop it')
             return
         refuse(
             self.eval_only,
             'eval_only prints losses alone; drop eval_tasks, and run: python evaluate.py tasks '
             f'{self.out_dir} --tasks={self.eval_tasks}',
         )
-        names = []
+        names = self.eval_tasks.split(',')
+        check_local(names, self.eval_data_dir)
         if self.eval_data_dir:
-            names = self.eval_tasks.split(',')
-        for name in names:
-            folder = Path(self.eval_data_dir, name)
-            refuse(
-                not folder.is_dir(),
-                f'eval_tasks={self.eval_tasks!r}, but there is no {folder}: eval_data_dir has a '
-                'folder for each task',
-            )
+            for name in names:
+                read_items(name, self.eval_data_dir)
         refuse(
             not importlib.util.find_spec('lm_eval'),
             'eval_tasks needs lm-evaluation-harness: pip install lm_eval',
@@ -348,6 +347,11 @@ def start_run(settings, config, machine, closing):
     try:
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(settings.out_dir) else 'scratch'
+        refuse(
+            settings.eval_only and settings.init_from == 'scratch',
+            'eval_only would evaluate a model that was not trained; give --init_from=resume, a '
+            'checkpoint or a Hugging Face folder',
+        )
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, config, machine)
         model = GPT(config, settings.seed).to(machine.device)
@@ -434,6 +438,8 @@ def take_over(checkpoint, start, settings, config):
     """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
     with name_misfits(checkpoint['path']):
         if settings.init_from != 'resume':
+            if 'data' in checkpoint:  # a Hugging Face folder does not say what it was trained on
+                compare_tokenizers(checkpoint, start.dataset)
             load_weights(start.model, checkpoint)
             start.origin = settings.init_from
             return
@@ -787,6 +793,10 @@ def evaluate_tasks(settings):
     }
     command = [sys.executable, Path(__file__).with_name('evaluate.py'), 'tasks']
     command += [f'--{name}={value}' for name, value in options.items()]
+    # The other process needs the memory that this one has kept for reuse.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     environment = dict(os.environ)
     for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'):
         environment.pop(name, None)

@@ -14,16 +14,14 @@ from comparison.plan import (
     COMPARISONS,
     Run,
     contrast_name,
-    decisive_settings,
+    recorded_settings,
     parse_contrasts,
     same_value,
     text_difference,
 )
 from comparison.results import BROKEN, WAITING, read_state
 from comparison.verdict import describe, judge, paired_differences, worth_of_cost
-from model import GPTConfig
 from rundir import gpt_config
-from train import TrainConfig
 
 # --- the comparison -------------------------------------------------------------------------------
 
@@ -238,8 +236,6 @@ def group_runs(folders):
 
     Among the settings is `origin`: scratch, or whose weights a run began with.
     """
-    defaults = decisive_settings(TrainConfig(), GPTConfig())
-    del defaults['seed']
     groups = []
     for folder in folders:
         if not Path(folder, 'log.jsonl').exists():
@@ -247,9 +243,8 @@ def group_runs(folders):
         state = read_state(Path(folder))
         if not state.config:
             raise ValueError(f'{folder}: {state.detail}')
-        # A setting that config.json lacks was added since, with a default that changes nothing.
-        settings = {name: state.config.get(name, value) for name, value in defaults.items()}
-        settings['origin'] = origin_of(state.config)
+        settings = recorded_settings(state.config)
+        del settings['seed']
         group = next((group for group in groups if group['settings'] == settings), None)
         if not group:
             group = {'settings': settings, 'states': []}
@@ -262,14 +257,6 @@ def group_runs(folders):
     for group in groups:
         arms[group_name(group['states'], arms)] = group
     return arms
-
-
-def origin_of(config):
-    """Whose weights a run began with, by its config.json; 'scratch' where nothing else is known."""
-    origin = config.get('origin', config.get('init_from'))
-    if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
-        return 'scratch'
-    return origin
 
 
 def group_name(states, others):

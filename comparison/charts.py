@@ -37,7 +37,7 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
-        raise OSError('the report needs matplotlib: pip install matplotlib') from None
+        raise OSError('drawing needs matplotlib: pip install matplotlib') from None
     matplotlib.use('Agg')
     import matplotlib.pyplot
 

@@ -192,8 +192,10 @@ def record(job):
     else:
         output = (job.folder / 'train.log').read_bytes()[job.log_start :]
         lines = output.decode(errors='replace').strip().splitlines()
-        if lines:
-            reason = lines[-1].removeprefix('error: ')[:300]
+        # torchrun writes a summary of its own below the message of its processes.
+        messages = [line for line in lines if line.startswith('error: ')] or lines
+        if messages:
+            reason = messages[-1].removeprefix('error: ')[:300]
     write_whole(failure_file(job.folder), reason + '\n')
 
 

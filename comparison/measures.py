@@ -23,6 +23,7 @@ from files import write_whole
 from levers import Levers, Recipe
 from machine import Machine
 from model import GPT
+from train import attention_setting
 
 WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and time for all of them
 POINTS = 150  # of a curve that is drawn
@@ -89,8 +90,8 @@ def read_timing(path, configs, gpus=1):
     with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged
         timing = json.loads(path.read_text())
         about = timing['about']
-        asked = timed_settings(configs, gpus)
-        if all(about[name] == value for name, value in asked.items()):
+        wanted = timed_settings(configs, gpus)
+        if all(about[name] == value for name, value in wanted.items()):
             return timing
     return None
 
@@ -121,8 +122,9 @@ def time_steps(configs, machine, gpus=1):
             levers = [f'budget={settings.activation_memory_budget:.6f}']
         row = Row(name, Recipe(name, config, Levers(levers)))
         micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
-        # An arm may have a dtype of its own.
-        own = Machine(machine.device.type, settings.dtype, tf32=True, attention=settings.attention)
+        # An arm may have a dtype and kernels of its own.
+        attention = attention_setting(settings, config)
+        own = Machine(str(machine.device), settings.dtype, tf32=True, attention=attention)
         attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), own)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)
@@ -133,6 +135,8 @@ def time_steps(configs, machine, gpus=1):
     start = time.monotonic()
     for number in range(WARMUP + ROUNDS):
         for row in rows:
+            if not row.problem:
+                row.machine.choose_kernels()
             attempt(row, row.step, lambda: batches[row.name], number >= WARMUP)  # noqa: B023
         if number >= WARMUP + 4 and time.monotonic() - start > SECONDS:
             break

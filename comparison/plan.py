@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -316,16 +317,17 @@ class Plan:
             'learning_rate': f'{run.rate:.12g}',
             'min_lr': f'{self.min_rate(run.arm, run.rate):.12g}',
         }
-        # All of the validation split, once, unless the command line says otherwise.
+        # All of the validation split, once, unless the command line or the arm says otherwise.
         for name in ('eval_iters', 'eval_interval'):
-            if name not in self.keys:
+            if name not in self.keys | self.arms[run.arm].keys():
                 flags[name] = 0
         steps = run.steps or self.steps[run.arm]
         if steps:
             flags['max_iters'] = steps
-            if self.settings.lr_decay_iters:
+            own, _ = self.configure(run.arm)
+            if own.lr_decay_iters:
                 share = steps / self.settings.max_iters
-                flags['lr_decay_iters'] = max(1, round(share * self.settings.lr_decay_iters))
+                flags['lr_decay_iters'] = max(1, round(share * own.lr_decay_iters))
         flags |= {'init_from': 'auto', 'out_dir': self.run_folder(run)}
         return [f'--{name}={value}' for name, value in flags.items()]
 
@@ -365,8 +367,9 @@ class Plan:
         if not old:
             return
         before, now = old['plan'], self.contents()
-        if any(before[name] != now[name] for name in ('equal', 'baseline', 'settings')):
-            return
+        for change in plan_changes(before, now):
+            if change in ('equal', 'baseline') or change.startswith('settings.'):
+                return
         for name, arm in before['arms'].items():
             has_begun = any(self.folder.glob(f'{name}_lr*/log.jsonl'))
             if has_begun and name in self.arms and arm['words'] == now['arms'][name]['words']:
@@ -496,6 +499,25 @@ def decisive_settings(settings, config):
     return as_json({name: value for name, value in values.items() if name not in INCIDENTAL})
 
 
+def recorded_settings(config):
+    """decisive_settings() of the run that a config.json is of, and its origin: scratch, or whose
+    weights it began with.
+
+    A setting that the file lacks was added since, with a default that changes nothing.
+    """
+    defaults = decisive_settings(TrainConfig(), GPTConfig())
+    values = {name: config.get(name, default) for name, default in defaults.items()}
+    return {**values, 'origin': origin_of(config)}
+
+
+def origin_of(config):
+    """Whose weights a run began with, by its config.json; 'scratch' where nothing else is known."""
+    origin = config.get('origin', config.get('init_from'))
+    if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
+        return 'scratch'
+    return origin
+
+
 def as_json(value):
     """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
@@ -565,6 +587,8 @@ def code_state():
         diff = git('diff', 'HEAD', *paths)
         for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
             diff += git('diff', '--no-index', '/dev/null', name)
+    # A copy without .git, as on a borrowed machine, takes its commit from the environment.
+    commit = commit or os.environ.get('COMMIT', '')
     return {'commit': commit or 'unknown', 'diff': diff}
 
 

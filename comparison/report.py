@@ -16,10 +16,10 @@ MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 # --- words and numbers ----------------------------------------------------------------------------
 
 
-def signed(value, digits=4):
+def signed(value):
     if value is None:
         return ''
-    return f'{value:+.{digits}f}'.replace('-', MINUS)
+    return f'{value:+.4f}'.replace('-', MINUS)
 
 
 def plain(value, digits=4):
@@ -324,7 +324,8 @@ def curve_table(comparison):
         row = [f'{name} {MINUS} {comparison["baseline"]}']
         for mark in marks:
             earlier = [i for i, step in enumerate(curve['steps']) if step <= mark]
-            row.append(signed(curve['mean'][earlier[-1]]) if earlier else '')
+            is_inside = earlier and mark <= curve['steps'][-1]
+            row.append(signed(curve['mean'][earlier[-1]]) if is_inside else '')
         rows.append(row)
     head = ['training loss', *(f'step {mark:,}' for mark in marks)]
     return 'Training loss relative to the baseline, smoothed, mean over seeds', head, rows
@@ -485,8 +486,9 @@ DIFF_LINES = 400  # of the work tree's diff in the page; plan.json has all of it
 
 
 def forest_svg(comparison):
-    """The forest plot as a file of its own, for a README."""
-    return standalone(charts.forest(comparison['contrasts'], list(comparison['arms'])))
+    """The forest plot as a file of its own, for a README; '' where no contrast has a seed."""
+    plot = charts.forest(comparison['contrasts'], list(comparison['arms']))
+    return standalone(plot) if plot else ''
 
 
 def standalone(plot):

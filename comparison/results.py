@@ -5,18 +5,15 @@ Everything is read from the runs' own folders: nothing is lost when compare.py i
 not matter who trained them.
 """
 
-import json
 import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from comparison import launch
-from comparison.plan import Run, same_value
+from comparison.plan import Run, recorded_settings, same_value
 from configurator import first_line
-from model import GPTConfig
 from rundir import read_entries, read_run_config
-from train import TrainConfig
 
 # --- what a run's folder holds --------------------------------------------------------------------
 
@@ -76,10 +73,9 @@ def read_state(folder, settings=None):
 
 def first_difference(config, settings):
     """How a run differs from the one that the plan wants, or ''."""
+    recorded = recorded_settings(config)
     for name, value in settings.items():
-        # A setting that config.json lacks was added since, with a default that changes nothing.
-        default = getattr(TrainConfig, name, getattr(GPTConfig, name, None))
-        own = config.get(name, json.loads(json.dumps(default)))
+        own = recorded[name]
         if name == 'domain_weights':
             own = own or {}
         if not same_value(own, value):

@@ -49,8 +49,8 @@ def paired_differences(ours, theirs):
     return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
 
 
-def t_test(differences, confidence=1 - LEVEL):
-    """(mean, standard deviation, half width of the interval, p) of differences (..., n), n >= 2.
+def t_test(differences):
+    """(mean, standard deviation, half width of the 95% interval, p) of differences (..., n), n >= 2.
 
     p is two-sided, against a mean of 0. Where all differences are equal, it is 0, or 1 if they are 0.
     """
@@ -63,7 +63,7 @@ def t_test(differences, confidence=1 - LEVEL):
     with np.errstate(divide='ignore', invalid='ignore'):
         t = np.where(mean == 0, 0.0, np.abs(mean) / error)
     student = distributions().t(n - 1)
-    half_width = student.ppf((1 + confidence) / 2) * error
+    half_width = student.ppf(1 - LEVEL / 2) * error
     return mean, sd, half_width, 2 * student.sf(t)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from comparison import charts
 from configurator import choose, one_line_errors
 from paper import losses, wiring
 from paper.runs import PAPER, Run, configs_of
@@ -163,10 +164,16 @@ def scaling_of(runs, window):
     """{model: {'parameters', 'loss', 'runs', ...}} of runs of several sizes, from small to large.
 
     A model has a 'power_law' or says under 'no_law' why not; all but vanilla have losses.savings().
+    Raises ValueError where two wirings have one name.
     """
-    points = {}
+    points, wirings = {}, {}
     for run in runs:
-        name = model_name(losses.model_config(run))
+        config = losses.model_config(run)
+        name = model_name(config)
+        # These two follow the number of heads and of layers.
+        wired = {**config.variant(), 'n_kv_head': None, 'residual_layers': None}
+        if wirings.setdefault(name, wired) != wired:
+            raise ValueError(f'{run} and another run are both {name}, but differ in their wiring')
         point = losses.parameters_of(run), losses.last_loss(run, window), str(run)
         points.setdefault(name, []).append(point)
 
@@ -375,15 +382,9 @@ def legend_below(figure, axes, inches):
 
 
 def pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        raise OSError('plotting needs matplotlib: pip install matplotlib') from None
-    matplotlib.use('Agg')
-    matplotlib.rcParams['axes.formatter.min_exponent'] = 2  # a log axis says 2.5, not 2.5 x 10^0
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    plot = charts.pyplot()
+    plot.rcParams['axes.formatter.min_exponent'] = 2  # a log axis says 2.5, not 2.5 x 10^0
+    return plot
 
 
 def save(figure, out):

@@ -8,15 +8,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from comparison.plan import decisive_settings
+from comparison.plan import recorded_settings
 from comparison.results import read_state
 from comparison.verdict import judge
-from model import GPTConfig
 from paper import analyze, insides, losses
 from paper.claims import BASES, METRICS, NAMES, SIGNS
 from paper.runs import PAPER, configs_of
 from rundir import gpt_config
-from train import TrainConfig
 
 # {verdict: how a headline counts it}
 VERDICTS = {
@@ -35,7 +33,7 @@ MISSING = 'the runs are missing'
 
 
 @dataclass
-class Kept:
+class FinishedRun:
     """A finished run, its last losses, and what was found inside its model."""
 
     folder: Path
@@ -46,7 +44,7 @@ class Kept:
 
 
 def read_groups(folders, analyses):
-    """{settings but for seed and rate, as text: {variant, as text: {seed: Kept}}} of finished runs.
+    """{settings but for seed and rate, as text: {variant, as text: {seed: FinishedRun}}} of finished runs.
 
     Raises ValueError for a run that has not finished, and for two of the same group, variant and seed.
     """
@@ -58,12 +56,12 @@ def read_groups(folders, analyses):
         config = gpt_config(state.config, folder)
         group = groups.setdefault(common_settings(state.config, config), {})
         seeds = group.setdefault(as_key(config), {})
-        kept = keep(state, analyses)
-        if kept.seed in seeds:
+        run = finished_run(state, analyses)
+        if run.seed in seeds:
             raise ValueError(
-                f'{folder} and {seeds[kept.seed].folder.name} have the same model and seed'
+                f'{folder} and {seeds[run.seed].folder.name} have the same model and seed'
             )
-        seeds[kept.seed] = kept
+        seeds[run.seed] = run
     return groups
 
 
@@ -76,21 +74,18 @@ def as_key(config):
 def common_settings(values, config):
     """What the runs of a contrast must share: all that decides a result but the variant, the seed and
     the learning rate, which each model has its own."""
-    defaults = decisive_settings(TrainConfig(), GPTConfig())
     own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
-    return json.dumps(
-        {name: values.get(name, value) for name, value in defaults.items() if name not in own},
-        sort_keys=True,
-    )
+    shared = {name: value for name, value in recorded_settings(values).items() if name not in own}
+    return json.dumps(shared, sort_keys=True)
 
 
-def keep(state, analyses):
+def finished_run(state, analyses):
     series = {}
     for kind, runs in analyses.items():
         if state.folder.name in runs:
             series[kind] = runs[state.folder.name]
     seed, rate = state.config['seed'], state.config['learning_rate']
-    return Kept(state.folder, seed, rate, state.losses, series)
+    return FinishedRun(state.folder, seed, rate, state.losses, series)
 
 
 def read_analyses(folder):
@@ -242,7 +237,7 @@ def beyond(claim):
 
 
 def find_pairs(ours, theirs, groups, analysis=None):
-    """{seed: (our Kept, their Kept)} of the group of runs with the most seeds in common.
+    """{seed: (our FinishedRun, theirs)} of the group of runs with the most seeds in common.
 
     ours, theirs: claims' Runs. analysis: what both must have been analysed for, if anything.
     Raises ValueError if several groups have the most: which of them counts would be a choice.
@@ -302,9 +297,9 @@ def judge_family(rows, family):
         row.reason = numbers['reason']
         row.verdict = against_the_sign(numbers['verdict'], row.sign)
         ours, theirs = zip(*pairs.values(), strict=True)
-        for name, kept in ((row.ours, ours), (row.theirs, theirs)):
-            row.rates[name] = sorted({run.rate for run in kept})
-            names = [run.folder.name for run in kept]
+        for name, runs in ((row.ours, ours), (row.theirs, theirs)):
+            row.rates[name] = sorted({run.rate for run in runs})
+            names = [run.folder.name for run in runs]
             row.runs += [name for name in names if name not in row.runs]
 
 

@@ -27,20 +27,29 @@ def differences(baseline, run, window):
     """(steps, loss - baseline's loss) of the steps that both have; there must be `window` of them."""
     base, losses = read_losses(baseline), read_losses(run)
     steps = sorted(losses.keys() & base.keys())
-    if len(steps) < window:
+    if len(steps) < points_in(steps, window):
         raise ValueError(
             f'{run} and {baseline} have {len(steps)} steps in common, fewer than --window={window}'
         )
     return np.array(steps), np.array([losses[step] - base[step] for step in steps])
 
 
+def points_in(steps, window):
+    """How many of the logged steps lie in `window` steps: fewer where not every step was logged."""
+    if len(steps) < 2:
+        return window
+    interval = int(np.median(np.diff(steps)))
+    return max(1, window // interval)
+
+
 def relative(baseline, run, window):
-    """(steps, differences()), each a mean over `window` points.
+    """(steps, differences()), each a mean over `window` steps, as far as they were logged.
 
     The mean belongs to the last of them: a point uses no later steps.
     """
     steps, difference = differences(baseline, run, window)
-    return steps[window - 1 :], running_mean(difference, window)
+    points = points_in(steps, window)
+    return steps[points - 1 :], running_mean(difference, points)
 
 
 def running_mean(values, window):
@@ -49,14 +58,23 @@ def running_mean(values, window):
 
 def final_difference(baseline, run, window):
     """The mean of differences() over the last `window` steps."""
-    _, difference = differences(baseline, run, window)
-    return float(difference[-window:].mean())
+    steps, difference = differences(baseline, run, window)
+    return float(difference[-points_in(steps, window) :].mean())
+
+
+EARLY_POINTS = 2  # with only the first step logged, it would compare untrained models
 
 
 def early_difference(baseline, run):
     """The mean of differences() over the first tenth of the steps."""
     steps, difference = differences(baseline, run, 1)
-    return float(difference[steps < (steps[-1] + 1) / 10].mean())
+    is_early = steps < (steps[-1] + 1) / 10
+    if is_early.sum() < EARLY_POINTS:
+        raise ValueError(
+            f'{run} and {baseline} have logged {is_early.sum()} steps of their first tenth in common; '
+            f'an early difference takes {EARLY_POINTS}'
+        )
+    return float(difference[is_early].mean())
 
 
 # --- overtaken, or not ----------------------------------------------------------------------------
@@ -202,11 +220,12 @@ def tokens_per_step(run):
 
 
 def last_loss(run, window):
-    """The mean training loss of the last `window` logged steps."""
-    losses = list(read_losses(run).values())[-window:]
-    if len(losses) < window:
+    """The mean training loss of the last `window` steps, as far as they were logged."""
+    losses = read_losses(run)
+    points = points_in(list(losses), window)
+    if len(losses) < points:
         raise ValueError(f'{run} has {len(losses)} logged steps, fewer than --window={window}')
-    return float(np.mean(losses))
+    return float(np.mean(list(losses.values())[-points:]))
 
 
 def parameters_of(run):
@@ -246,11 +265,12 @@ def tokens_saved(baseline, run, window):
     decayed yet where the run first reaches that loss. None where it does not reach it.
     """
     target = last_loss(baseline, window)
-    losses = list(read_losses(run).values())
-    hits = np.flatnonzero(running_mean(losses, window) <= target)
+    losses = read_losses(run)
+    points = points_in(list(losses), window)
+    hits = np.flatnonzero(running_mean(list(losses.values()), points) <= target)
     if not len(hits):
         return None
-    return 1 - (hits[0] + window) / len(losses)
+    return 1 - (hits[0] + points) / len(losses)
 
 
 def savings(models, name, window):

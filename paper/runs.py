@@ -5,15 +5,14 @@ A run is kept in out/<scale>/<name>. Finished runs are reused, unfinished ones g
 """
 
 import functools
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from comparison import launch
-from comparison.plan import read_wiring
+from comparison.plan import decisive_settings, read_wiring
 from comparison.results import read_state
 from configurator import configure, read_settings
 from model import GPTConfig
@@ -204,10 +203,7 @@ def folder(run, scale):
 
 def state_of(run, scale):
     """What the run's folder holds: a comparison.results.State."""
-    settings, config = configs_of(run, scale)
-    values = asdict(settings) | asdict(config)
-    decisive = {name: value for name, value in values.items() if name not in INCIDENTAL}
-    return read_state(folder(run, scale), json.loads(json.dumps(decisive)))
+    return read_state(folder(run, scale), decisive_settings(*configs_of(run, scale)))
 
 
 def is_finished(run, scale):

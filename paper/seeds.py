@@ -49,14 +49,25 @@ DRAWN = [name for name in FIGURES if models_of(name)]
 def measure(name, groups):
     """{model, a Run: {'steps', 'curves': {seed: [...]}, 'end': numbers of verdict.describe()}}
 
-    groups: of judging.read_groups(). Models without runs are left out.
+    groups: of judging.read_groups(), of which one is drawn: that with the most models and seeds.
+    Models without runs are left out. Raises ValueError if two groups have the most.
     """
     _, baseline, others = models_of(name)
+    found = []
+    for settings, variants in groups.items():
+        pairs_of = {run: find_pairs(run, baseline, {settings: variants}) for run in others}
+        found.append({run: pairs for run, pairs in pairs_of.items() if pairs})
+    sizes = [(len(pairs_of), sum(map(len, pairs_of.values()))) for pairs_of in found]
+    if not sizes or max(sizes) == (0, 0):
+        return {}
+    if sizes.count(max(sizes)) > 1:
+        raise ValueError(
+            f'two groups of runs, with other settings, have as many models and seeds of {name}: '
+            'name the runs of one group'
+        )
+
     arms = {}
-    for run in others:
-        pairs = find_pairs(run, baseline, groups)
-        if not pairs:
-            continue
+    for run, pairs in found[sizes.index(max(sizes))].items():
         curves, ends = {}, {}
         for seed, (ours, theirs) in pairs.items():
             curves[seed] = losses.relative(theirs.folder, ours.folder, SMOOTH)

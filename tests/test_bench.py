@@ -585,6 +585,8 @@ def test_bench_decode_reports_every_row_and_cache_bytes(work):
         (['--chunk=0'], 'chunk'),
         (['--batch_sizes=(0,)'], 'batch_sizes'),
         (['--new_tokens=0'], 'new_tokens'),
+        (['--warmup=-20'], 'warmup=-20 must be at least 0'),
+        (['--peers=hf', '--contexts=(16,)', '--new_tokens=4'], 'bench.py decode has no peers'),
         (['--memory_gib=-1'], 'memory_gib=-1.0 must be at least 0'),
         (['--micro_steps=2'], 'micro_steps=2 does nothing in bench.py decode'),
         (['--real_data=True'], 'real_data=True does nothing in bench.py decode'),

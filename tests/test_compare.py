@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,8 +30,8 @@ from conftest import ROOT
 import compare
 from comparison import launch, report
 from comparison import plan as plans
-from comparison.assemble import compare_plan, compare_runs, origin_of
-from comparison.plan import CompareConfig, Run, parse_arms
+from comparison.assemble import compare_plan, compare_runs
+from comparison.plan import CompareConfig, Run, origin_of, parse_arms
 from comparison.results import Results, next_rate, read_state
 from files import locked
 
@@ -337,6 +339,32 @@ def test_runs_that_began_with_other_weights_are_another_arm(place):
 )
 def test_the_origin_of_a_run_survives_a_resume(config, origin):
     assert origin_of(config) == origin
+
+
+def test_a_curve_that_ends_early_has_no_value_at_the_end():
+    whole = {'steps': list(range(100)), 'mean': [-0.1] * 100}
+    short = {'steps': list(range(30)), 'mean': [-0.2] * 30}
+    comparison = {'baseline': 'vanilla', 'curves': {'whole': whole, 'short': short}}
+    _, head, rows = report.curve_table(comparison)
+    assert head[1:] == ['step 5', 'step 10', 'step 25', 'step 50', 'step 74', 'step 99']
+    minus = report.MINUS
+    assert rows[0][1:] == [f'{minus}0.1000'] * 6
+    assert rows[1][1:] == [f'{minus}0.2000'] * 3 + [''] * 3
+
+
+def test_an_arm_may_be_evaluated_more_often(place):
+    plan = make_plan('--arms=vanilla; mine: v_residual=True eval_interval=5', '--seeds=1')
+    intervals = [plan.configs(Run(arm, 1e-2, 1))[0].eval_interval for arm in ('vanilla', 'mine')]
+    assert intervals == [0, 5]
+
+
+def test_the_reason_of_a_failure_is_the_programs_own_line(tmp_path):
+    lines = ['step 1', 'error: out of memory', 'error: out of memory', 'Root Cause', '=' * 60]
+    (tmp_path / 'train.log').write_text('\n'.join(lines) + '\n')
+    done = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(1)'])
+    done.wait()
+    launch.record(launch.Job('name', [], tmp_path, done))
+    assert launch.failure_file(tmp_path).read_text() == 'out of memory\n'
 
 
 def test_one_seed_says_what_it_cannot_say(place):

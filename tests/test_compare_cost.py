@@ -1,5 +1,6 @@
 """compare.py: what an arm costs: step times, equal budgets, and what the cost would have bought."""
 
+import json
 import math
 from pathlib import Path
 
@@ -47,18 +48,20 @@ def test_a_step_is_timed_with_all_its_micro_batches(place, monkeypatch):
     assert comparison['curves']['big']['flops']['ratio'] == 4
 
 
-def test_an_arm_is_timed_in_its_own_precision(place, monkeypatch):
-    dtypes = []
+def test_an_arm_is_timed_in_its_own_precision_and_with_its_own_kernels(place, monkeypatch):
+    chosen, steps = [], []
 
     def step(model, optimizer, scaler, machine, *rest):
-        dtypes.append(machine.dtype)
+        steps.append((machine.dtype, chosen[-1]))
 
     monkeypatch.setattr(bench, 'train_step', step)
-    study = compare.Study(
-        make_plan('--arms=vanilla; half: share_v=True dtype=bfloat16', '--seeds=3')
-    )
+    choose = lambda machine: chosen.append(machine.attention)  # noqa: E731
+    monkeypatch.setattr(measures.Machine, 'choose_kernels', choose)
+    arms = '--arms=vanilla; half: share_v=True dtype=bfloat16; drop: dropout=0.1'
+    study = compare.Study(make_plan(arms, '--seeds=3'))
     measures.measure_steps(study.timed_configs(), place / 'timing.json')
-    assert dtypes[:4] == ['float32', 'bfloat16', 'float32', 'bfloat16']
+    each = [('float32', 'auto'), ('bfloat16', 'auto'), ('float32', 'flash')]
+    assert steps[:6] == each + each
 
 
 @pytest.fixture
@@ -123,6 +126,11 @@ def test_an_arm_that_is_added_leaves_the_steps_of_the_others(place, monkeypatch)
     mine, other = 'mine: share_v=True', 'other: neutreno=0.4'
     assert steps_of(mine) == {'vanilla': 30, 'mine': 15}
     seconds['mine'] = 3.0  # a busy neighbor
+    # And the code has a setting that it had not when the plan was written.
+    plan = place / 'out/compare/small/plan.json'
+    contents = json.loads(plan.read_text())
+    assert contents['plan']['settings'].pop('denseformer') is False
+    plan.write_text(json.dumps(contents))
     assert steps_of(mine, other) == {'vanilla': 30, 'mine': 15, 'other': 7}
     # Another model of that name is timed, and so is the same one in runs of another length.
     assert steps_of('mine: v_residual=True', other)['mine'] == 10
@@ -131,7 +139,7 @@ def test_an_arm_that_is_added_leaves_the_steps_of_the_others(place, monkeypatch)
 
 def test_equal_flops_gives_a_cheaper_arm_more_steps(place):
     plan = make_plan(ARMS, '--equal=flops', '--max_iters=300')
-    compare.share_budget(plan)
+    plan.share_budget(compare.costs_of_steps(plan))
     steps = {arm: plan.max_iters(Run(arm, 1.0, 1)) for arm in plan.arms}
     assert steps['vanilla'] == steps['resformer'] == 300 < steps['svformer']
     cost = compare_plan(plan, Results(plan), plan.write({}), None)['arms']

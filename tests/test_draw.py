@@ -228,6 +228,40 @@ def test_savings_at_equal_loss(tmp_path):
     assert losses.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)
 
 
+def test_two_wirings_of_one_name_are_not_fitted_together(tmp_path):
+    def law(n):
+        return falling_to(9 * n**-0.1)
+
+    models = {'resformer': (dict(v_residual=True), law)}
+    models['learned'] = dict(v_residual=True, residual_learned=True), law
+    with pytest.raises(ValueError, match='are both ResFormer, but differ in their wiring'):
+        draw.scaling_of(write_sizes(tmp_path, models), 10)
+
+
+def test_a_window_is_of_steps_also_where_not_every_step_was_logged(tmp_path):
+    folders = []
+    for name, loss in (('base', 3.0), ('run', 2.0)):
+        folder = write_run(tmp_path / name, [loss] * 40)
+        entries = [{'step': step, 'loss': loss - 0.01 * step} for step in range(0, 400, 10)]
+        if name == 'base':
+            entries = [{**entry, 'loss': 3.0} for entry in entries]
+        write_log(folder, entries)
+        folders.append(folder)
+    # The last 50 steps have five logged ones: 350, 360, ..., 390.
+    expected = np.mean([2.0 - 0.01 * step - 3.0 for step in range(350, 400, 10)])
+    assert losses.final_difference(*folders, 50) == pytest.approx(expected)
+    assert losses.last_loss(folders[1], 50) == pytest.approx(expected + 3)
+    steps, values = losses.relative(*folders, 50)
+    assert steps[0] == 40 and values[-1] == pytest.approx(expected)
+    expected = np.mean([2.0 - 0.01 * step - 3.0 for step in range(0, 40, 10)])
+    assert losses.early_difference(*folders) == pytest.approx(expected)
+
+    for folder in folders:
+        write_log(folder, [{'step': step, 'loss': 3.0} for step in range(0, 400, 100)])
+    with pytest.raises(ValueError, match='1 steps of their first tenth'):
+        losses.early_difference(*folders)
+
+
 def test_no_power_law_is_drawn_where_the_loss_does_not_fall_with_size(tmp_path):
     models = {
         'vanilla': ({}, lambda n: falling_to(2 * n**0.01)),

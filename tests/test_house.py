@@ -12,6 +12,7 @@ from conftest import ROOT
 FOUNDATION = {
     'configurator': set(),
     'files': set(),
+    'tasks': set(),
     'model': {'torch'},
     'machine': {'torch'},
     'data': {'files', 'numpy', 'torch'},
@@ -21,8 +22,8 @@ FOUNDATION = {
         *('numpy', 'torch'),
     },
     'train': {
-        *('configurator', 'data', 'files', 'hub.read', 'machine', 'model', 'rundir', 'tokenizer'),
-        *('numpy', 'torch'),
+        *('configurator', 'data', 'files', 'hub.read', 'machine', 'model', 'rundir', 'tasks'),
+        *('tokenizer', 'numpy', 'torch'),
     },
 }
 

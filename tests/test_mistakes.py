@@ -141,6 +141,17 @@ def test_weights_that_do_not_fit_are_refused(whole):
     refused('does not fit', 'c_attn', init_from=path, share_v=True)
 
 
+def test_weights_of_another_tokenizer_are_refused(whole):
+    path = Path('data', data_copy('foreign'), 'meta.json')
+    path.write_text(path.read_text().replace('0' * 64, '2' * 64))
+    refused('another tokenizer', 'data/foreign', init_from=f'{whole}/ckpt.pt', dataset='foreign')
+
+
+def test_a_model_that_was_not_trained_is_not_evaluated(work):
+    for init_from in ('scratch', 'auto'):
+        refused('--init_from=resume', init_from=init_from, eval_only=True, out_dir='out/nothing')
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 
@@ -167,7 +178,9 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(dropout=1.5), ['dropout']),
         (dict(n_head=5), ['n_embd=32', 'n_head=5']),
         (dict(eval_tasks='piqa', eval_only=True), ['eval_only', 'python evaluate.py tasks']),
-        (dict(eval_tasks='piqa,arc', eval_data_dir='data'), ["'piqa,arc'", 'data/piqa']),
+        (dict(eval_tasks='piqa,arc', eval_data_dir='data'), ["'arc' cannot be read from data"]),
+        (dict(eval_tasks='piqa', eval_data_dir='data'), ['there is no data/piqa/dev.jsonl']),
+        (dict(eval_data_dir='data'), ['eval_data_dir does nothing without eval_tasks']),
         (
             dict(compile=False, activation_memory_budget=0.9),
             ['activation_memory_budget=0.9 does nothing with compile=False'],

@@ -24,12 +24,13 @@ def no_figure_stays_open():
     draw.pyplot().close('all')
 
 
-def random_runs(folder, models, run_seeds):
+def random_runs(folder, models, run_seeds, *flags):
     """({(model, seed): its losses}, folders) of finished runs of random losses."""
     random = np.random.default_rng(0)
     losses, folders = {}, []
+    folder.mkdir(exist_ok=True)
     for model in models:
-        words = [*FLAGS[model], f'--max_iters={STEPS}']
+        words = [*FLAGS[model], f'--max_iters={STEPS}', *flags]
         values = decisive_settings(*configure(TrainConfig, GPTConfig, argv=words))
         for seed in run_seeds:
             losses[model, seed] = random.normal(3, 0.1, STEPS)
@@ -68,6 +69,17 @@ def test_a_curve_has_the_steps_that_every_seed_has_logged(tmp_path):
     (arm,) = seeds.measure('fig13', judging.read_groups(folders, {})).values()
     assert len(arm['steps']) == len(arm['curves'][1]) == len(arm['curves'][2])
     assert 60 not in arm['steps'] and 61 in arm['steps']
+
+
+def test_one_group_of_runs_is_drawn_that_with_the_most_models_and_seeds(tmp_path):
+    _, few = random_runs(tmp_path / 'few', (V, FIRST_QUERIES), (1, 2, 3), '--beta1=0.5')
+    _, more = random_runs(tmp_path / 'more', (V, S), (1, 2, 3, 4))
+    arms = seeds.measure('fig13', judging.read_groups(few + more, {}))
+    assert list(arms) == [Run(S)] and list(arms[Run(S)]['curves']) == [1, 2, 3, 4]
+
+    _, same = random_runs(tmp_path / 'same', (V, S), (1, 2, 3, 4), '--beta1=0.7')
+    with pytest.raises(ValueError, match='two groups of runs, .* models and seeds of fig13'):
+        seeds.measure('fig13', judging.read_groups(few + more + same, {}))
 
 
 def test_a_picture_names_each_model_its_mean_and_its_interval(tmp_path):

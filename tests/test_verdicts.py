@@ -140,6 +140,15 @@ def test_only_runs_that_share_their_settings_are_compared_and_most_seeds_count(t
     assert row.rates == {'ResFormer': [6e-3], 'vanilla': [3e-3]}
 
 
+def test_runs_that_began_with_other_weights_are_another_group(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.5))
+    for folder in folders[:2]:
+        config = json.loads((folder / 'config.json').read_text())
+        (folder / 'config.json').write_text(json.dumps({**config, 'origin': 'other/ckpt.pt'}))
+    (row,) = rows_of([BELOW], folders)
+    assert list(row.numbers['differences']) == [3, 4, 5]
+
+
 def test_a_contrast_that_is_printed_twice_is_one_row(tmp_path):
     again = Claim('fig5', 'Fig. 5', 'once more', Run(R), '<', Run(V), metric='validation loss')
     (row,) = rows_of([BELOW, again], write_runs(tmp_path, V, scattered(2.0)))
