@@ -14,8 +14,8 @@ from comparison.plan import (
     COMPARISONS,
     Run,
     contrast_name,
-    recorded_settings,
     parse_contrasts,
+    recorded_settings,
     same_value,
     text_difference,
 )
