@@ -114,3 +114,12 @@ def small_disk(tmp_path):
     yield disk
     detach = 2  # MNT_DETACH: even where a forked process still looks at it
     ctypes.CDLL(None).umount2(bytes(disk), detach)
+
+
+@pytest.fixture
+def figures_closed():
+    """Close, after a test, the figures that it drew."""
+    yield
+    import matplotlib.pyplot  # here, because it takes a while and few tests draw
+
+    matplotlib.pyplot.close('all')

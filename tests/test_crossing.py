@@ -6,11 +6,7 @@ from test_draw import write_run
 
 from paper import draw, losses
 
-
-@pytest.fixture(autouse=True)
-def no_figure_stays_open():
-    yield
-    draw.pyplot().close('all')
+pytestmark = pytest.mark.usefixtures('figures_closed')
 
 
 def noise(rng, steps, memory=0.9, scale=0.02):

@@ -16,11 +16,7 @@ from model import GPTConfig
 from paper import draw, losses
 from rundir import read_losses
 
-
-@pytest.fixture(autouse=True)
-def no_figure_stays_open():
-    yield
-    draw.pyplot().close('all')
+pytestmark = pytest.mark.usefixtures('figures_closed')
 
 
 def write_log(folder, entries):

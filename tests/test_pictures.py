@@ -13,13 +13,9 @@ from paper import analyze, draw, figures, pictures, reproduce
 from paper.figures import FIGURES
 from paper.runs import SCALES
 
+pytestmark = pytest.mark.usefixtures('figures_closed')
+
 CURVES = ('relative', 'pairs')
-
-
-@pytest.fixture(autouse=True)
-def no_figure_stays_open():
-    yield
-    draw.pyplot().close('all')
 
 
 @pytest.fixture

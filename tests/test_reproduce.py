@@ -13,19 +13,15 @@ from runs import finish, load, log, start
 from test_draw import write_run
 
 from machine import Machine
-from paper import analyze, draw, figures, reproduce, runs
+from paper import analyze, figures, reproduce, runs
 from paper.figures import FIGURES
 from paper.runs import SCALES, Run
+
+pytestmark = pytest.mark.usefixtures('figures_closed')
 
 CPU = Machine('cpu')
 TINY, PAPER = SCALES['tiny'], SCALES['paper']
 EVERY = list(dict.fromkeys(run for figure in FIGURES.values() for run in figure.runs()))
-
-
-@pytest.fixture(autouse=True)
-def no_figure_stays_open():
-    yield
-    draw.pyplot().close('all')
 
 
 @pytest.fixture

@@ -8,20 +8,16 @@ from test_draw import write_run
 from comparison.plan import decisive_settings
 from configurator import configure
 from model import GPTConfig
-from paper import draw, judging, seeds, verdicts
+from paper import judging, seeds, verdicts
 from paper.claims import CLAIMS
 from paper.figures import FIRST_QUERIES, S, V
 from paper.runs import PAPER, Run
 from train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures('figures_closed')
+
 STEPS = 120
 FLAGS = {V: [], S: ['--share_v=True'], FIRST_QUERIES: ['--share_q=True']}
-
-
-@pytest.fixture(autouse=True)
-def no_figure_stays_open():
-    yield
-    draw.pyplot().close('all')
 
 
 def random_runs(folder, models, run_seeds, *flags):

@@ -9,11 +9,7 @@ from model import SOURCES, GPTConfig
 from paper import draw, wiring
 from paper.wiring import EMBEDDING, Arrow
 
-
-@pytest.fixture(autouse=True)
-def no_figure_stays_open():
-    yield
-    draw.pyplot().close('all')
+pytestmark = pytest.mark.usefixtures('figures_closed')
 
 
 def arrows_by_hand(config):
