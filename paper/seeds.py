@@ -5,6 +5,8 @@ Curves are of the training loss, relative to vanilla's of the same seed. Beside 
 verdict is made of: the validation loss at the end, a dot per seed, its mean and its 95% interval.
 """
 
+import functools
+
 import numpy as np
 
 from comparison.verdict import describe
@@ -49,39 +51,44 @@ DRAWN = [name for name in FIGURES if models_of(name)]
 def measure(name, groups):
     """{model, a Run: {'steps', 'curves': {seed: [...]}, 'end': numbers of verdict.describe()}}
 
-    groups: of judging.read_groups(), of which one is drawn: that with the most models and seeds.
-    Models without runs are left out. Raises ValueError if two groups have the most.
+    groups: of judging.read_groups(), of which one is drawn. Models without runs are left out.
+    """
+    return {run: measure_model(pairs) for run, pairs in find_runs(name, groups).items()}
+
+
+def find_runs(name, groups):
+    """{model: {seed: (its FinishedRun, the baseline's)}} of the group with the most models and seeds.
+
+    Raises ValueError if two groups have the most: which of them is drawn would be a choice.
     """
     _, baseline, others = models_of(name)
-    found = []
+    found, sizes = [], []
     for settings, variants in groups.items():
-        pairs_of = {run: find_pairs(run, baseline, {settings: variants}) for run in others}
-        found.append({run: pairs for run, pairs in pairs_of.items() if pairs})
-    sizes = [(len(pairs_of), sum(map(len, pairs_of.values()))) for pairs_of in found]
-    if not sizes or max(sizes) == (0, 0):
+        pairs = {run: find_pairs(run, baseline, {settings: variants}) for run in others}
+        pairs = {run: of_seeds for run, of_seeds in pairs.items() if of_seeds}
+        if pairs:
+            found.append(pairs)
+            sizes.append((len(pairs), sum(map(len, pairs.values()))))
+    if not found:
         return {}
     if sizes.count(max(sizes)) > 1:
         raise ValueError(
             f'two groups of runs, with other settings, have as many models and seeds of {name}: '
             'name the runs of one group'
         )
+    return found[sizes.index(max(sizes))]
 
-    arms = {}
-    for run, pairs in found[sizes.index(max(sizes))].items():
-        curves, ends = {}, {}
-        for seed, (ours, theirs) in pairs.items():
-            curves[seed] = losses.relative(theirs.folder, ours.folder, SMOOTH)
-            ends[seed] = validation_loss(ours, theirs)
-        # Runs of one group take the same steps, but may log others of them.
-        steps = sorted(set.intersection(*[set(logged) for logged, _ in curves.values()]))
-        arms[run] = {
-            'steps': steps,
-            'curves': {
-                seed: values[np.isin(logged, steps)] for seed, (logged, values) in curves.items()
-            },
-            'end': describe(ends),
-        }
-    return arms
+
+def measure_model(pairs):
+    """What measure() has of a model; pairs: {seed: (its FinishedRun, the baseline's)}."""
+    curves, ends = {}, {}
+    for seed, (ours, theirs) in pairs.items():
+        curves[seed] = losses.relative(theirs.folder, ours.folder, SMOOTH)
+        ends[seed] = validation_loss(ours, theirs)
+    # All take the same steps, but may have logged others of them.
+    steps = functools.reduce(np.intersect1d, [logged for logged, _ in curves.values()])
+    shared = {seed: values[np.isin(logged, steps)] for seed, (logged, values) in curves.items()}
+    return {'steps': steps.tolist(), 'curves': shared, 'end': describe(ends)}
 
 
 # --- the picture ----------------------------------------------------------------------------------
