@@ -326,9 +326,10 @@ def windows(dataset, domain, block_size):
 
 
 def read_windows(dataset, domain, rows, block_size, size=0):
-    """Windows `rows` of a domain's validation split as (x, y), each (max(len(rows), size), block_size) int64.
+    """Windows `rows` of a domain's validation split as (x, y), int64.
 
-    Where a window is short, or there are fewer than `size` windows, the targets are -1.
+    Each of shape (max(len(rows), size), block_size). Where a window is short, or there are fewer
+    than `size` windows, the targets are -1.
     """
     shape = (max(len(rows), size), block_size)
     x = torch.zeros(shape, dtype=torch.int64)
