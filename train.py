@@ -51,7 +51,6 @@ from rundir import (
     save_checkpoint,
     set_aside_newer,
 )
-from tasks import check_local, read_items
 
 # --- settings ------------------------------------------------------------------------------------
 
@@ -133,6 +132,8 @@ class TrainConfig:
             'eval_only prints losses alone; drop eval_tasks, and run: python evaluate.py tasks '
             f'{self.out_dir} --tasks={self.eval_tasks}',
         )
+        from tasks import check_local, read_items  # here: training works from the core alone
+
         names = self.eval_tasks.split(',')
         check_local(names, self.eval_data_dir)
         if self.eval_data_dir:

@@ -142,7 +142,7 @@ def test_an_interrupted_training_is_saved_and_goes_on(here):
             time.sleep(0.1)
         interrupt(process)
         status, _, err = finish(process)
-        assert status == 75 and len(err.splitlines()) == 1 and 'same command' in err
+        assert status == 75 and len(err.splitlines()) == 1 and 'same command' in err, err
         before, saved = saved, load(run / 'ckpt.pt')['step']
         steps = [entry['step'] for entry in log(run) if 'loss' in entry]
         assert saved > before and steps == list(range(saved))
