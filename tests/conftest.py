@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+# A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and
+# a test of Ctrl-C would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000, 20, 20)  # the compiler makes many objects: an eighth less time
 
 
