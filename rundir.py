@@ -486,10 +486,8 @@ def provenance(machine):
         command = ['git', 'describe', '--always', '--dirty']
         folder = Path(__file__).parent
         commit = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
-    # A copy without .git, as on a borrowed machine, takes its commit from the environment.
-    commit = commit or os.environ.get('COMMIT', '')
     return {
-        'commit': commit or 'unknown',
+        'commit': known_commit(commit),
         'date': datetime.date.today().isoformat(),
         'device': machine.name(),
         'cpu': cpu_name(),
@@ -501,6 +499,11 @@ def provenance(machine):
         'numpy': np.__version__,
         'python': sys.version.split()[0],
     }
+
+
+def known_commit(commit):
+    """What git says. A copy without .git, as on a borrowed machine, takes it from the environment."""
+    return commit or os.environ.get('COMMIT') or 'unknown'
 
 
 def cpu_name():

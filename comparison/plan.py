@@ -12,11 +12,11 @@ plan.json holds everything that decides a result, a hash of it, the commit and t
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import itertools
 import json
 import math
-import os
 import platform
 import re
 import subprocess
@@ -27,6 +27,7 @@ from comparison.verdict import LEVEL, RULE, distributions
 from configurator import configure, read_settings, sort_arguments
 from files import write_whole
 from model import GPTConfig
+from rundir import known_commit
 from train import INCIDENTAL, TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -505,9 +506,14 @@ def recorded_settings(config):
 
     A setting that the file lacks was added since, with a default that changes nothing.
     """
-    defaults = decisive_settings(TrainConfig(), GPTConfig())
-    values = {name: config.get(name, default) for name, default in defaults.items()}
+    values = {name: config.get(name, default) for name, default in default_settings().items()}
     return {**values, 'origin': origin_of(config)}
+
+
+@functools.cache
+def default_settings():
+    """decisive_settings() of a run without any arguments; states are read every second."""
+    return decisive_settings(TrainConfig(), GPTConfig())
 
 
 def origin_of(config):
@@ -587,9 +593,7 @@ def code_state():
         diff = git('diff', 'HEAD', *paths)
         for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
             diff += git('diff', '--no-index', '/dev/null', name)
-    # A copy without .git, as on a borrowed machine, takes its commit from the environment.
-    commit = commit or os.environ.get('COMMIT', '')
-    return {'commit': commit or 'unknown', 'diff': diff}
+    return {'commit': known_commit(commit), 'diff': diff}
 
 
 def same_code(plan, code):

@@ -242,17 +242,7 @@ def find_pairs(ours, theirs, groups, analysis=None):
     ours, theirs: claims' Runs. analysis: what both must have been analysed for, if anything.
     Raises ValueError if several groups have the most: which of them counts would be a choice.
     """
-    candidates = []
-    for variants in groups.values():
-        our_runs, their_runs = (variants.get(variant_of(run), {}) for run in (ours, theirs))
-        pairs = {seed: (our_runs[seed], their_runs[seed]) for seed in our_runs.keys() & their_runs}
-        if analysis:
-            pairs = {
-                seed: pair
-                for seed, pair in pairs.items()
-                if all(analysis in run.series for run in pair)
-            }
-        candidates.append(pairs)
+    candidates = [pairs_in(variants, ours, theirs, analysis) for variants in groups.values()]
     most = max(map(len, candidates), default=0)
     if most == 0:
         return {}
@@ -263,7 +253,18 @@ def find_pairs(ours, theirs, groups, analysis=None):
             f'{len(best)} groups of runs have {most} seeds of {arms}, with other settings: name the '
             'runs of one group'
         )
-    return dict(sorted(best[0].items()))
+    return best[0]
+
+
+def pairs_in(variants, ours, theirs, analysis=None):
+    """find_pairs() of one group of runs; variants: one of read_groups()'s values."""
+    our_runs, their_runs = (variants.get(variant_of(run), {}) for run in (ours, theirs))
+    pairs = {}
+    for seed in sorted(our_runs.keys() & their_runs.keys()):
+        pair = our_runs[seed], their_runs[seed]
+        if not analysis or all(analysis in run.series for run in pair):
+            pairs[seed] = pair
+    return pairs
 
 
 def why_no_pair(claim, groups):

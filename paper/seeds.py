@@ -13,7 +13,7 @@ from comparison.verdict import describe
 from paper import draw, losses
 from paper.claims import NAMES
 from paper.figures import FIGURES
-from paper.judging import find_pairs, validation_loss
+from paper.judging import pairs_in, validation_loss
 from paper.runs import PAPER, configs_of
 
 SMOOTH = 50  # steps whose mean is a point of a curve
@@ -63,8 +63,8 @@ def find_runs(name, groups):
     """
     _, baseline, others = models_of(name)
     found, sizes = [], []
-    for settings, variants in groups.items():
-        pairs = {run: find_pairs(run, baseline, {settings: variants}) for run in others}
+    for variants in groups.values():
+        pairs = {run: pairs_in(variants, run, baseline) for run in others}
         pairs = {run: of_seeds for run, of_seeds in pairs.items() if of_seeds}
         if pairs:
             found.append(pairs)
