@@ -58,6 +58,7 @@ from machine import Machine, check_compiler
 from model import GPT, GPTConfig, refuse
 from profiling import expected_by_class, print_classes, print_costliest, spent_by_class
 from rundir import provenance
+from tables import markdown_row, markdown_table
 from train import TrainConfig, checkpoint_blocks, distribute, make_optimizer, train_step
 
 # --- settings ------------------------------------------------------------------------------------
@@ -238,14 +239,13 @@ def cell(value, form):
 
 
 def print_line(cells):
-    print(f'| {" | ".join(cells)} |', flush=True)
+    print(markdown_row(cells), flush=True)
 
 
 def print_head(about, columns):
     """What the table was measured with, and the names of its columns."""
     print('  '.join(f'{name}={value}' for name, value in about.items()) + '\n')
-    print_line(columns)
-    print(f'|---|{"---:|" * (len(columns) - 1)}')
+    print(markdown_table(columns, []))
 
 
 def save(numbers, settings, machine):

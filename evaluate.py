@@ -29,6 +29,7 @@ from files import write_whole
 from machine import Machine
 from model import LOSS_CHUNK
 from rundir import check_tokenizer, load_run, provenance
+from tables import markdown_table
 from tasks import TASKS, check_local, harness_tasks
 
 # What the standard errors are over; every table and JSON file says so.
@@ -397,7 +398,7 @@ def print_losses(numbers):
                 entry = report['minus_first'].get(domain, {})
                 row.append(pm(entry.get('loss'), entry.get('standard_error'), '+'))
         rows.append(row)
-    print_table(head, rows)
+    print('\n' + markdown_table(head, rows))
     print(f'\n±: standard errors {LOSS_ERRORS}.')
 
 
@@ -420,19 +421,11 @@ def print_tasks(numbers):
     chances.append(mean_of(tasks, 'chance'))
     rows.append(['chance', *(pm(chance, None, digits=3) for chance in chances)])
 
-    print_table(['', *tasks, 'average'], rows)
+    print('\n' + markdown_table(['', *tasks, 'average'], rows))
     print(f'\n±: standard errors {TASK_ERRORS}.')
     if 'hellaswag' in tasks and numbers['data'] != 'hub':
         advice = 'comparable with other programs on the same file only'
         print(f'HellaSwag from a preprocessed file: {advice}.')
-
-
-def print_table(head, rows):
-    print()
-    print('| ' + ' | '.join(head) + ' |')
-    print('|---|' + '---:|' * (len(head) - 1))
-    for row in rows:
-        print('| ' + ' | '.join(row) + ' |')
 
 
 def pm(value, error, sign='', digits=4):

@@ -12,6 +12,8 @@ import re
 
 import torch
 
+from tables import markdown_table
+
 # The class of a kernel (on a CPU: of an operator) is that of the first pattern in its name. Compiled
 # kernels are named after everything that is fused into them, attention too, so they come first.
 CLASSES = (
@@ -135,10 +137,13 @@ def print_costliest(name, trace, kind):
     events = sorted(kernels(trace, kind), key=lambda pair: -pair[0])
     total = sum(spent for spent, _ in events)
 
-    print(f'\n| {name}: kernel | ms | share | calls |\n|---|---:|---:|---:|')
+    rows = []
     for spent, event in events[:10]:
         share = spent / total
-        print(f'| `{event.key[:90]}` | {spent / 1e3:,.1f} | {share:.1%} | {event.count} |')
+        rows.append(
+            [f'`{event.key[:90]}`', f'{spent / 1e3:,.1f}', f'{share:.1%}', str(event.count)]
+        )
+    print('\n' + markdown_table([f'{name}: kernel', 'ms', 'share', 'calls'], rows))
 
 
 def print_classes(name, spent, expected):
@@ -148,13 +153,13 @@ def print_classes(name, spent, expected):
     if all(expected[kind] is not None for kind in NAMES if kind != 'other'):
         known = sum(filter(None, expected.values()))
 
-    print(f'\n| {name}: kernels | ms | share | expected ms | expected share |')
-    print('|---|---:|---:|---:|---:|')
+    rows = []
     for kind, words in NAMES.items():
         cells = [words, f'{spent[kind] / 1e3:,.1f}', f'{spent[kind] / total:.1%}']
-        cells += expectation(expected[kind], known)
-        print(f'| {" | ".join(cells)} |')
-    print(f'| all | {total / 1e3:,.1f} | 100.0% | {" | ".join(expectation(known, known))} |')
+        rows.append(cells + expectation(expected[kind], known))
+    rows.append(['all', f'{total / 1e3:,.1f}', '100.0%', *expectation(known, known)])
+    head = [f'{name}: kernels', 'ms', 'share', 'expected ms', 'expected share']
+    print('\n' + markdown_table(head, rows))
     print(
         'expected: counts divided by rates that were assumed before any GPU was seen, no measurement'
     )

@@ -10,6 +10,7 @@ import math
 
 from comparison import charts
 from comparison.charts import pyplot  # noqa: F401 - compare.py asks for it before it trains
+from tables import markdown_table
 
 MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 
@@ -414,19 +415,12 @@ def markdown(comparison):
         if notes:
             lines += ['', f'## {title}', '', *(f'- {note}' for note in notes)]
     for title, head, rows in tables(comparison):
-        lines += ['', f'## {title}', '', markdown_row(head)]
-        lines.append('|---|' + '---:|' * (len(head) - 1))
-        lines += [markdown_row(row) for row in rows]
+        lines += ['', f'## {title}', '', markdown_table(head, rows)]
     lines += ['', '## How it was made', '']
     lines += [f'- {name}: {text}' for name, text in facts(comparison)]
     lines += ['', '## Time', '']
     lines += [f'- {name}: {text}' for name, text in times(comparison)]
     return '\n'.join(lines) + '\n'
-
-
-def markdown_row(cells):
-    escaped = [cell.replace('|', r'\|') for cell in cells]
-    return f'| {" | ".join(escaped)} |'
 
 
 def problem_lines(comparison):

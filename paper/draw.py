@@ -28,6 +28,7 @@ from configurator import choose, one_line_errors
 from paper import losses, wiring
 from paper.runs import PAPER, Run, configs_of
 from rundir import read_run_config
+from tables import markdown_table
 
 # --- names and colors -----------------------------------------------------------------------------
 
@@ -430,8 +431,7 @@ def print_curves(curves):
     every_step = np.unique(np.concatenate([curve['steps'] for curve in curves.values()]))
     shares = np.array([0.1, 0.25, 0.5, 0.75, 1.0])
     marks = every_step[np.round(shares * (len(every_step) - 1)).astype(int)]
-    print('| run | ' + ' | '.join(f'step {mark}' for mark in marks) + ' |')
-    print('|---|' + '---:|' * len(marks))
+    rows = []
     for run, curve in curves.items():
         steps = curve['steps']
         cells = []
@@ -439,7 +439,9 @@ def print_curves(curves):
             inside = steps[0] <= mark <= steps[-1]
             last = np.searchsorted(steps, mark, side='right') - 1
             cells.append(f'{curve["difference"][last]:+.4f}' if inside else '')
-        print(f'| {run} | ' + ' | '.join(cells) + ' |')
+        rows.append([str(run), *cells])
+    head = ['run', *(f'step {mark}' for mark in marks)]
+    print(markdown_table(head, rows))
 
 
 def draw_scaling(settings):

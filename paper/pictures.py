@@ -17,6 +17,7 @@ from paper import analyze, claims, draw, runs, wiring
 from paper.figures import FIGURES
 from paper.numbers import TABLE_1, TABLE_5, paper_size
 from paper.runs import PAPER, SCALES, Run, folder
+from tables import markdown_table
 
 # --- a figure -------------------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ def loss_table(panel, numbers, scale):
         paper = TABLE_5.get(table_key(run), '')
         rows.append([Path(path).name, f'{report["mean"]["loss"]:.4f}', minus, str(paper)])
     head = ['run', 'loss (nats)', 'minus vanilla, ± s.e. over windows', 'the paper']
-    return markdown(head, rows)
+    return markdown_table(head, rows) + '\n'
 
 
 def tasks_table(panel, numbers, scale):
@@ -224,7 +225,7 @@ def tasks_table(panel, numbers, scale):
         rows.append([Path(path).name, *cells, str(paper.get('average', ''))])
     tasks = reports[paths[0]]['tasks']
     head = ['acc ± s.e. over items', *tasks, 'average', 'the paper']
-    return markdown(head, rows)
+    return markdown_table(head, rows) + '\n'
 
 
 def accuracy(value, error):
@@ -235,11 +236,6 @@ def table_key(run):
     """The (model, size) under which Tables 1 and 5 have a run; () where they do not."""
     _, config = runs.configs_of(run, PAPER)
     return paper_size(config) or ()
-
-
-def markdown(head, rows):
-    lines = [head, ['---', *['---:'] * (len(head) - 1)], *rows]
-    return ''.join(f'| {" | ".join(cells)} |\n' for cells in lines)
 
 
 TABLES = {'loss': loss_table, 'tasks': tasks_table}

@@ -50,6 +50,7 @@ from paper.judging import (
     rows_of,
 )
 from paper.runs import PAPER, Run, configs_of
+from tables import markdown_table
 
 SIZE = Path('config/claims.py')  # for which command() plans
 
@@ -119,13 +120,12 @@ def markdown(rows):
         'seeds',
         'verdict',
     ]
-    lines += [f'| {" | ".join(head)} |', '|---|---|---:|---:|---:|---:|---|']
+    tested = []
     for row in in_order(rows):
-        if not row.numbers:
-            continue
-        cells = [row.label(), '; '.join(row.where), *number_cells(row.numbers), row.verdict]
-        lines.append(f'| {" | ".join(cells)} |')
-    lines += ['', 'Not tested here:', '']
+        if row.numbers:
+            where = '; '.join(row.where)
+            tested.append([row.label(), where, *number_cells(row.numbers), row.verdict])
+    lines += [markdown_table(head, tested, (0, 1, len(head) - 1)), '', 'Not tested here:', '']
     for row in rows:
         if row.verdict == 'untestable':
             lines.append(f'- {row.label()} ({"; ".join(row.where)}): {row.reason}')

@@ -21,6 +21,7 @@ import sources  # noqa: E402
 import tokenizer  # noqa: E402
 from bench import middle  # noqa: E402
 from configurator import configure, one_line_errors  # noqa: E402
+from tables import markdown_table  # noqa: E402
 
 
 @dataclass
@@ -124,16 +125,15 @@ def time_rounds(work, rounds):
 
 def print_table(seconds, peer_seconds, size):
     """Print a line for each row, and return its numbers."""
-    print('| row | MB/s | spread | x tokenizers |')
-    print('|---|---:|---:|---:|')
-    rows = []
+    rows, lines = [], []
     for name, times in seconds.items():
         median, spread = middle(times)
         speed = size / 1e6 / median
         pairs = zip(times, peer_seconds, strict=True)
         ratio = statistics.median(theirs / ours for ours, theirs in pairs)
-        print(f'| {name} | {speed:.1f} | {spread:.1%} | {ratio:.2f} |')
+        lines.append([name, f'{speed:.1f}', f'{spread:.1%}', f'{ratio:.2f}'])
         rows.append({'name': name, 'mb_per_s': speed, 'spread': spread, 'ratio': ratio})
+    print(markdown_table(['row', 'MB/s', 'spread', 'x tokenizers'], lines))
     return rows
 
 

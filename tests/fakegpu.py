@@ -35,6 +35,7 @@ from configurator import choose, configure, one_line_errors  # noqa: E402
 from files import write_whole  # noqa: E402
 from machine import Machine  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from tables import markdown_table  # noqa: E402
 from train import (  # noqa: E402
     TrainConfig,
     checkpoint_blocks,
@@ -368,11 +369,10 @@ def print_table(settings):
     print(f'torch {table["torch"]}, {table["device"]}\n')
     columns = ['row', 'batch x length', 'forward', 'backward', 'step GiB', 'reserved']
     columns += ['products', 'Triton', 'GB', 'recompiled']
-    print(f'| {" | ".join(columns)} |')
-    print(f'|---|---|{"---:|" * (len(columns) - 2)}')
+    lines = []
     for name, row in table['rows'].items():
         if 'problem' in row:
-            print(f'| {name} | {row["problem"]} |')
+            lines.append([name, row['problem']])
             continue
         counts = row.get('launches_of_two_micro_steps') or row.get('launches_per_token')
         cells = [name, f'{row["batch"]} x {row["length"]:,}']
@@ -381,7 +381,8 @@ def print_table(settings):
         cells += [str(count) for count in counts or ['', '']]
         cells.append(str(row.get('compiled_gb_of_two_micro_steps') or ''))
         cells.append(str(row.get('recompiled', '')))
-        print('| ' + ' | '.join(cells) + ' |')
+        lines.append(cells)
+    print(markdown_table(columns, lines, text_columns=(0, 1)))
 
 
 def main():
