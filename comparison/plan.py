@@ -34,6 +34,8 @@ ROOT = Path(__file__).parent.parent
 
 # Settings that compare.py itself chooses.
 CHOSEN = set('seed out_dir init_from eval_only'.split())
+# Settings of the machine that round differently. An arm may ask what one of them costs.
+ROUNDING = ('dtype', 'compile', 'attention')
 # Where comparisons are, each in a folder of its own.
 COMPARISONS = Path('out', 'compare')
 
@@ -255,7 +257,7 @@ class Plan:
         for name in self.arms:
             try:
                 self.check_arm(name)
-                settings[name] = self.settings_of(Run(name, self.own_rate(name), 0))
+                settings[name] = self.arm_settings(Run(name, self.own_rate(name), 0))
             except (ValueError, OSError) as error:
                 raise type(error)(f'arm {name}: {error}') from error
 
@@ -346,6 +348,11 @@ class Plan:
         """{setting: value} that a run's config.json must show, as JSON has them."""
         return decisive_settings(*self.configs(run))
 
+    def arm_settings(self, run):
+        """settings_of() a run, and how it rounds: by these, its arm may differ from the others."""
+        training, _ = self.configs(run)
+        return self.settings_of(run) | {name: getattr(training, name) for name in ROUNDING}
+
     def max_iters(self, run):
         return self.configs(run)[0].max_iters
 
@@ -384,9 +391,10 @@ class Plan:
         options = self.options
         arms = {}
         shares = {}
-        base = self.settings_of(Run(self.baseline, 1.0, 0))
+        base_run = Run(self.baseline, 1.0, 0)
+        base = self.arm_settings(base_run)
         for name, arm in self.arms.items():
-            settings = self.settings_of(Run(name, 1.0, 0))
+            settings = self.arm_settings(Run(name, 1.0, 0))
             arms[name] = {
                 'words': ' '.join(arm.words),
                 'differs': {k: v for k, v in settings.items() if v != base[k]},
@@ -410,7 +418,11 @@ class Plan:
                 'baseline_steps': options.baseline_steps,
                 'level': LEVEL,
                 'rule': RULE,
-                'settings': {k: v for k, v in base.items() if k not in varying},
+                'settings': {
+                    name: value
+                    for name, value in self.settings_of(base_run).items()
+                    if name not in varying
+                },
             }
         )
 

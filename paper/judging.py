@@ -240,20 +240,26 @@ def find_pairs(ours, theirs, groups, analysis=None):
     """{seed: (our FinishedRun, theirs)} of the group of runs with the most seeds in common.
 
     ours, theirs: claims' Runs. analysis: what both must have been analysed for, if anything.
-    Raises ValueError if several groups have the most: which of them counts would be a choice.
     """
     candidates = [pairs_in(variants, ours, theirs, analysis) for variants in groups.values()]
-    most = max(map(len, candidates), default=0)
-    if most == 0:
-        return {}
-    best = [pairs for pairs in candidates if len(pairs) == most]
+    return fullest(candidates, len, f'seeds of {describe_run(ours)} and {describe_run(theirs)}')
+
+
+def fullest(candidates, size, what):
+    """What the group of runs with the most has; {} where no group has anything.
+
+    candidates: a dict per group, whose size(dict) says how much it has of `what`. Raises ValueError
+    if several groups have the most: which of them counts would be a choice.
+    """
+    found = [candidate for candidate in candidates if candidate]
+    most = max(map(size, found), default=0)
+    best = [candidate for candidate in found if size(candidate) == most]
     if len(best) > 1:
-        arms = f'{describe_run(ours)} and {describe_run(theirs)}'
         raise ValueError(
-            f'{len(best)} groups of runs have {most} seeds of {arms}, with other settings: name the '
+            f'{len(best)} groups of runs, with different settings, have equally many {what}: name the '
             'runs of one group'
         )
-    return best[0]
+    return best[0] if best else {}
 
 
 def pairs_in(variants, ours, theirs, analysis=None):

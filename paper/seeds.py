@@ -13,7 +13,7 @@ from comparison.verdict import describe
 from paper import draw, losses
 from paper.claims import NAMES
 from paper.figures import FIGURES
-from paper.judging import pairs_in, validation_loss
+from paper.judging import fullest, pairs_in, validation_loss
 from paper.runs import PAPER, configs_of
 
 SMOOTH = 50  # steps whose mean is a point of a curve
@@ -57,26 +57,17 @@ def measure(name, groups):
 
 
 def find_runs(name, groups):
-    """{model: {seed: (its FinishedRun, the baseline's)}} of the group with the most models and seeds.
-
-    Raises ValueError if two groups have the most: which of them is drawn would be a choice.
-    """
+    """{model: {seed: (its FinishedRun, the baseline's)}} of the group with the most models and seeds."""
     _, baseline, others = models_of(name)
-    found, sizes = [], []
+    candidates = []
     for variants in groups.values():
         pairs = {run: pairs_in(variants, run, baseline) for run in others}
-        pairs = {run: of_seeds for run, of_seeds in pairs.items() if of_seeds}
-        if pairs:
-            found.append(pairs)
-            sizes.append((len(pairs), sum(map(len, pairs.values()))))
-    if not found:
-        return {}
-    if sizes.count(max(sizes)) > 1:
-        raise ValueError(
-            f'two groups of runs, with other settings, have as many models and seeds of {name}: '
-            'name the runs of one group'
-        )
-    return found[sizes.index(max(sizes))]
+        candidates.append({run: of_seeds for run, of_seeds in pairs.items() if of_seeds})
+    return fullest(candidates, models_and_runs, f'models and seeds of {name}')
+
+
+def models_and_runs(pairs):
+    return len(pairs), sum(map(len, pairs.values()))
 
 
 def measure_model(pairs):

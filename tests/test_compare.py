@@ -72,6 +72,7 @@ def test_a_run_is_what_train_would_be_told(place):
         (['--arms=vanilla; a: shared_v=True'], "unknown setting 'shared_v'"),
         (['--arms=vanilla; a: seed=3'], 'compare.py chooses it'),
         (['--arms=vanilla; a: weight_decay=0.1'], 'have the same settings'),
+        (['--arms=vanilla; a: device=cpu'], 'have the same settings'),
         (['--arms=vanilla; a: block_size=16'], 'those of different texts'),
         (['--arms=vanilla; a: share_v=True v_residual=True'], 'arm a: '),
         (['--arms=vanilla; a: no.py'], "no config file 'no.py'"),
@@ -94,6 +95,13 @@ def test_mistakes_are_one_line_before_anything_is_written(place, words, message)
     assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status
     assert message in status
     assert not Path('out').exists()
+
+
+def test_an_arm_may_differ_in_how_it_rounds_alone(place):
+    plan = make_plan('--arms=vanilla; half: dtype=bfloat16; compiled: compile=True')
+    assert plan.contents()['arms']['half']['differs'] == {'dtype': 'bfloat16'}
+    assert plan.contents()['arms']['compiled']['differs'] == {'compile': True}
+    assert '--dtype=bfloat16' in plan.arguments(Run('half', 1e-3, 1))
 
 
 def test_an_arm_cannot_be_tuned_on_its_test_seeds(place):

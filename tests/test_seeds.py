@@ -74,7 +74,7 @@ def test_one_group_of_runs_is_drawn_that_with_the_most_models_and_seeds(tmp_path
     assert list(arms) == [Run(S)] and list(arms[Run(S)]['curves']) == [1, 2, 3, 4]
 
     _, same = random_runs(tmp_path / 'same', (V, S), (1, 2, 3, 4), '--beta1=0.7')
-    with pytest.raises(ValueError, match='two groups of runs, .* models and seeds of fig13'):
+    with pytest.raises(ValueError, match='2 groups of runs, .* models and seeds of fig13'):
         seeds.measure('fig13', judging.read_groups(few + more + same, {}))
 
 
