@@ -527,11 +527,12 @@ class GPT(nn.Module):
         }
 
     def num_params(self, non_embedding=True):
-        """Number of weights; non_embedding leaves out wte, wpe and lm_head."""
-        outside = ()
+        """Number of weights; non_embedding leaves out embedding tables (wte, wpe) and lm_head."""
+        weights = set(self.parameters())
         if non_embedding:
-            outside = ('transformer.wte.', 'transformer.wpe.', 'lm_head.')
-        return sum(p.numel() for name, p in self.named_parameters() if not name.startswith(outside))
+            tables = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+            weights -= {module.weight for module in (*tables, self.lm_head)}
+        return sum(weight.numel() for weight in weights)
 
     def flops_per_token(self, seq_len):
         """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls.

@@ -359,6 +359,14 @@ def test_num_params_counts_a_tied_embedding_once_and_borrowers_have_fewer():
     assert vanilla.num_params() - svformer.num_params() == 2 * 32 * 32
 
 
+def test_num_params_leaves_out_a_table_that_a_fork_adds():
+    model = make()
+    before, total = model.num_params(), model.num_params(False)
+    model.value_table = torch.nn.Embedding(61, 8)
+    assert model.num_params() == before
+    assert model.num_params(False) == total + 61 * 8
+
+
 CROSS = dict(RES, residual_map='cross')
 
 
