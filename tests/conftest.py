@@ -59,6 +59,13 @@ def write_dataset(folder, splits, n_vocab=64, seed=0):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The empty folder in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def prepared(tmp_path, monkeypatch):
     """prepared(name, splits, ...) writes tmp_path/data/<name>; the test runs in tmp_path."""
     monkeypatch.chdir(tmp_path)

@@ -16,12 +16,6 @@ from paper.runs import LENGTHS, SCALES, Run
 TINY, PAPER = SCALES['tiny'], SCALES['paper']
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # --- the claims -----------------------------------------------------------------------------------
 
 

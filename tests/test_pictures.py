@@ -18,12 +18,6 @@ pytestmark = pytest.mark.usefixtures('figures_closed')
 CURVES = ('relative', 'pairs')
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def made(name, monkeypatch):
     """Reproduce a figure from finished runs of random losses. Returns its titles."""
     rng = np.random.default_rng(0)

@@ -24,12 +24,6 @@ TINY, PAPER = SCALES['tiny'], SCALES['paper']
 EVERY = list(dict.fromkeys(run for figure in FIGURES.values() for run in figure.runs()))
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def as_json(run, scale):
     """What config.json says of a run that train.py makes with these settings."""
     settings, config = runs.configs_of(run, scale)
