@@ -4,14 +4,17 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from accidents import train_with
 from conftest import ROOT, write_dataset
 from runs import (
     TRAIN,
     VALIDATION,
     assert_close_losses,
+    assert_same_run,
     command_line,
     finish,
     good,
@@ -67,6 +70,23 @@ def test_a_run_of_one_process_resumes_on_two(half, whole):
     name = half('out/one-two')
     good_ranks(name, init_from='resume')
     assert_close_losses(name, whole)
+
+
+def test_a_run_of_two_processes_resumes_on_two_bit_for_bit(work):
+    good_ranks('out/two-whole', dropout=0.2)
+    shutil.copytree('out/two-whole', 'out/two-two')
+    os.replace('out/two-two/ckpt_6.pt', 'out/two-two/ckpt.pt')
+    good_ranks('out/two-two', dropout=0.2, init_from='resume')
+    assert_same_run('out/two-two', 'out/two-whole')
+
+
+def test_each_process_drops_other_units_at_each_step():
+    settings, numbers = train.TrainConfig(), set()
+    for step in range(3):
+        for rank in range(4):
+            train.seed_dropout(step, settings, SimpleNamespace(world_size=4, rank=rank))
+            numbers.add(torch.rand(1).item())
+    assert len(numbers) == 12
 
 
 def test_two_nodes_reproduce_one(whole):
@@ -192,13 +212,17 @@ def test_a_folder_that_another_process_holds_is_refused_and_no_process_waits(who
     'steps, processes, nearest', [(4, 3, 3), (5, 3, 6), (1, 2, 2), (32, 5, 30)]
 )
 def test_an_accumulation_the_processes_do_not_divide_names_the_nearest_that_they_do(
-    work, steps, processes, nearest
+    steps, processes, nearest
 ):
-    options = dict(gradient_accumulation_steps=steps)
-    results = ranks(processes, run_train, *command_line('out/undivided', options))
+    settings = train.TrainConfig(gradient_accumulation_steps=steps)
+    with pytest.raises(ValueError, match=f'{processes} processes; {nearest} is '):
+        train.share_of_micro_steps(settings, SimpleNamespace(world_size=processes))
+
+
+def test_an_accumulation_the_processes_do_not_divide_is_refused_once(work):
+    options = dict(gradient_accumulation_steps=5)
+    results = ranks(2, run_train, *command_line('out/undivided', options))
     assert all(status == 1 for status, _, _ in results)
     (line,) = ''.join(err for _, _, err in results).splitlines()
-    for words in (f'gradient_accumulation_steps={steps}', f'{processes} processes'):
-        assert words in line
-    assert line.startswith('error: ') and f'; {nearest} is (' in line
+    assert line.startswith('error: gradient_accumulation_steps=5 is not divisible by 2 processes')
     assert not Path('out/undivided').exists()

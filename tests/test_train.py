@@ -407,10 +407,75 @@ def test_the_learning_rate_is_the_papers():
     assert train.learning_rate(500, train.TrainConfig(lr_decay_iters=500)) == pytest.approx(6e-5)
 
 
-def test_the_logged_rate_is_the_schedules(whole):
+def test_the_rate_in_the_log_and_in_the_optimizer_is_the_schedules(whole):
     settings = train.TrainConfig(warmup_iters=3, max_iters=12, learning_rate=1e-2)
     for entry in training_steps(whole):
         assert entry['lr'] == train.learning_rate(entry['step'], settings)
+    for name, last_step in (('ckpt_6.pt', 5), ('ckpt.pt', 11)):
+        groups = load(f'{whole}/{name}')['optimizer']['param_groups']
+        assert [g['lr'] for g in groups] == [train.learning_rate(last_step, settings)] * 2
+
+
+@pytest.mark.parametrize('grad_clip', [0.0, 0.05, 1000.0])
+def test_a_gradient_is_clipped_to_its_norm_and_with_0_not_at_all(grad_clip):
+    """Plain gradient descent at rate 1 moves the weights by what is left of the gradient."""
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=61)
+    model = GPT(config)
+    before = [p.detach().clone() for p in model.parameters()]
+    idx = tokens(2, 9)
+    _, norm = train.train_step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        torch.amp.GradScaler('cpu', enabled=False),
+        Machine('cpu', 'float32'),
+        lambda: (idx[:, :-1], idx[:, 1:]),
+        2,
+        grad_clip,
+    )
+    moved = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+    moved = torch.cat([change.flatten() for change in moved]).norm().item()
+    norm = norm.item()  # of the whole gradient
+    assert 0.05 < norm < 1000
+    assert moved == pytest.approx(min(norm, grad_clip) if grad_clip else norm, rel=1e-4)
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+def test_speed_is_that_of_steps_alone_however_many_a_log_line_stands_for(work, monkeypatch):
+    """By a clock that knows only that a step takes 2 seconds, and an evaluation 100."""
+    now = [0.0]
+
+    def taking(seconds, function):
+        def timed(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return timed
+
+    monkeypatch.setattr(train, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(train, 'train_step', taking(2, train.train_step))
+    monkeypatch.setattr(train, 'evaluate', taking(100, train.evaluate))
+    good('out/clock', log_interval=3, eval_interval=4)
+    assert [entry['step'] for entry in training_steps('out/clock')] == [0, 3, 6, 9]
+    for entry in training_steps('out/clock'):
+        assert entry['tok_per_s'] == 4 * 2 * 32 / 2
+
+
+def test_mfu_is_of_all_gpus_peak():
+    logged = []
+    reporter = SimpleNamespace(
+        active=True,
+        tokens_per_step=1000,
+        flops_per_token=600.0,
+        peak_flops=1e6,
+        machine=SimpleNamespace(world_size=8),
+        settings=train.TrainConfig(),
+        write=logged.append,
+    )
+    scaler = torch.amp.GradScaler('cpu', enabled=False)
+    train.Reporter.step(reporter, 0, 3.0, 1.0, 6e-4, scaler, 0, seconds=0.5)
+    assert logged[0]['mfu'] == pytest.approx(2000 * 600 / (8 * 1e6))
 
 
 def test_matrices_and_embeddings_decay_and_every_parameter_is_in_one_group():
