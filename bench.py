@@ -36,6 +36,7 @@ bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100
 """
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -48,18 +49,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._functorch import config as functorch_config
 
 from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from files import write_whole
-from levers import VARIANTS, halve_residual_stream, read_name, split_names
+from levers import OF_COMPILER, OF_DDP, VARIANTS, halve_residual_stream, read_name, split_names
 from machine import Machine, check_compiler
 from model import GPT, GPTConfig, refuse
-from profiling import expected_by_class, print_classes, print_costliest, spent_by_class
+from profiling import (
+    NAMES,
+    expected_by_class,
+    kernels,
+    print_classes,
+    print_costliest,
+    spent_by_class,
+)
 from rundir import provenance
 from tables import markdown_row, markdown_table
-from train import TrainConfig, checkpoint_blocks, distribute, make_optimizer, train_step
+from train import (
+    TrainConfig,
+    attention_setting,
+    checkpoint_blocks,
+    distribute,
+    make_optimizer,
+    train_step,
+)
 
 # --- settings ------------------------------------------------------------------------------------
 
@@ -155,6 +171,17 @@ def row_names(settings):
     return names
 
 
+def compile_rows_apart():
+    """Let the compiler make code of its own for every row and size.
+
+    To the compiler, all rows are one piece of code. It would stop compiling it after a few of them,
+    and the second batch size or length would be compiled for any size, which is slower.
+    """
+    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.accumulated_recompile_limit = 1000
+    torch._dynamo.config.automatic_dynamic_shapes = False
+
+
 def attempt(row, act, *args):
     """Let a row do something, unless it failed before. If it fails, only its problem is kept.
 
@@ -169,6 +196,9 @@ def attempt(row, act, *args):
     except Exception as error:
         traceback.print_exc()
         problem = first_line(error)[:100]
+        if isinstance(error, torch.OutOfMemoryError) and dist.is_initialized():
+            # The other processes wait in this row's all-reduce, and would for an hour.
+            raise OSError(f'{row.name}: {problem}') from error
 
     # Past the `except`, and not before, nothing holds the failed step's tensors any more.
     row.drop()
@@ -284,9 +314,14 @@ class Row:
     def build(self, settings, machine):
         before = allocated(machine)
         self.settings = settings
-        self.machine = machine
+        config, levers = self.recipe.config, self.recipe.levers
         self.flops = self.recipe.flops_per_token()
-        levers = self.recipe.levers
+        self.machine = copy.copy(machine)
+        self.machine.attention = attention_setting(settings, config)  # dropout decides, too
+        with self.pulled():
+            self.kernel = self.machine.attention_kernel(
+                config.n_head, config.kv_heads, config.head_size, config.block_size
+            )
 
         model = self.recipe.make(settings.seed).to(machine.device)
         self.optimizer = make_optimizer(model, settings)
@@ -301,6 +336,11 @@ class Row:
             self.model = distribute(levers.compile(model, settings), machine, **levers.ddp)
         self.static = allocated(machine) - before
 
+    def pulled(self):
+        """A context in which this row's levers are pulled, and its kernels chosen."""
+        self.machine.choose_kernels()
+        return self.recipe.levers.pulled()
+
     def step(self, next_batch, timed=False):
         waited = 0.0
 
@@ -314,7 +354,7 @@ class Row:
         others = allocated(self.machine) - self.static
         if self.machine.kind == 'cuda':
             torch.cuda.reset_peak_memory_stats()
-        with self.recipe.levers.pulled():
+        with self.pulled():
             seconds = stopwatch(self.machine)
             train_step(
                 self.model,
@@ -354,21 +394,29 @@ class Row:
             Path(folder).mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
         kind = self.machine.kind
+        if not kernels(trace, kind):
+            print(f'\n{self.name}: no kernel was traced; does this machine allow CUPTI to profile?')
+            return
         print_costliest(self.name, trace, kind)
         spent = spent_by_class(trace, kind, self.recipe.config.vocab_size)
         print_classes(self.name, spent, self.expected())
 
     def expected(self):
-        """{class of kernels: microseconds} expected of a step, from counted FLOPs and bytes."""
-        settings, config = self.settings, self.recipe.config
+        """{class of kernels: microseconds} expected of a step, from counted FLOPs and bytes; None where
+        what is counted, a step in half precision that computes nothing twice, is not this row's."""
+        settings, config, levers = self.settings, self.recipe.config, self.recipe.levers
+        recomputes = (
+            levers.checkpointed
+            or 'budget' in levers.values
+            or settings.activation_checkpointing
+            or settings.activation_memory_budget < 1
+        )
+        if recomputes or self.machine.dtype == 'float32':
+            return dict.fromkeys(NAMES)
         with torch.device('meta'):
             model = GPT(config)
-        with self.recipe.levers.pulled():
-            kernel = self.machine.attention_kernel(
-                config.n_head, config.kv_heads, config.head_size, config.block_size
-            )
         return expected_by_class(
-            model, settings.batch_size, settings.micro_steps, self.machine, kernel
+            model, settings.batch_size, settings.micro_steps, self.machine, self.kernel
         )
 
     def report(self, tokens, peak_flops, references):
@@ -387,6 +435,7 @@ class Row:
             'tok_per_s': speed,
             'mfu': self.flops * speed / peak_flops if peak_flops else None,
             'peak_gib': self.peak / 2**30 if self.peak else None,
+            'attention_kernel': self.kernel,
             'speed_relative_to': ratios,
             'first_step_s': self.first,
             'waiting_for_data': statistics.median(self.waiting),
@@ -432,11 +481,7 @@ def bench_training(settings, config):
     machine, shape = start(settings, config)
     rows = [Row(name, read_name(name, shape)) for name in row_names(settings)]
     for row in rows:
-        refuse(
-            'static' in row.recipe.levers.values and settings.micro_steps > 1,
-            f'{row.name}: a static graph cannot sum gradients over micro_steps='
-            f'{settings.micro_steps}; use 1, or drop static',
-        )
+        check_levers(row, settings, machine)
     about = {
         **provenance(machine),
         'compile': settings.compile,
@@ -468,6 +513,33 @@ def bench_training(settings, config):
     gc.collect()
     machine.close()
     return numbers
+
+
+def check_levers(row, settings, machine):
+    """Refuse what a row's levers cannot do with these settings; name those that do nothing."""
+    levers, micro_steps = row.recipe.levers, settings.micro_steps
+    refuse(
+        'static' in levers.values and micro_steps > 1,
+        f'{row.name}: a static graph cannot sum gradients over micro_steps={micro_steps}; use 1, or '
+        'drop static',
+    )
+    refuse(
+        levers.graphs and settings.compile and micro_steps > 1,
+        f'{row.name}: CUDA graphs overwrite the loss of the micro-step before, but micro_steps='
+        f'{micro_steps}; use 1, or drop the mode',
+    )
+    refuse(
+        settings.activation_checkpointing and row.recipe.kind == 'hf',
+        f'{row.name}: activation_checkpointing is of our own rows; drop it, or --peers',
+    )
+    idle = []
+    if not settings.compile:
+        idle += [f'{name} does nothing with compile=False' for name in OF_COMPILER]
+    if not machine.distributed:
+        idle += [f'{name} does nothing without torchrun' for name in OF_DDP]
+    for words in idle:
+        if words.split()[0] in levers.values and machine.is_first:
+            print(f'note: {row.name}: {words}', file=sys.stderr)
 
 
 def report_all(rows, settings, shape, machine):
@@ -715,10 +787,7 @@ def measure(trials, settings):
 
 
 def measure_largest(decoder, context, settings, machine):
-    """The report of one decoder with the largest batch that fits into memory_gib of the GPU.
-
-    A list, which is empty where not even one text fits.
-    """
+    """The report, in a list, of one decoder with the largest batch that fits into memory_gib of the GPU."""
     trial = Trial(decoder, 1, context)
     if decoder.problem:
         return measure([trial], settings)  # its line says so
@@ -729,7 +798,9 @@ def measure_largest(decoder, context, settings, machine):
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
         attempt(trial, trial.grow)
-        return measure([trial], settings) if trial.batch else []
+        if not trial.batch and not trial.problem:
+            trial.problem = f'not one text fits into {settings.memory_gib:g} GiB'
+        return measure([trial], settings)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -755,8 +826,7 @@ def print_decoding(report):
 
 
 def main():
-    # To the compiler, all variants are one piece of code.
-    torch._dynamo.config.recompile_limit = 64
+    compile_rows_apart()
     modes = {'': (BenchConfig, GPTConfig), 'decode': (DecodeConfig, GPTConfig)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_line_errors(ValueError, OSError))

@@ -42,8 +42,12 @@ FLAGS = ('eager', 'checkpointed', 'half', 'ddp-first', 'ddp-whole', 'static', *K
 # Levers that change only training steps.
 OF_TRAINING = 'checkpointed half chunk budget ddp-first ddp-whole static bucket'.split()
 
-# Levers that are pulled in model.py.
+# Levers that change our own model or its loss.
 OF_OUR_ROWS = ('checkpointed', 'half', 'chunk')
+
+# Levers of the compiler, and of DistributedDataParallel: they do nothing without it.
+OF_COMPILER = ('budget', 'mode', 'ddp-whole')
+OF_DDP = ('ddp-first', 'ddp-whole', 'static', 'bucket')
 
 
 # --- a row's name --------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ class Levers:
             # Without it, torch's own sizes, as in train.py: 25 MiB, and 1 MiB for the first bucket.
             # An explicit 25 would be the size of all.
             self.ddp['bucket_cap_mb'] = self.values['bucket']
-        for lever in ('budget', 'mode'):
+        for lever in OF_COMPILER:
             refuse(
                 self.eager and lever in self.values,
                 f"{self.name}: {lever} is the compiler's, it does nothing with eager; drop one",
@@ -168,14 +172,17 @@ class Levers:
             return model
         options = torch._inductor.list_mode_options(self.mode) if self.mode else {}
         # Rows with equal options would share the code compiled for the first of them, whatever
-        # their levers are. This option only tells them apart.
-        options['trace.debug_dir'] = self.name
+        # their levers and kernels are. This option only tells them apart.
+        options['trace.debug_dir'] = f'{self.name} {torch.compiler.config.cache_key_tag}'
         return torch.compile(model, options=options)
 
     @contextlib.contextmanager
     def pulled(self):
         """Set the levers while a row compiles or takes a step: other rows have other levers."""
         with contextlib.ExitStack() as stack:
+            # So that the compiler's cache on disk tells rows apart, too.
+            tag = f'{torch.compiler.config.cache_key_tag} {self.name}'
+            stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))
             if 'chunk' in self.values:
                 rows = self.values['chunk']
                 stack.enter_context(replaced(model_file, 'rows_per_chunk', lambda _: rows))

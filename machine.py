@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.distributed as dist
 INTERRUPTED = 75
 
 DTYPES = ('auto', 'float16', 'bfloat16', 'float32')
-KERNELS = ('auto', 'flash', 'cudnn')
+ATTENTION = ('auto', 'flash', 'cudnn')
 
 # Dense half-precision tensor FLOP/s of one GPU, from the data sheets.
 PEAK_FLOPS = {
@@ -76,9 +77,9 @@ class Machine:
         if dtype == 'auto':
             dtype = 'float16' if self.kind == 'cuda' else 'float32'
         self.dtype = dtype
-        if attention not in KERNELS:
+        if attention not in ATTENTION:
             raise ValueError(
-                f'attention={attention!r} is not one of {", ".join(map(repr, KERNELS))}'
+                f'attention={attention!r} is not one of {", ".join(map(repr, ATTENTION))}'
             )
 
         self.attention = attention
@@ -86,10 +87,10 @@ class Machine:
         if self.kind == 'cuda':
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision('high' if tf32 else 'highest')
-            self.choose_kernels()
             has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
             if dtype == 'bfloat16' and not has_bfloat16:
                 raise ValueError(f'{self.name()} has no bfloat16; use --dtype=float16')
+        self.choose_kernels()
 
         if backend:
             self.join(backend)
@@ -99,6 +100,8 @@ class Machine:
         if self.kind == 'cuda':
             torch.backends.cuda.enable_cudnn_sdp(self.attention != 'flash')
             torch.backends.cuda.enable_flash_sdp(self.attention != 'cudnn')
+            # The compiler's cache on disk would hand out code that was compiled for other kernels.
+            torch.compiler.config.cache_key_tag = f'attention={self.attention}'
 
     def choose_device(self, device):
         """(kind, torch.device) of the device asked for."""
@@ -117,6 +120,11 @@ class Machine:
                 f'{" and ".join(usable)} here'
             )
         if kind == 'cuda':
+            if index and self.distributed:
+                raise ValueError(
+                    f'device={device!r}, but torchrun gives each process a GPU of its own; use '
+                    '--device=cuda, and choose among the GPUs with CUDA_VISIBLE_DEVICES'
+                )
             self.check_count(device, int(index or 0))
             number = self.local_rank if self.distributed else index or 0
             device = f'cuda:{number}'
@@ -228,11 +236,19 @@ class Machine:
 
 
 def check_compiler(machine):
-    """ValueError where torch.compile cannot work."""
-    compilers = ('g++', 'c++', 'clang++')
-    if machine.kind == 'cpu' and not any(shutil.which(name) for name in compilers):
+    """ValueError where torch.compile cannot work: on a CPU inductor needs $CXX, or else g++ (on a Mac
+    clang++), and on CUDA Triton needs $CC, gcc or clang."""
+    language, variable, usual = 'C++', 'CXX', ['g++']
+    if machine.kind == 'cuda':
+        language, variable, usual = 'C', 'CC', ['gcc', 'clang']
+    elif sys.platform == 'darwin':
+        usual = ['clang++']
+    chosen = os.environ.get(variable)
+    names = [chosen] if chosen else usual
+    if not any(shutil.which(name) for name in names):
         raise ValueError(
-            'compile=True on a CPU needs a C++ compiler; install g++ or use --compile=False'
+            f'compile=True needs a {language} compiler, and there is no {" or ".join(names)}; install '
+            f'{usual[0]}, name yours in {variable}, or use --compile=False'
         )
 
 

@@ -3,9 +3,10 @@ Where the time of a training step goes: its costliest kernels, and the time of e
 beside what was expected before any GPU had been seen.
 
 An expectation is no measurement. It is the FLOPs and bytes of a compiled step, which are counted,
-divided by the rates in REACHED, which are assumed. The FLOPs are the row's own. The bytes of
-elementwise kernels are counted as for vanilla. bench.py --profile prints both; a class that is far
-from its expectation is where to look.
+divided by the rates in REACHED, which are assumed. The FLOPs are those of the row's model. The bytes
+of elementwise kernels are counted as for vanilla, in half precision. A row that computes something
+twice has no expectation. bench.py --profile prints both; a class that is far from its expectation is
+where to look.
 """
 
 import re

@@ -335,12 +335,12 @@ def load_run(path, tokenizer=''):
     """
     path = Path(path)
     checkpoint = None
-    if holds_weights(path) and not (path / 'ckpt.pt').exists():
+    weights = find_weights(path)
+    if weights.is_dir():
         model = load_hub(path)
         encoder = tokenizers.load(tokenizer or path)
     else:
-        # Older checkpoints of a folder are for resuming only.
-        checkpoint = load_checkpoint(path / 'ckpt.pt' if path.is_dir() else path)
+        checkpoint = load_checkpoint(weights)
         with name_misfits(path):
             encoder = load_tokenizer(path, checkpoint, tokenizer)
             model = GPT(GPTConfig(**checkpoint['model_config']))
@@ -354,6 +354,20 @@ def load_run(path, tokenizer=''):
     return model.eval(), encoder, checkpoint
 
 
+def find_weights(path):
+    """What load_run() reads: a checkpoint file, or a Hugging Face folder. FileNotFoundError if it is
+    missing."""
+    path = Path(path)
+    if path.is_dir():
+        # Older checkpoints of a folder are for resuming only.
+        newest = path / 'ckpt.pt'
+        is_from_hub = holds_weights(path) and not newest.exists()
+        path = path if is_from_hub else newest
+    if not path.exists():
+        raise FileNotFoundError(f'there is no {path}: nothing to resume or load')
+    return path
+
+
 def load_tokenizer(path, checkpoint, where):
     """The tokenizer that a checkpoint was trained with, from `where` or from its dataset's folder."""
     trained = checkpoint['data']['tokenizer']
@@ -362,7 +376,10 @@ def load_tokenizer(path, checkpoint, where):
     if not where:
         where = Path('data', checkpoint['settings']['dataset'])
         if not where.is_dir():  # its name would be taken for a hub id
-            raise FileNotFoundError(f'there is no {where}, with whose tokenizer {path} was trained')
+            raise FileNotFoundError(
+                f'there is no {where}, with whose tokenizer {path} was trained; give another place '
+                'of it with --tokenizer'
+            )
     encoder = tokenizers.load(where)
     check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.name)
     return encoder
@@ -486,6 +503,9 @@ def provenance(machine):
         command = ['git', 'describe', '--always', '--dirty']
         folder = Path(__file__).parent
         commit = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+    versions = {'torch': str(torch.__version__)}
+    if machine.kind == 'cuda':
+        versions['cudnn'] = torch.backends.cudnn.version()
     return {
         'commit': known_commit(commit),
         'date': datetime.date.today().isoformat(),
@@ -495,7 +515,7 @@ def provenance(machine):
         'load': round(os.getloadavg()[0], 2),
         'dtype': machine.dtype,
         'world_size': machine.world_size,
-        'torch': str(torch.__version__),
+        **versions,
         'numpy': np.__version__,
         'python': sys.version.split()[0],
     }

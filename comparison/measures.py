@@ -16,14 +16,13 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from bench import BenchConfig, Row, attempt
+from bench import BenchConfig, Row, attempt, compile_rows_apart
 from comparison.plan import decisive_settings
 from comparison.verdict import LEAST_SEEDS, t_test
 from files import write_whole
 from levers import Levers, Recipe
 from machine import Machine
 from model import GPT
-from train import attention_setting
 
 WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and time for all of them
 POINTS = 150  # of a curve that is drawn
@@ -113,7 +112,7 @@ def time_steps(configs, machine, gpus=1):
     fails, the others are still timed. A step has all micro-batches that one of `gpus` has in
     training: however long it is, the few that are timed here are few beside those of a training.
     """
-    torch._dynamo.config.recompile_limit = 64  # to the compiler, all arms are one piece of code
+    compile_rows_apart()
     rows = []
     batches = {}
     for name, (settings, config) in configs.items():
@@ -122,9 +121,8 @@ def time_steps(configs, machine, gpus=1):
             levers = [f'budget={settings.activation_memory_budget:.6f}']
         row = Row(name, Recipe(name, config, Levers(levers)))
         micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
-        # An arm may have a dtype and kernels of its own.
-        attention = attention_setting(settings, config)
-        own = Machine(str(machine.device), settings.dtype, tf32=True, attention=attention)
+        # An arm may have a dtype of its own.
+        own = Machine(str(machine.device), settings.dtype, tf32=True)
         attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), own)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)
@@ -135,8 +133,6 @@ def time_steps(configs, machine, gpus=1):
     start = time.monotonic()
     for number in range(WARMUP + ROUNDS):
         for row in rows:
-            if not row.problem:
-                row.machine.choose_kernels()
             attempt(row, row.step, lambda: batches[row.name], number >= WARMUP)  # noqa: B023
         if number >= WARMUP + 4 and time.monotonic() - start > SECONDS:
             break

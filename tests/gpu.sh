@@ -88,7 +88,7 @@ commands() {
 }
 
 check() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@"; }
-check_levers() { check tests/test_bench.py -k "$1"; }
+check_levers() { check tests/test_levers.py -k "$1"; }
 
 bench() { "$PYTHON" $LAUNCHER bench.py "$@" $SMALL $SMALL_BENCH --out="$HERE/rows.json"; }
 bench_few() { bench --batch_size=32 --rounds=5 "$@"; }

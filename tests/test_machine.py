@@ -1,13 +1,15 @@
 """machine.py: device and precision, agreement between processes, and signals."""
 
+import contextlib
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import ranks
 
-from machine import Machine, Signals
+from machine import Machine, Signals, check_compiler
 
 # --- device and precision ------------------------------------------------------------------------
 
@@ -47,8 +49,10 @@ def test_each_process_has_its_own_gpu(gpu, monkeypatch):
     gpu('NVIDIA H200')
     for name, value in (('RANK', '5'), ('LOCAL_RANK', '1'), ('WORLD_SIZE', '8')):
         monkeypatch.setenv(name, value)
-    machine = Machine('cuda:3', backend='')
+    machine = Machine('cuda', backend='')
     assert machine.device == torch.device('cuda:1')
+    with pytest.raises(ValueError, match='cuda:3.*torchrun gives each process a GPU of its own'):
+        Machine('cuda:3', backend='')
     assert (machine.rank, machine.world_size, machine.is_first) == (5, 8, False)
 
 
@@ -139,8 +143,59 @@ def test_the_attention_setting_leaves_kernels_out(gpu, attention, kernels):
         Machine(attention=attention)
         cuda = torch.backends.cuda
         assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()) == kernels
+        # Or code compiled for other kernels would be found in the compiler's cache on disk.
+        assert attention in torch.compiler.config.cache_key_tag
     finally:
         Machine()
+
+
+@pytest.mark.parametrize(
+    'number, kernel', [(0, 'math'), (1, 'flash'), (2, 'efficient'), (3, 'cudnn')]
+)
+def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch, number, kernel):
+    asked = []
+
+    def choose(q, k, v, is_causal, enable_gqa):
+        asked.append((tuple(q.shape), tuple(k.shape), is_causal, enable_gqa))
+        return number
+
+    machine = Machine('cpu', 'float16')
+    assert machine.attention_kernel(8, 2, 64, 128) is None
+    machine.kind = 'cuda'  # the tensors stay on the CPU
+    monkeypatch.setattr(torch, '_fused_sdp_choice', choose)
+    assert machine.attention_kernel(8, 2, 64, 128) == kernel
+    machine.dtype = 'float32'
+    machine.attention_kernel(8, 2, 64, 128)
+    assert asked == [
+        ((1, 8, 128, 64), (1, 2, 128, 64), True, True),
+        ((1, 8, 128, 64), (1, 8, 128, 64), True, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    'kind, environment, present, missing',
+    [
+        ('cpu', {}, 'g++', ''),
+        ('cpu', {}, 'clang++', r'C\+\+ compiler, and there is no g\+\+'),
+        ('cpu', {'CXX': '/opt/clang++'}, '/opt/clang++', ''),
+        ('cpu', {'CXX': '/opt/clang++'}, 'g++', 'no /opt/clang'),
+        ('cuda', {}, 'clang', ''),
+        ('cuda', {}, 'g++', 'C compiler, and there is no gcc or clang'),
+        ('cuda', {'CC': 'icx'}, 'gcc', 'no icx'),
+    ],
+)
+def test_the_compiler_that_torch_will_start_must_be_there(
+    monkeypatch, kind, environment, present, missing
+):
+    for name in ('CC', 'CXX'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('sys.platform', 'linux')
+    monkeypatch.setattr('shutil.which', lambda name: name if name == present else None)
+    expected = pytest.raises(ValueError, match=missing) if missing else contextlib.nullcontext()
+    with expected:
+        check_compiler(SimpleNamespace(kind=kind))
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])

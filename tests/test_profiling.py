@@ -190,3 +190,28 @@ def test_bench_prints_the_classes_of_a_profile(work):
         shares = [float(share) for share in re.findall(r'\| ([\d.]+)% \|', table)]
         assert len(shares) == len(profiling.NAMES) + 1
         assert sum(shares[:-1]) == pytest.approx(100, abs=0.5) and shares[-1] == 100
+
+
+@pytest.mark.parametrize(
+    'name, dtype, is_expected',
+    [
+        ('vanilla', 'float16', True),
+        ('vanilla:checkpointed', 'float16', False),
+        ('vanilla:budget=0.9', 'float16', False),
+        ('vanilla', 'float32', False),
+    ],
+)
+def test_a_row_that_is_not_what_was_counted_has_no_expectation(name, dtype, is_expected):
+    row = bench.Row(name, bench.read_name(name, GPTConfig(n_layer=1)))
+    row.settings, row.kernel = bench.BenchConfig(), 'flash'
+    row.machine = SimpleNamespace(dtype=dtype, **vars(machine(989e12, 4.8e12)))
+    assert any(row.expected().values()) == is_expected
+
+
+def test_a_machine_that_traces_no_kernels_is_told_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, 'kernels', lambda trace, kind: [])
+    row = bench.Row('vanilla', None)
+    row.machine = SimpleNamespace(kind='cpu', is_first=False)
+    monkeypatch.setattr(row, 'step', lambda next_batch: None)
+    row.profile(None, tmp_path)
+    assert 'vanilla: no kernel was traced; does this machine allow CUPTI' in capsys.readouterr().out
