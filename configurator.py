@@ -92,6 +92,8 @@ def choose(modes, doc, argv=None, plain=''):
     if mode in modes and mode:
         return mode, configure(*modes[mode], argv=argv[1:], plain=plain, mode=mode)
     if '' in modes:
+        if HELP & set(argv):
+            print(f'{doc.strip()}\n')
         return '', configure(*modes[''], argv=argv, plain=plain)
     print(doc.strip())
     sys.exit(0 if mode in HELP else 2)

@@ -28,9 +28,9 @@ from data import Dataset, read_windows, windows
 from files import write_whole
 from machine import Machine
 from model import LOSS_CHUNK
-from rundir import check_tokenizer, load_run, provenance
+from rundir import check_tokenizer, find_weights, load_run, provenance
 from tables import markdown_table
-from tasks import TASKS, check_local, harness_tasks
+from tasks import TASKS, check_names, harness_tasks
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'
@@ -48,6 +48,7 @@ class EvaluateConfig:
     batch_size: int = 32  # windows or texts at once
     device: str = 'auto'  # as in train.py
     dtype: str = 'auto'  # as in train.py
+    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of each run's dataset
     out: str = ''  # write the numbers here, as JSON
 
     def __post_init__(self):
@@ -79,7 +80,7 @@ class TasksConfig(EvaluateConfig):
         super().__post_init__()
         if self.limit < 0:
             raise ValueError(f'limit={self.limit} must not be negative')
-        check_local(self.tasks.split(','), self.data_dir)
+        check_names(self.tasks.split(','), self.data_dir)
 
 
 def log_probabilities(model, hidden, targets, n_vocab=None):
@@ -111,6 +112,7 @@ def compare_losses(runs, settings, machine):
     runs = [str(run) for run in runs]
     first = runs[0]
     reports, losses = {}, {}
+    numbers = {**provenance(machine), 'standard_errors': LOSS_ERRORS, 'runs': reports}
     for run in runs:
         reports[run], losses[run] = run_losses(run, settings, machine)
         same_windows = all(
@@ -119,23 +121,26 @@ def compare_losses(runs, settings, machine):
         if run != first and same_windows:
             minus_first = difference(reports[run], losses[run], reports[first], losses[first])
             reports[run]['minus_first'] = minus_first
-    return {
-        **provenance(machine),
-        'standard_errors': LOSS_ERRORS,
-        'runs': reports,
-    }
+        save(numbers, settings, machine)
+    return numbers
+
+
+def save(numbers, settings, machine):
+    """Write the numbers so far: a later run may fail."""
+    if settings.out and machine.is_first:
+        write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
 
 
 def run_losses(run, settings, machine):
     """(the report of a run, a dict for JSON; its domain_losses)."""
-    model, tokenizer, checkpoint = load_run(run)
+    model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
     if checkpoint is None and not settings.dataset:
         raise ValueError(f'{run} is not a run of train.py: say on which --dataset')
     dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
     sha256 = dataset.meta['tokenizer']['sha256']
     check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
     if machine.is_first:
-        dataset.verify()
+        dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
     domains = {}
@@ -260,8 +265,15 @@ def evaluate_tasks(runs, settings, machine):
     limit = settings.limit or None
     manager = TaskManager()
     reports, samples = {}, {}
+    numbers = {
+        **provenance(machine),
+        'standard_errors': TASK_ERRORS,
+        'limit': settings.limit,
+        'data': Path(settings.data_dir).name if settings.data_dir else 'hub',
+        'runs': reports,
+    }
     for run in map(str, runs):
-        model, tokenizer, checkpoint = load_run(run)
+        model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
         lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -282,13 +294,7 @@ def evaluate_tasks(runs, settings, machine):
             'step': checkpoint['step'] if checkpoint else None,
             'block_size': model.config.block_size,
         }
-    numbers = {
-        **provenance(machine),
-        'standard_errors': TASK_ERRORS,
-        'limit': settings.limit,
-        'data': Path(settings.data_dir).name if settings.data_dir else 'hub',
-        'runs': reports,
-    }
+        save(numbers, settings, machine)
     return numbers, samples
 
 
@@ -444,18 +450,19 @@ def main():
             raise ValueError(
                 'evaluate.py tasks is one process, on one device: start it without torchrun'
             )
+        runs = settings.all_runs()
+        for run in runs:
+            find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
 
     with one_line_errors(ValueError, OSError, everywhere=True):
         if mode == 'loss':
-            numbers = compare_losses(settings.all_runs(), settings, machine)
+            numbers = compare_losses(runs, settings, machine)
             show = print_losses
         else:
-            numbers, _ = evaluate_tasks(settings.all_runs(), settings, machine)
+            numbers, _ = evaluate_tasks(runs, settings, machine)
             show = print_tasks
         if machine.is_first:
-            if settings.out:
-                write_whole(Path(settings.out), json.dumps(numbers, indent=1) + '\n')
             show(numbers)
     machine.close()
 

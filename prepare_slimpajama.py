@@ -261,10 +261,11 @@ def fill(settings, out, previous):
     plan = make_plan(settings, out)
     state = first_state(plan)
     if previous:
-        for name in ('source', 'tokenizer'):
+        state['read'] = hash_of_sizes(plan, previous['done'])
+        for name, what in (('source', 'source'), ('read', 'source'), ('tokenizer', 'tokenizer')):
             if previous[name] != state[name]:
                 raise ValueError(
-                    f'--{name} has changed since {out} was begun: delete {out} to start again'
+                    f'--{what} has changed since {out} was begun: delete {out} to start again'
                 )
         state = previous
         print(f'continuing after {state["done"]:,} of {len(plan.units):,} files')
@@ -293,9 +294,18 @@ def make_plan(settings, out):
     return Plan(settings, out, units, shares, goals, encoder)
 
 
+def hash_of(value):
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def hash_of_sizes(plan, done):
+    """Of the units that have been read: a damaged one after them may still be replaced."""
+    return hash_of([unit.size for unit in plan.units[:done]])
+
+
 def first_state(plan):
     """What progress.json says before the first unit is done."""
-    names = [(unit.name, unit.split, unit.size) for unit in plan.units]
+    names = [(unit.name, unit.split) for unit in plan.units]
     counts = {}
     for split in ('train', 'validation'):
         counts[split] = {}
@@ -304,7 +314,8 @@ def first_state(plan):
     return {
         'asked': deciding_settings(plan.settings),
         'done': 0,  # units
-        'source': hashlib.sha256(json.dumps(names).encode()).hexdigest(),
+        'source': hash_of(names),
+        'read': hash_of_sizes(plan, 0),
         'tokenizer': plan.encoder.sha256,
         'counts': counts,
     }
@@ -388,6 +399,7 @@ def write_tokens(plan, state, estimate):
                 part.flush()
                 os.fsync(part.fileno())
             state['done'] += 1
+            state['read'] = hash_of_sizes(plan, state['done'])
             write_json(out / 'progress.json', state)
 
             bar.update(tokens)
@@ -609,7 +621,11 @@ def write_json(path, value):
     write_whole(path, json.dumps(value, indent=1) + '\n')
 
 
-if __name__ == '__main__':
+def main():
     with one_line_errors(ValueError, OSError):
         (settings,) = configure(Settings)
         prepare(settings)
+
+
+if __name__ == '__main__':
+    main()

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -37,6 +38,11 @@ MAX_LINE = 64 * 2**20
 
 # A hub file that yields nothing new is opened again after 1, 2, 4, ... 32 seconds.
 RETRIES = 6
+FINAL_STATUSES = {
+    401,
+    403,
+    404,
+}  # statuses of an answer that will not change: no access, or not there
 
 
 class Unit(NamedTuple):
@@ -68,6 +74,11 @@ def find_units(source, revision, weights, seed):
         rows = folder_units(source, paths)
         if not rows:
             texts = text_folder_units(source, paths, seed)
+        elif len(rows) < len(paths):
+            print(
+                f'{rows[0].name} makes {source} a folder of rows: its {len(paths) - len(rows):,} other '
+                'files are not read'
+            )
     elif HUB_ID.fullmatch(source):
         rows = hub_units(source, revision)
     else:
@@ -333,12 +344,23 @@ def hub_rows(source, revision, path):
                 number += 1
                 failures = 0
             return
+        except ImportError as error:
+            raise OSError(f'the hub cannot be read: {first_line(error)}; pip install it') from error
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
+            reason = first_line(error)
+            if status_of(error) in FINAL_STATUSES:
+                raise OSError(f'the hub refuses {source} at {revision}: {reason}') from error
             failures += 1
             if failures > RETRIES:
-                reason = first_line(error)
                 raise OSError(f'the hub fails, after {RETRIES} retries: {reason}') from error
+            if failures == 1:
+                print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
             time.sleep(2 ** (failures - 1))
+
+
+def status_of(error):
+    """The HTTP status of an error of the hub's client; None where it has none."""
+    return getattr(getattr(error, 'response', None), 'status_code', None)
 
 
 def open_hub(source, revision, path):

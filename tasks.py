@@ -6,6 +6,7 @@ Their items come from the Hugging Face hub, or from a folder --data_dir with one
 holds the files as they were first published (see PUBLISHED).
 """
 
+import difflib
 import json
 from pathlib import Path
 
@@ -22,14 +23,30 @@ PUBLISHED = {
 TASKS = tuple(PUBLISHED)  # in the order of Table 1's columns
 
 
-def check_local(names, data_dir):
-    """Raise ValueError where `data_dir`, if there is one, cannot hold the items of these tasks."""
+def check_names(names, data_dir):
+    """Raise ValueError for tasks that do not exist, or that `data_dir`, if there is one, cannot hold."""
     unknown = [name for name in names if name not in PUBLISHED]
     if data_dir and unknown:
         raise ValueError(
             f'{", ".join(map(repr, unknown))} cannot be read from {data_dir}; '
             f'only {", ".join(PUBLISHED)} can'
         )
+    if unknown:
+        check_known(unknown)
+
+
+def check_known(names):
+    """Raise ValueError for names that lm-evaluation-harness does not know; it takes a while to ask."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        return  # whoever needs it says so
+    known = TaskManager().task_index
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*PUBLISHED, *known], n=1)
+            hint = f'; did you mean {close[0]!r}?' if close else ''
+            raise ValueError(f'lm-evaluation-harness has no task {name!r}{hint}')
 
 
 # --- published files -> rows of the datasets that the harness reads ------------------------------

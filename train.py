@@ -132,10 +132,10 @@ class TrainConfig:
             'eval_only prints losses alone; drop eval_tasks, and run: python evaluate.py tasks '
             f'{self.out_dir} --tasks={self.eval_tasks}',
         )
-        from tasks import check_local, read_items  # here: training works from the core alone
+        from tasks import check_names, read_items  # here: training works from the core alone
 
         names = self.eval_tasks.split(',')
-        check_local(names, self.eval_data_dir)
+        check_names(names, self.eval_data_dir)
         if self.eval_data_dir:
             for name in names:
                 read_items(name, self.eval_data_dir)
@@ -422,6 +422,12 @@ def open_checkpoint(settings, config, machine):
         path = out if resumes else settings.init_from
         return load_checkpoint(path, print if machine.is_first else silent)
 
+    inside = checkpoints(settings.init_from)
+    refuse(
+        inside,
+        f'init_from={settings.init_from} is the folder of a run; give one of its checkpoints, such as '
+        f'{inside[0] if inside else ""}',
+    )
     theirs = load_hub(settings.init_from)
     refuse(
         theirs.config.block_size < config.block_size,

@@ -39,7 +39,9 @@ class Past(Cache):
         return int(self.cache.position)
 
     def crop(self, tokens_to_remove):
-        self.cache.position += tokens_to_remove  # -n: n fewer
+        if tokens_to_remove > 0:  # in transformers 4, the length that is left
+            tokens_to_remove -= self.get_seq_length()
+        self.cache.position += min(0, tokens_to_remove)  # -n: n fewer
 
     def reorder_cache(self, beam_idx):
         for tensor in self.cache.tensors.values():

@@ -51,6 +51,7 @@ class AnalyzeConfig:
     hf: str = ''  # a Hugging Face folder or hub id instead, with its own tokenizer (needs --text)
     dataset: str = ''  # in data/, whose validation split is read; '': the one it was trained on
     text: str = ''  # a text file to read instead
+    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
     sequences: int = 1000  # how many, evenly spaced
     length: int = 2048  # tokens of a sequence; at most the model's block_size
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
@@ -63,9 +64,10 @@ class AnalyzeConfig:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f'{name}={value} must be at least {least}')
-        if self.hf and (self.out_dir or self.runs or not self.text):
+        if self.hf and (self.out_dir or self.runs or self.tokenizer or not self.text):
             raise ValueError(
-                '--hf reads a --text with its own tokenizer, and goes without --out_dir and runs'
+                '--hf reads a --text with its own tokenizer, and goes without --tokenizer, --out_dir '
+                'and runs'
             )
 
     def all_runs(self):
@@ -269,7 +271,7 @@ def load(run, settings):
     if settings.hf:
         model, encode = open_hub(run)
     else:
-        model, tokenizer, checkpoint = load_run(run)
+        model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
         encode = tokenizer.encode
     T = min(settings.length, model.config.block_size)
     if settings.text:

@@ -304,7 +304,9 @@ def test_the_mode_without_a_name_is_taken_where_the_first_word_names_none(capsys
     assert choose(modes, DOC, ['two', '--width=3']) == ('two', [Other(3)])
     with pytest.raises(SystemExit) as exit:
         choose(modes, DOC, ['--help'])
-    assert not exit.value.code and '--steps=10' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert not exit.value.code and '--steps=10' in out
+    assert out.startswith(DOC.strip())  # what the other modes are is told there
 
 
 @pytest.mark.parametrize('argv', [['one', '--help'], ['one', '-h']])

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,6 +378,21 @@ def test_a_dataset_that_cannot_be_written_is_verified_all_the_same(tiny, monkeyp
 
     monkeypatch.setattr(Path, 'write_text', refuse)
     tiny.verify()
+    alter(tiny.folder / 'train' / 'A.bin', 0)
+    refusal(open_tiny().verify, 'A.bin', 'altered')
+
+
+def test_one_split_may_be_verified_alone_and_the_other_is_not_forgotten(tiny):
+    tiny.verify(['validation'])
+    memory = tiny.folder / 'verified.json'
+    assert {name.split('/')[0] for name in json.loads(memory.read_text())} == {'validation'}
+    alter(tiny.folder / 'train' / 'A.bin', 0)
+    tiny.verify(['validation'])
+    refusal(open_tiny().verify, 'A.bin', 'altered')
+    alter(tiny.folder / 'train' / 'A.bin', 0)  # back again
+    tiny.verify()
+    tiny.verify(['validation'])
+    assert len(json.loads(memory.read_text())) == 6
 
 
 @pytest.mark.parametrize(
@@ -457,7 +473,9 @@ def test_close_ends_the_thread_even_where_nobody_takes_its_batches(tiny, monkeyp
     loaders = [Loader(TrainingRows(tiny, BLOCK, 0), 2, 2) for _ in range(3)]
     loaders[1].next()
     for loader in [*loaders, Loader(FailingRows(tiny), 2, 2)]:
+        deadline = time.monotonic() + 60
         while not loader.queue.full():
+            assert time.monotonic() < deadline, 'its thread has ended'
             pass
         loader.close()
         assert not loader.thread.is_alive()

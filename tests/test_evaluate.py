@@ -339,6 +339,28 @@ def test_a_hugging_face_folder_is_compared_on_the_dataset_that_is_named(run, tmp
     assert_one_line(status, 'export', '--dataset')
 
 
+def test_a_missing_run_is_found_before_the_first_is_evaluated(run, monkeypatch):
+    monkeypatch.setattr(evaluate, 'run_losses', lambda *args: pytest.fail('evaluated'))
+    status, _, _ = program('loss', run('good'), 'out/typo', '--device=cpu')
+    assert_one_line(status, 'there is no out/typo')
+
+
+def test_what_was_evaluated_before_a_failure_is_kept(run, monkeypatch, tmp_path):
+    run_losses = evaluate.run_losses
+
+    def fail_the_second_time(name, *args):
+        if not Path(tmp_path, 'n.json').exists():
+            return run_losses(name, *args)
+        raise ValueError('the disk is gone')
+
+    monkeypatch.setattr(evaluate, 'run_losses', fail_the_second_time)
+    words = [run('good'), run('better'), '--device=cpu', f'--out={tmp_path}/n.json']
+    status, _, _ = program('loss', *words)
+    assert_one_line(status, 'the disk is gone')
+    (report,) = read_numbers(tmp_path / 'n.json')['runs'].values()
+    assert report['mean']['loss'] > 0
+
+
 def test_a_mistake_about_runs_or_data_is_one_line(run):
     out = run('good')
     words = ['loss', f'--out_dir={out}', '--device=cpu', '--out=never.json']

@@ -156,6 +156,19 @@ def test_candidates_that_generate_rejects_leave_the_cache(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize('argument', [-3, 4])
+def test_a_cache_is_cut_as_both_versions_of_transformers_ask_for_it(tmp_path, argument):
+    """-3: 3 tokens fewer (transformers 5); 4: the first 4 stay (transformers 4)."""
+    theirs = through(tmp_path, ours(**SV))
+    idx = tokens(T=7)
+    past = theirs(idx, use_cache=True).past_key_values
+    past.crop(argument)
+    assert past.get_seq_length() == 4
+    continued = theirs(idx[:, 4:], past_key_values=past, use_cache=True).logits
+    torch.testing.assert_close(continued, theirs(idx).logits[:, 4:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize('empty', [False, True], ids=['no cache', 'empty cache'])
 def test_the_ordinary_decoding_loop_gives_the_logits_of_the_whole_text(pair, empty):
     _, theirs = pair

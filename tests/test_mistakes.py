@@ -131,6 +131,13 @@ def test_resuming_where_there_is_nothing_is_refused(work):
     refused('nothing to resume', 'out/refused', init_from='resume')
 
 
+def test_the_folder_of_a_run_is_no_checkpoint_but_has_some(whole):
+    refused(
+        f'is the folder of a run; give one of its checkpoints, such as {whole}/ckpt.pt',
+        init_from=whole,
+    )
+
+
 def test_weights_that_do_not_fit_are_refused(whole):
     path = f'{whole}/ckpt.pt'
     refused('does not fit', '--n_embd=32', init_from=path, n_embd=64)
@@ -179,6 +186,7 @@ def test_a_model_that_was_not_trained_is_not_evaluated(work):
         (dict(n_head=5), ['n_embd=32', 'n_head=5']),
         (dict(eval_tasks='piqa', eval_only=True), ['eval_only', 'python evaluate.py tasks']),
         (dict(eval_tasks='piqa,arc', eval_data_dir='data'), ["'arc' cannot be read from data"]),
+        (dict(eval_tasks='helaswag'), ["no task 'helaswag'; did you mean 'hellaswag'?"]),
         (dict(eval_tasks='piqa', eval_data_dir='data'), ['there is no data/piqa/dev.jsonl']),
         (dict(eval_data_dir='data'), ['eval_data_dir does nothing without eval_tasks']),
         (
@@ -199,7 +207,8 @@ def test_a_device_that_is_not_there_is_refused(work):
 
 def test_without_a_compiler_compile_is_refused(work, monkeypatch):
     monkeypatch.setenv('PATH', '')
-    refused('compile=True on a CPU needs a C++ compiler', '--compile=False', compile=True)
+    monkeypatch.delenv('CXX', raising=False)
+    refused('compile=True needs a C++ compiler', '--compile=False', compile=True)
 
 
 # --- checkpoints and disks -----------------------------------------------------------------------

@@ -443,6 +443,36 @@ def test_other_settings_or_changed_files_are_refused(tmp_path, monkeypatch):
         prepare(settings(raw, raw))
 
 
+def test_a_damaged_file_may_be_replaced_but_not_one_that_was_read(tmp_path, capsys):
+    raw, out = tmp_path / 'raw', tmp_path / 'out'
+    make_source(raw)
+    names = [unit.name for unit in sources.find_units(str(raw), '', {}, 1337)[0]]
+    read, damaged = raw / names[0], raw / names[-1]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match='the 5 files before it are kept'):
+        prepare(settings(raw, out, tokens=0))
+    damaged.write_bytes(whole)
+
+    before = read.read_bytes()
+    read.write_bytes(before + b' ')
+    with pytest.raises(ValueError, match='--source has changed since'):
+        prepare(settings(raw, out, tokens=0))
+    read.write_bytes(before)
+    prepare(settings(raw, out, tokens=0))
+    assert 'continuing after 5 of 6 files' in capsys.readouterr().out
+    prepare(settings(raw, tmp_path / 'at_once', tokens=0))
+    assert content(out) == content(tmp_path / 'at_once')
+
+
+def test_files_that_are_not_read_are_counted(tmp_path, capsys):
+    make_source(tmp_path / 'raw', files=1, count=3)
+    (tmp_path / 'raw' / 'notes.txt').write_text('a text')
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
+    assert 'makes' in (text := capsys.readouterr().out)
+    assert 'a folder of rows: its 1 other files are not read' in text
+
+
 def test_one_process_at_a_time_writes_a_folder(tmp_path):
     make_source(tmp_path / 'raw', files=1, count=3)
     out = tmp_path / 'out'
@@ -566,6 +596,13 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
 # ---- The hub -------------------------------------------------------------------------------------
 
 
+def refusal_with(status):
+    """An error of the hub's client."""
+    error = RuntimeError('gated')
+    error.response = types.SimpleNamespace(status_code=status)
+    return error
+
+
 def test_hub_stream_survives_failures_and_equals_the_local_files(tmp_path, monkeypatch):
     source = make_source(tmp_path / 'raw')
     files = [('README.md', 9), ('test/a.jsonl', 9), *((name, 9) for name in source)]
@@ -596,3 +633,21 @@ def test_hub_stream_survives_failures_and_equals_the_local_files(tmp_path, monke
     failures += [0] * 9
     with pytest.raises(ValueError, match='example_.*the hub fails, after 6 retries: reset'):
         prepare(settings('some/where', tmp_path / 'out2', revision='v2'))
+
+
+@pytest.mark.parametrize(
+    'error, words',
+    [
+        (ModuleNotFoundError("No module named 'datasets'"), "No module named 'datasets'; pip"),
+        (refusal_with(403), 'the hub refuses some/where at v2: gated'),
+    ],
+    ids=['package', 'gated'],
+)
+def test_what_will_not_change_is_not_tried_again(monkeypatch, error, words):
+    def open_hub(*args):
+        raise error
+
+    monkeypatch.setattr(sources, 'open_hub', open_hub)
+    monkeypatch.setattr(time, 'sleep', lambda seconds: pytest.fail('waited'))
+    with pytest.raises(OSError, match=words):
+        next(sources.hub_rows('some/where', 'v2', 'a.jsonl'))

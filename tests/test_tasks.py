@@ -50,7 +50,7 @@ def judged(data_dir, items, limit=0):
 
     settings = evaluate.TasksConfig(tasks=','.join(items), data_dir=str(data_dir), limit=limit)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, 'load_run', lambda run: (random_model(), BYTES, None))
+        patch.setattr(evaluate, 'load_run', lambda *args: (random_model(), BYTES, None))
         patch.setattr(evaluate, 'make_lm', lambda *_: Judge())
         numbers, samples = evaluate.evaluate_tasks(['judge'], settings, Machine('cpu'))
     assert (numbers['limit'], numbers['data']) == (limit, data_dir.name)
