@@ -154,7 +154,8 @@ ROW_HEIGHT = 0.27  # inches
 
 @charts.styled
 def forest(rows):
-    """The tested claims: a dot per seed, the mean and its interval, right of 0 where as printed.
+    """The tested claims by verdict: a dot per seed, the mean and its interval, right of 0 where as
+    printed.
 
     Losses share an axis in nats. What was found inside models has many units: there, each row is drawn
     in halves of its interval, so that 0 lies outside where |mean| > 1. Below, what was not tested.
@@ -168,7 +169,7 @@ def forest(rows):
     if not parts:
         return ''
     footer = untested_lines(rows)
-    heights = [ROW_HEIGHT * len(part) + 0.55 for part in parts]
+    heights = [ROW_HEIGHT * len(under_headings(part)) + 0.55 for part in parts]
     height = sum(heights) + 0.17 * len(footer) + 0.4
     drawing, axes = charts.pyplot().subplots(
         len(parts),
@@ -188,12 +189,25 @@ def forest(rows):
     return charts.svg(drawing, 'Claims of the paper and what the runs say')
 
 
+def under_headings(rows):
+    """The rows of each verdict below that verdict in capitals."""
+    lines = []
+    for verdict in VERDICTS:
+        of_verdict = [row for row in rows if row.verdict == verdict]
+        if of_verdict:
+            lines += [verdict.upper(), *of_verdict]
+    return lines
+
+
 def draw_rows(axes, rows):
+    lines = under_headings(rows)
+    places = {row.label(): y for y, row in enumerate(lines) if row in rows}
     axes.axvline(0, color=charts.INK, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.grid(axis='x', linewidth=0.6)
     of_losses = measure_of(rows[0].metric) in LOSSES
-    for y, row in enumerate(rows):
+    for row in rows:
+        y = places[row.label()]
         shade = charts.color(COLORS[row.verdict])
         numbers = row.numbers
         unit = 1.0
@@ -206,9 +220,15 @@ def draw_rows(axes, rows):
             interval = [direction * numbers['low'], direction * numbers['high']]
             axes.plot(interval, [y, y], color=shade, linewidth=2)
         axes.plot(direction * numbers['mean'], y, 'D', color=shade, markersize=5)
-    labels = [f'{row.label()} ({row.verdict}, {row.numbers["seeds"]} seeds)' for row in rows]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.5, -0.6)
+        count = f'   {numbers["seeds"]}'
+        axes.text(1, y, count, va='center', fontsize=8, transform=axes.get_yaxis_transform())
+    labels = [line if isinstance(line, str) else line.label() for line in lines]
+    axes.set_yticks(range(len(lines)), labels)
+    for label in axes.get_yticklabels():
+        verdict = label.get_text().lower()
+        if verdict in COLORS:
+            label.set_color(charts.color(COLORS[verdict]))
+    axes.set_ylim(len(lines) - 0.5, -0.6)
     axes.tick_params(axis='y', length=0)
     axes.locator_params(axis='x', nbins=6)
     label = 'difference / half of its 95% interval'
@@ -218,6 +238,7 @@ def draw_rows(axes, rows):
     left, right = '\N{LEFTWARDS ARROW} against the paper', 'as printed \N{RIGHTWARDS ARROW}'
     axes.text(0, -0.75, left, ha='left', fontsize=8, transform=axes.get_yaxis_transform())
     axes.text(1, -0.75, right, ha='right', fontsize=8, transform=axes.get_yaxis_transform())
+    axes.text(1, -0.75, '   seeds', ha='left', fontsize=8, transform=axes.get_yaxis_transform())
 
 
 def untested_lines(rows):

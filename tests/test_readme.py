@@ -1,6 +1,10 @@
 """The README's promises: its patches apply, its configs and flags exist, its numbers are true."""
 
+import importlib
+import json
+import math
 import re
+import shlex
 import shutil
 import subprocess
 
@@ -71,11 +75,101 @@ def test_the_patches_apply_start_as_promised_and_train(tmp_path):
     assert out.count('finished at step 2') == 2
 
 
-def test_every_config_and_flag_that_it_names_exists():
+def commands_of(path):
+    """[words] of each command of ours in a page's code, in a program's first lines or in the Makefile,
+    without `python`, or torchrun and its options."""
+    text = path.read_text().replace('\\\n', ' ')
+    text = text.replace('$(RUN)', 'python').replace('$(DEMO)', 'out/demo').replace('yours', 'demo')
+    if path.suffix == '.md':
+        text = '\n'.join(re.split(r'^```.*$', text, flags=re.M)[1::2])  # between fences
+    commands = []
+    for line in re.findall(r'^(?:#? ?\$ |\t|)((?:python|torchrun) .*)$', text, re.M):
+        launcher, *words = shlex.split(line, comments=True)
+        while launcher == 'torchrun' and words[0].startswith('--'):
+            words.pop(0)
+        if not words[0].startswith('tests/') and words[1:2] not in (['pip'], ['pytest'], ['ruff']):
+            commands.append(words)
+    return commands
+
+
+class Parsed(BaseException):
+    """A program has read its command line."""
+
+
+def parse(words, monkeypatch):
+    """Let a program read its command line, and do nothing more."""
+    if words[0] == '-m':
+        words = words[1:]
+    program = importlib.import_module(words[0].removesuffix('.py').replace('/', '.'))
+
+    def only(read):
+        def read_and_stop(*args, **options):
+            read(*args, **options)
+            raise Parsed
+
+        return read_and_stop
+
+    with monkeypatch.context() as patch:
+        for name in {'configure', 'choose'} & set(vars(program)):
+            patch.setattr(program, name, only(getattr(program, name)))
+        patch.setattr('sys.argv', words)
+        with pytest.raises(SystemExit if '--help' in words else Parsed):
+            program.main()
+
+
+@pytest.mark.parametrize(
+    'name, least',
+    [
+        ('README.md', 14),
+        ('paper/README.md', 10),
+        ('Makefile', 6),
+        ('train.py', 5),
+        ('compare.py', 4),
+        ('bench.py', 3),
+        ('evaluate.py', 3),
+        ('prepare_slimpajama.py', 2),
+        ('config/claims.py', 2),
+    ],
+)
+def test_every_command_that_a_page_names_is_one_that_its_program_takes(name, least, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = commands_of(ROOT / name)
+    for words in commands:
+        parse(words, monkeypatch)
+    assert len(commands) >= least, commands
+
+
+def test_every_config_and_flag_of_training_that_it_names_exists():
     for name in re.findall(r'config/(\w+\.py)', README):
         assert (ROOT / 'config' / name).exists() or name == 'yours.py', name
-    for flag in re.findall(r'(--(?:learning_rate|init_from|activation_\w+)=[\w.-]+)', README):
-        configure(TrainConfig, GPTConfig, argv=[flag.replace('PATH', 'scratch')])
+    of_others = ('--key', '--max-', '--peers', '--rates', '--rdzv_')
+    flags = re.findall(r'`(--[\w-]+=(?:"[^"]*"|[\w.-]+))`', README)
+    flags = [flag for flag in flags if not flag.startswith(of_others)]
+    for flag in flags:
+        flag = flag.replace('PATH', 'scratch').replace('"', '')
+        configure(TrainConfig, GPTConfig, argv=['--v_residual=True', flag])
+    assert len(flags) >= 6, flags
+
+
+def test_the_memory_that_it_names_is_what_was_counted():
+    rows = json.loads((ROOT / 'results/fakegpu/torch_2.13.json').read_text())['rows']
+    sizes = {'82M': '82m vanilla', '180M': '180m vanilla', '468M': '468m vanilla'}
+    gib = {size: math.ceil(rows[name]['step_gib']) for size, name in sizes.items()}
+    said = f'{gib["82M"]} GiB of each GPU at 82M, {gib["180M"]} at 180M and {gib["468M"]} at 468M'
+    assert f'vanilla takes {said}' in README
+
+
+def test_the_differences_that_it_prints_are_those_of_the_verdicts():
+    rows = json.loads((ROOT / 'results/claims/verdicts.json').read_text())['rows']
+    printed = {}
+    for row in rows:
+        numbers = row['numbers']
+        if numbers and numbers['low'] is not None:
+            half = (numbers['high'] - numbers['low']) / 2
+            printed[row['label']] = f'{abs(numbers["mean"]):.3f} ± {half:.3f}'
+    for label in ('SVFormer above vanilla', 'ResFormer below vanilla'):
+        assert printed[label] in README, label
+    assert printed['ResFormer, learned weights below ResFormer'] in README
 
 
 def test_every_program_and_page_that_it_names_exists():

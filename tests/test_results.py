@@ -18,7 +18,9 @@ def test_the_verdicts_follow_from_the_kept_logs_and_analyses(tmp_path):
     out = tmp_path / 'verdicts'
     runs = tuple(map(str, MAIN))
     verdicts.write_verdicts(verdicts.VerdictsConfig(runs, str(CLAIMS / 'analyses'), str(out)))
-    assert (CLAIMS / 'verdicts.md').read_text() == out.with_suffix('.md').read_text()
+    for ending in ('.md', '.svg'):
+        path = CLAIMS / f'verdicts{ending}'
+        assert path.read_text() == out.with_suffix(ending).read_text()
     for again in json.loads(out.with_suffix('.json').read_text())['rows']:
         printed = PRINTED[again['label']]
         for name, value in again.pop('numbers').items():

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 from test_draw import write_run
 
+from comparison import charts
 from comparison.plan import CompareConfig, Plan, decisive_settings
 from configurator import configure
 from model import GPTConfig
@@ -224,6 +225,20 @@ def test_the_program_writes_a_table_the_numbers_and_a_picture(tmp_path, monkeypa
     assert 'ResFormer below vanilla' in picture and 'prefers-color-scheme' in picture
     table = out.with_suffix('.md').read_text()
     assert '| ResFormer below vanilla |' in table and 'no runs of DenseFormer' in table
+
+
+def test_in_the_picture_what_is_as_printed_lies_right_of_0(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0))
+    folders += write_runs(tmp_path, R, {seed: 1.9 + 0.002 * (seed % 2) for seed in SEEDS})
+    folders += write_runs(tmp_path, S, scattered(1.8, 0.002))
+    against = Claim('fig1', 'Fig. 1', '', Run(R), '<', Run(S))
+    drawing, axes = charts.pyplot().subplots()
+    verdicts.draw_rows(axes, rows_of([BELOW, ABOVE, against], folders))
+    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == 'o']
+    assert [len(values) for values in dots] == [5, 5, 5]
+    below, above, contradicted = (np.array(values) for values in dots)
+    assert (below > 0.08).all() and (above > 0.18).all() and (contradicted < -0.08).all()
+    charts.pyplot().close(drawing)
 
 
 def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_claims(monkeypatch):
