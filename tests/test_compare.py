@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import comparisons
 import pytest
 import runs
+import torch
 from comparisons import (
     ARMS,
     collect,
@@ -182,6 +184,37 @@ def test_a_second_process_leaves_the_plan_alone(place):
         assert compare_command(ARMS, '--seeds=3', '--watch=True')[0] == 0
         assert 'seeds differ' in compare_command(ARMS, '--seeds=9', '--watch=True')[0]
     assert (plan.folder / 'plan.json').read_bytes() == before
+
+
+def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, monkeypatch):
+    """In the programs' own files: tests, paper and results decide nothing."""
+
+    def git(*words):
+        subprocess.run(['git', *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git('init', '-q')
+    for name in ('model.py', 'tests/test_a.py', 'README.md'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('before\n')
+    git('add', '.')
+    git('-c', 'user.name=a', '-c', 'user.email=a', 'commit', '-qm', 'first')
+    monkeypatch.setattr(plans, 'ROOT', tmp_path)
+    clean = plans.code_state()
+    assert len(clean['commit']) == 40 and clean['diff'] == ''
+
+    for name in ('model.py', 'tests/test_a.py', 'README.md', 'idea.py', 'idea.txt'):
+        (tmp_path / name).write_text('after\n')
+    changed = plans.code_state()
+    assert changed['commit'] == clean['commit']
+    assert re.findall(r'^\+\+\+ b/(.*)$', changed['diff'], re.M) == ['model.py', 'idea.py']
+    assert changed['diff'].count('+after') == 2
+
+
+def test_the_end_of_the_cosine_moves_with_the_number_of_steps(place):
+    plan = make_plan(ARMS, '--lr_decay_iters=24', '--baseline_steps=(15,)')
+    runs_of_vanilla = [run for run in Results(plan).all_runs() if run.arm == 'vanilla']
+    ends = {plan.max_iters(run): plan.configs(run)[0].lr_decay_iters for run in runs_of_vanilla}
+    assert ends == {30: 24, 15: 12}
 
 
 def test_code_that_changes_between_two_trainings_is_written_down(place, monkeypatch):
@@ -374,6 +407,18 @@ def test_the_reason_of_a_failure_is_the_programs_own_line(tmp_path):
     launch.record(launch.Job('name', [], tmp_path, done))
     assert launch.failure_file(tmp_path).read_text() == 'out of memory\n'
 
+    # Only what this attempt has written counts.
+    begin = (tmp_path / 'train.log').stat().st_size
+    with open(tmp_path / 'train.log', 'a') as log:
+        log.write('no disk\n')
+    launch.record(launch.Job('name', [], tmp_path, done, log_start=begin))
+    assert launch.failure_file(tmp_path).read_text() == 'no disk\n'
+
+    killed = SimpleNamespace(returncode=-signal.SIGKILL)
+    launch.record(launch.Job('name', [], tmp_path, killed))
+    reason = launch.failure_file(tmp_path).read_text()
+    assert reason == 'killed by SIGKILL, perhaps for lack of memory\n'
+
 
 def test_one_seed_says_what_it_cannot_say(place):
     plan = make_plan(ARMS, '--seeds=1')
@@ -479,6 +524,33 @@ def test_a_run_that_another_process_trains_is_left_alone(tmp_path):
     with locked(tmp_path, 'training in'):
         assert launch.busy_elsewhere(tmp_path)
     assert not launch.busy_elsewhere(tmp_path)
+
+
+def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
+    """As after a compare.py that was killed, and whose trainings went on."""
+    started, looks = [], []
+    job = launch.Job('mine', [], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
+    monkeypatch.setattr(launch, 'start', lambda job, *more: started.append(len(looks)))
+    with contextlib.ExitStack() as holding:
+        holding.enter_context(locked(tmp_path, 'training in'))
+
+        def wait(seconds):
+            looks.append(seconds)
+            if len(looks) == 3:
+                holding.close()
+
+        monkeypatch.setattr(launch, 'time', SimpleNamespace(sleep=wait))
+        launch.launch(lambda: [] if started else [job], [{}])
+    assert started == [3] and not launch.failure_file(tmp_path).exists()
+
+
+def test_the_gpus_are_those_that_the_environment_lists(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5')
+    assert launch.visible_gpus() == ['4', '5']
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
+    assert launch.visible_gpus() == ['0', '1']
 
 
 def test_gpus_are_dealt_out(monkeypatch):

@@ -6,6 +6,8 @@ from conftest import ROOT
 
 from configurator import configure
 from model import GPT, GPTConfig
+from paper.claims import LAMBDAS, with_lambda
+from paper.runs import PAPER, Run, configs_of
 from train import TrainConfig
 
 
@@ -59,3 +61,38 @@ def test_overlays_are_table_3(length, batch, sequences):
 def test_every_config_can_be_read():
     for path in (ROOT / 'config').glob('*.py'):
         read(path.name)
+
+
+@pytest.mark.parametrize(
+    'name, share',
+    [
+        ('gqa', 1 / 2),
+        ('cla', 1 / 2),
+        ('mqa', 1 / 8),
+        ('cla_gqa', 1 / 8),
+        ('svformer', 9 / 16),
+        ('svformer_gqa', 9 / 64),
+    ],
+)
+def test_the_cache_of_fig_10s_models_is_the_share_that_is_compared(name, share):
+    """Half of vanilla's, and an eighth; SVFormer has 8 layers' keys and one layer's values."""
+    sizes = []
+    for file in ('vanilla_82m.py', f'{name}_82m.py'):
+        _, config = read(file)
+        with torch.device('meta'):
+            sizes.append(GPT(config).new_cache(1, 16).nbytes)
+    assert sizes[1] / sizes[0] == share
+
+
+def test_the_revisions_models_have_its_weights():
+    fields = ('v_residual', 'residual_lambda', 'residual_learned', 'residual_layers')
+    values = {}
+    for name in ('constant', 'learned', 'sparse'):
+        _, config = read(f'{name}_resformer_82m.py')
+        values[name] = tuple(getattr(config, field) for field in fields)
+    assert values['constant'] == (True, (2.0, 1.0), False, ())
+    assert values['learned'] == (True, (), True, ())  # they start at 0.5 and 0.5
+    assert values['sparse'] == (True, (5.0, 1.0), False, (5, 6, 7))
+    for value in LAMBDAS:
+        _, config = configs_of(Run(with_lambda(value)), PAPER)
+        assert config.v_residual and config.residual_lambda == (value, 1.0)

@@ -13,6 +13,8 @@ FOUNDATION = {
     'configurator': set(),
     'files': set(),
     'tasks': set(),
+    'tables': set(),
+    'tokenizer': {'configurator', 'numpy'},
     'model': {'torch'},
     'machine': {'torch'},
     'data': {'files', 'numpy', 'torch'},

@@ -203,6 +203,7 @@ def test_seeds_needed_are_the_fewest_that_do():
     sd, n = 0.03, 5
     for difference in (0.02, -0.035, 0.1):
         needed = seeds_needed(difference, sd, n, contrasts=2)
+        assert needed > verdict.LEAST_SEEDS or abs(difference) > 0.05
         for seeds, enough in ((needed, True), (needed - 1, False)):
             chance = verdict.expected_power(difference, sd, seeds, LEVEL / 2, n)
             assert (chance >= 0.8) == enough or needed == verdict.LEAST_SEEDS
