@@ -448,6 +448,11 @@ def open_workers(number):
     pool = ProcessPoolExecutor(number, spawn, initializer=start_worker)
     try:
         yield lambda task: pool.submit(task).result
+    except BaseException:
+        # What they are at would be thrown away, and may take long: a large file, a hub that fails.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -128,6 +128,21 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture
+def opposite(monkeypatch):
+    """A new source, U-net fashion: the second half of the layers mixes in the layer as far from the
+    other end."""
+    import reference
+
+    import model
+
+    def source(n, L):
+        return [L - 1 - n] if 2 * n >= L else []
+
+    monkeypatch.setitem(model.SOURCES, 'opposite', source)
+    monkeypatch.setitem(reference.SOURCES, 'opposite', source)
+
+
+@pytest.fixture
 def figures_closed():
     """Close, after a test, the figures that it drew."""
     yield

@@ -101,13 +101,6 @@ def test_a_wrong_rope_scaling_is_refused(scaling):
         GPTConfig(**SIZE, rope_scaling=scaling)
 
 
-@pytest.fixture
-def opposite(monkeypatch):
-    """A source that only the second half of the layers has: the layer as far from the other end."""
-    source = lambda n, L: [L - 1 - n] if 2 * n >= L else []  # noqa: E731
-    monkeypatch.setitem(model_py.SOURCES, 'opposite', source)
-
-
 def test_a_layer_without_a_source_is_refused_where_residual_layers_names_it(opposite):
     settings = dict(SIZE, **RES, n_layer=4, residual_from='opposite')
     sources = [layer.sources['v'] for layer in wire(GPTConfig(**settings))]

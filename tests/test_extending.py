@@ -24,17 +24,6 @@ def logits_in_chunks(model, idx):
 # --- another source ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def opposite(monkeypatch):
-    """U-net fashion: the second half of the layers mixes in the layer as far from the other end."""
-
-    def source(n, L):
-        return [L - 1 - n] if 2 * n >= L else []
-
-    monkeypatch.setitem(model_py.SOURCES, 'opposite', source)
-    monkeypatch.setitem(reference.SOURCES, 'opposite', source)
-
-
 @pytest.mark.parametrize(
     'settings',
     [

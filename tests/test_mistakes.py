@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, write_dataset
+from programs import Evil
 from runs import (
     TRAIN,
     VALIDATION,
@@ -214,11 +215,6 @@ def test_without_a_compiler_compile_is_refused(work, monkeypatch):
 # --- checkpoints and disks -----------------------------------------------------------------------
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ('run by a checkpoint',)
-
-
 def damage(path, kind):
     data = bytearray(path.read_bytes())
     if kind == 'truncated':
@@ -231,10 +227,10 @@ def damage(path, kind):
     elif kind == 'text':
         path.write_text('hello')
     elif kind == 'pickle that runs code':
-        path.write_bytes(pickle.dumps(Evil()))
+        path.write_bytes(pickle.dumps(Evil('run by a checkpoint')))
     else:
         contents = {
-            'torch file that runs code': {**load(path), 'model': Evil()},
+            'torch file that runs code': {**load(path), 'model': Evil('run by a checkpoint')},
             'a list': [1, 2],
             'another dict': {'a': 1},
             'nothing': {},

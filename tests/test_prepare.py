@@ -4,6 +4,7 @@ work was split or killed.
 """
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -471,6 +472,15 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
     assert 'makes' in (text := capsys.readouterr().out)
     assert 'a folder of rows: its 1 other files are not read' in text
+
+
+def test_whoever_is_interrupted_does_not_wait_for_the_workers():
+    """They would take ten minutes."""
+    with pytest.raises(KeyboardInterrupt):
+        with prepare_slimpajama.open_workers(2) as submit:
+            assert submit(functools.partial(int, 3))() == 3
+            submit(functools.partial(time.sleep, 600))
+            raise KeyboardInterrupt
 
 
 def test_one_process_at_a_time_writes_a_folder(tmp_path):

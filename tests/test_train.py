@@ -560,7 +560,7 @@ train.main()
 CORE = 'configurator data files machine model rundir tokenizer train'
 PACKAGES = (
     'wandb datasets transformers matplotlib tiktoken zstandard pyarrow huggingface_hub safetensors '
-    'lm_eval tqdm scipy pandas tokenizers hub.convert hub.modeling_nanoresformer paper'
+    'lm_eval scipy tokenizers hub.convert hub.modeling_nanoresformer paper'
 )
 
 
