@@ -532,14 +532,14 @@ def check_levers(row, settings, machine):
         settings.activation_checkpointing and row.recipe.kind == 'hf',
         f'{row.name}: activation_checkpointing is of our own rows; drop it, or --peers',
     )
-    idle = []
-    if not settings.compile:
-        idle += [f'{name} does nothing with compile=False' for name in OF_COMPILER]
+    idle = {}
     if not machine.distributed:
-        idle += [f'{name} does nothing without torchrun' for name in OF_DDP]
-    for words in idle:
-        if words.split()[0] in levers.values and machine.is_first:
-            print(f'note: {row.name}: {words}', file=sys.stderr)
+        idle |= dict.fromkeys(OF_DDP, 'without torchrun')
+    if not settings.compile:
+        idle |= dict.fromkeys(OF_COMPILER, 'with compile=False')
+    for name, where in idle.items():
+        if name in levers.values and machine.is_first:
+            print(f'note: {row.name}: {name} does nothing {where}', file=sys.stderr)
 
 
 def report_all(rows, settings, shape, machine):

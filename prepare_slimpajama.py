@@ -261,11 +261,11 @@ def fill(settings, out, previous):
     plan = make_plan(settings, out)
     state = first_state(plan)
     if previous:
-        state['read'] = hash_of_sizes(plan, previous['done'])
-        for name, what in (('source', 'source'), ('read', 'source'), ('tokenizer', 'tokenizer')):
+        state['source'] = hash_of_source(plan, previous['done'])
+        for name in ('source', 'tokenizer'):
             if previous[name] != state[name]:
                 raise ValueError(
-                    f'--{what} has changed since {out} was begun: delete {out} to start again'
+                    f'--{name} has changed since {out} was begun: delete {out} to start again'
                 )
         state = previous
         print(f'continuing after {state["done"]:,} of {len(plan.units):,} files')
@@ -294,18 +294,16 @@ def make_plan(settings, out):
     return Plan(settings, out, units, shares, goals, encoder)
 
 
-def hash_of(value):
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def hash_of_sizes(plan, done):
-    """Of the units that have been read: a damaged one after them may still be replaced."""
-    return hash_of([unit.size for unit in plan.units[:done]])
+def hash_of_source(plan, done):
+    """Of all units' names, and of the sizes of those that have been read: a damaged one after them
+    may still be replaced."""
+    names = [(unit.name, unit.split) for unit in plan.units]
+    sizes = [unit.size for unit in plan.units[:done]]
+    return hashlib.sha256(json.dumps([names, sizes]).encode()).hexdigest()
 
 
 def first_state(plan):
     """What progress.json says before the first unit is done."""
-    names = [(unit.name, unit.split) for unit in plan.units]
     counts = {}
     for split in ('train', 'validation'):
         counts[split] = {}
@@ -314,8 +312,7 @@ def first_state(plan):
     return {
         'asked': deciding_settings(plan.settings),
         'done': 0,  # units
-        'source': hash_of(names),
-        'read': hash_of_sizes(plan, 0),
+        'source': hash_of_source(plan, 0),
         'tokenizer': plan.encoder.sha256,
         'counts': counts,
     }
@@ -399,7 +396,7 @@ def write_tokens(plan, state, estimate):
                 part.flush()
                 os.fsync(part.fileno())
             state['done'] += 1
-            state['read'] = hash_of_sizes(plan, state['done'])
+            state['source'] = hash_of_source(plan, state['done'])
             write_json(out / 'progress.json', state)
 
             bar.update(tokens)

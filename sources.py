@@ -38,11 +38,8 @@ MAX_LINE = 64 * 2**20
 
 # A hub file that yields nothing new is opened again after 1, 2, 4, ... 32 seconds.
 RETRIES = 6
-FINAL_STATUSES = {
-    401,
-    403,
-    404,
-}  # statuses of an answer that will not change: no access, or not there
+# After these HTTP statuses it is not: no access, or not there.
+FINAL_STATUSES = (401, 403, 404)
 
 
 class Unit(NamedTuple):

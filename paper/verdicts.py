@@ -160,7 +160,7 @@ def forest(rows):
     Losses share an axis in nats. What was found inside models has many units: there, each row is drawn
     in halves of its interval, so that 0 lies outside where |mean| > 1. Below, what was not tested.
     """
-    tested = [row for row in in_order(rows) if row.numbers]
+    tested = [row for row in rows if row.numbers]
     parts = [
         [row for row in tested if (measure_of(row.metric) in LOSSES) == of_losses]
         for of_losses in (True, False)
@@ -201,13 +201,13 @@ def under_headings(rows):
 
 def draw_rows(axes, rows):
     lines = under_headings(rows)
-    places = {row.label(): y for y, row in enumerate(lines) if row in rows}
     axes.axvline(0, color=charts.INK, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.grid(axis='x', linewidth=0.6)
     of_losses = measure_of(rows[0].metric) in LOSSES
-    for row in rows:
-        y = places[row.label()]
+    for y, row in enumerate(lines):
+        if isinstance(row, str):
+            continue
         shade = charts.color(COLORS[row.verdict])
         numbers = row.numbers
         unit = 1.0
