@@ -38,7 +38,6 @@ bucket=100, static      under torchrun: DistributedDataParallel's buckets of 100
 import contextlib
 import copy
 import gc
-import json
 import os
 import shlex
 import statistics
@@ -54,7 +53,6 @@ from torch._functorch import config as functorch_config
 
 from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
-from files import write_whole
 from levers import OF_COMPILER, OF_DDP, VARIANTS, halve_residual_stream, read_name, split_names
 from machine import Machine, check_compiler
 from model import GPT, GPTConfig, refuse
@@ -66,7 +64,7 @@ from profiling import (
     print_costliest,
     spent_by_class,
 )
-from rundir import provenance
+from rundir import provenance, save_numbers
 from tables import markdown_row, markdown_table
 from train import (
     TrainConfig,
@@ -276,12 +274,6 @@ def print_head(about, columns):
     """What the table was measured with, and the names of its columns."""
     print('  '.join(f'{name}={value}' for name, value in about.items()) + '\n')
     print(markdown_table(columns, []))
-
-
-def save(numbers, settings, machine):
-    """Write the table's numbers so far as JSON."""
-    if settings.out and machine.is_first:
-        write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
 
 
 def check_any_timed(reports):
@@ -498,7 +490,7 @@ def bench_training(settings, config):
             if timed:
                 reports = report_all(rows, settings, shape, machine)
                 numbers = {**about, 'settings': asdict(settings), 'rows': reports}
-                save(numbers, settings, machine)
+                save_numbers(numbers, settings, machine)
 
         print_training(about, reports, settings)
         check_any_timed(reports)
@@ -751,7 +743,7 @@ def bench_decode(settings, config):
     numbers = {**about, 'settings': asdict(settings), 'rows': []}
     for reports in measure_all(decoders, settings, machine):
         numbers['rows'] += reports
-        save(numbers, settings, machine)
+        save_numbers(numbers, settings, machine)
     print('\nspread: interquartile range / median')
     print('x vanilla: decoding speed relative to vanilla, median over rounds')
     print('peak GiB: of tensors, and the pool that all CUDA graphs of this table share')

@@ -11,7 +11,6 @@ say how runs of other seeds scatter, which is more: compare.py does. tasks.py sa
 items come from.
 """
 
-import json
 import math
 import os
 import tempfile
@@ -25,10 +24,9 @@ from tqdm import tqdm
 
 from configurator import choose, one_line_errors
 from data import Dataset, read_windows, windows
-from files import write_whole
 from machine import Machine
 from model import LOSS_CHUNK
-from rundir import check_tokenizer, find_weights, load_run, provenance
+from rundir import check_tokenizer, find_weights, load_run, provenance, save_numbers
 from tables import markdown_table
 from tasks import TASKS, check_names, harness_tasks
 
@@ -121,14 +119,8 @@ def compare_losses(runs, settings, machine):
         if run != first and same_windows:
             minus_first = difference(reports[run], losses[run], reports[first], losses[first])
             reports[run]['minus_first'] = minus_first
-        save(numbers, settings, machine)
+        save_numbers(numbers, settings, machine)  # a later run may fail
     return numbers
-
-
-def save(numbers, settings, machine):
-    """Write the numbers so far: a later run may fail."""
-    if settings.out and machine.is_first:
-        write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
 
 
 def run_losses(run, settings, machine):
@@ -294,7 +286,7 @@ def evaluate_tasks(runs, settings, machine):
             'step': checkpoint['step'] if checkpoint else None,
             'block_size': model.config.block_size,
         }
-        save(numbers, settings, machine)
+        save_numbers(numbers, settings, machine)  # a later run may fail
     return numbers, samples
 
 

@@ -162,6 +162,10 @@ class Levers:
             return False
         return torch._inductor.list_mode_options(self.mode).get('triton.cudagraphs', False)
 
+    def cache_key(self):
+        """What tells the code compiled for this row from that of others: kernels and levers."""
+        return f'{torch.compiler.config.cache_key_tag} {self.name}'
+
     def of_training(self):
         """The first lever that only a training step has; None where there is none."""
         return next((name for name in self.values if name in OF_TRAINING), None)
@@ -173,7 +177,7 @@ class Levers:
         options = torch._inductor.list_mode_options(self.mode) if self.mode else {}
         # Rows with equal options would share the code compiled for the first of them, whatever
         # their levers and kernels are. This option only tells them apart.
-        options['trace.debug_dir'] = f'{self.name} {torch.compiler.config.cache_key_tag}'
+        options['trace.debug_dir'] = self.cache_key()
         return torch.compile(model, options=options)
 
     @contextlib.contextmanager
@@ -181,8 +185,7 @@ class Levers:
         """Set the levers while a row compiles or takes a step: other rows have other levers."""
         with contextlib.ExitStack() as stack:
             # So that the compiler's cache on disk tells rows apart, too.
-            tag = f'{torch.compiler.config.cache_key_tag} {self.name}'
-            stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))
+            stack.enter_context(torch.compiler.config.patch(cache_key_tag=self.cache_key()))
             if 'chunk' in self.values:
                 rows = self.values['chunk']
                 stack.enter_context(replaced(model_file, 'rows_per_chunk', lambda _: rows))

@@ -441,13 +441,14 @@ def open_workers(number):
         yield lambda task: task
         return
 
+    others = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context('spawn')
     pool = ProcessPoolExecutor(number, spawn, initializer=start_worker)
     try:
         yield lambda task: pool.submit(task).result
     except BaseException:
         # What they are at would be thrown away, and may take long: a large file, a hub that fails.
-        for process in multiprocessing.active_children():
+        for process in set(multiprocessing.active_children()) - others:
             process.terminate()
         raise
     finally:

@@ -521,6 +521,12 @@ def provenance(machine):
     }
 
 
+def save_numbers(numbers, settings, machine):
+    """Write a program's numbers so far as JSON to its --out, if it has one."""
+    if settings.out and machine.is_first:
+        write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
+
+
 def known_commit(commit):
     """What git says. A copy without .git, as on a borrowed machine, takes it from the environment."""
     return commit or os.environ.get('COMMIT') or 'unknown'

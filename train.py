@@ -423,11 +423,11 @@ def open_checkpoint(settings, config, machine):
         return load_checkpoint(path, print if machine.is_first else silent)
 
     inside = checkpoints(settings.init_from)
-    refuse(
-        inside,
-        f'init_from={settings.init_from} is the folder of a run; give one of its checkpoints, such as '
-        f'{inside[0] if inside else ""}',
-    )
+    if inside:
+        raise ValueError(
+            f'init_from={settings.init_from} is the folder of a run; give one of its checkpoints, such '
+            f'as {inside[0]}'
+        )
     theirs = load_hub(settings.init_from)
     refuse(
         theirs.config.block_size < config.block_size,

@@ -121,8 +121,9 @@ def time_steps(configs, machine, gpus=1):
             levers = [f'budget={settings.activation_memory_budget:.6f}']
         row = Row(name, Recipe(name, config, Levers(levers)))
         micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
-        # An arm may have a dtype of its own.
-        own = Machine(str(machine.device), settings.dtype, tf32=True)
+        # An arm may have a dtype and an attention kernel of its own.
+        device = str(machine.device)
+        own = Machine(device, settings.dtype, tf32=True, attention=settings.attention)
         attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), own)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)

@@ -391,8 +391,7 @@ class Plan:
         options = self.options
         arms = {}
         shares = {}
-        base_run = Run(self.baseline, 1.0, 0)
-        base = self.arm_settings(base_run)
+        base = self.arm_settings(Run(self.baseline, 1.0, 0))
         for name, arm in self.arms.items():
             settings = self.arm_settings(Run(name, 1.0, 0))
             arms[name] = {
@@ -403,7 +402,7 @@ class Plan:
                 'steps': settings['max_iters'],
             }
             shares[name] = float(f'{self.min_rate(name, 1.0):.12g}')
-        varying = {'seed', 'learning_rate', 'min_lr'}  # from run to run
+        varying = {'seed', 'learning_rate', 'min_lr', *ROUNDING}  # from run to run or arm to arm
         return as_json(
             {
                 'metric': METRIC,
@@ -418,11 +417,7 @@ class Plan:
                 'baseline_steps': options.baseline_steps,
                 'level': LEVEL,
                 'rule': RULE,
-                'settings': {
-                    name: value
-                    for name, value in self.settings_of(base_run).items()
-                    if name not in varying
-                },
+                'settings': {k: v for k, v in base.items() if k not in varying},
             }
         )
 
