@@ -390,6 +390,12 @@ def summary(values):
 
 
 FIRST_LAYER = f'{PROJECTED}, layer 1'
+TITLES = {
+    'entropy': 'Entropy of token importance',
+    'similarity': 'Similarity of tokens',
+    'mapping': 'Two approximations of cross-layer attention',
+    'spectrum': 'Eigenvalues of the values',
+}
 Y_LABELS = {
     'entropy': 'entropy of token importance (nats)',
     'similarity': 'mean cosine of pairs of tokens',
@@ -452,21 +458,20 @@ def figure_of(numbers, title='', names=None):
     looks = draw.looks(configs, names or draw.labels(reports))
     panels = panels_of(kind, list(next(iter(reports.values()))['series']))
     width = 3.1 * max(len(panels), 2)
+    figure, axes = draw.pyplot().subplots(1, len(panels), squeeze=False, layout='constrained')
     # Panels of one quantity share its axis, so that they can be compared.
-    options = {'squeeze': False, 'sharey': kind == 'similarity', 'layout': 'constrained'}
-    figure, axes = draw.pyplot().subplots(1, len(panels), **options)
-    if kind == 'spectrum':
-        of_layers = [ax for ax, panel in zip(axes[0], panels, strict=True) if panel != FIRST_LAYER]
-        for ax in of_layers[1:]:
-            ax.sharey(of_layers[0])
+    of_layers = [ax for ax, panel in zip(axes[0], panels, strict=True) if panel != FIRST_LAYER]
+    for ax in of_layers[1:]:
+        ax.sharey(of_layers[0])
     for ax, (panel, series) in zip(axes[0], panels.items(), strict=True):
         draw_panel(ax, kind, panel, series, reports, looks)
-    if kind != 'spectrum':
-        axes[0][0].set_ylabel(Y_LABELS[kind], fontsize=draw.FONT)
+    for ax in of_layers[1:]:
+        ax.tick_params(which='both', labelleft=False)
+    of_layers[0].set_ylabel(Y_LABELS[kind], fontsize=draw.FONT)
     height = 3.5 + draw.legend_below(figure, axes[0][0], width)
     figure.set_size_inches(width, height)
     of_bands = f'bands: one standard error over {numbers.get("errors_over", "sequences")}'
-    figure.suptitle(f'{title or kind}\n{of_bands}', fontsize=11)
+    figure.suptitle(f'{title or TITLES[kind]}\n{of_bands}', fontsize=11)
     return figure
 
 
@@ -493,9 +498,11 @@ def draw_panel(ax, kind, title, names, reports, looks):
             ax.axhline(uniform_entropy(T), color='#BBBBBB', linewidth=1, label=label)
     ax.set_title(title, fontsize=10)
     ax.xaxis.set_major_locator(draw.pyplot().MaxNLocator(integer=True))
-    ax.set_xlabel('index of the eigenvalue' if of_eigenvalues else 'layer', fontsize=draw.FONT)
+    ax.set_xlabel('layer', fontsize=draw.FONT)
+    if of_eigenvalues:
+        ax.set_xlabel('index of the eigenvalue', fontsize=draw.FONT)
+        ax.set_ylabel('eigenvalue', fontsize=draw.FONT)
     if kind == 'spectrum':
-        ax.set_ylabel('eigenvalue' if of_eigenvalues else Y_LABELS[kind], fontsize=draw.FONT)
         ax.set_yscale('log')
     ax.grid(alpha=0.3)
 

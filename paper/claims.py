@@ -44,10 +44,10 @@ BASES = {
 # What a claim is about.
 METRICS = {
     'final loss': 'training loss at the end',
-    'early loss': 'training loss in the first tenth of the steps',
+    'early loss': 'training loss in the first tenth of the steps, in nats',
     'lead': "training loss at the end, minus vanilla's in the same setting",
     'critical step': 'step at which it is overtaken by vanilla',
-    'validation loss': 'validation loss, mean of the domains',
+    'validation loss': 'validation loss at the end, in nats, mean of the domains',
     'accuracy': 'zero-shot accuracy, mean of the tasks',
     'entropy': 'entropy of token importance, deeper half of the layers',
     'entropy with depth': 'entropy of token importance, deeper half minus layer 1',
@@ -117,8 +117,8 @@ NAMES = {
     **{with_lambda(value): f'V_n + {value:g} V_1' for value in LAMBDAS},
     'learned_resformer': 'ResFormer, learned weights',
     'sparse_resformer': 'ResFormer, sparse with 5',
-    KEYS_OF_2: 'keys shared by two layers',
-    VALUES_OF_2: 'values shared by two layers',
+    KEYS_OF_2: 'keys shared by twos',
+    VALUES_OF_2: 'values shared by twos',
     TWO_ANCHORS: 'SVFormer, two anchors',
     FIRST_QUERIES: "all share the first layer's queries",
     FIRST_KEYS: "all share the first layer's keys",

@@ -48,11 +48,17 @@ DETAILS = set(
     'residual_learned residual_layers residual_map share_q_every share_k_every share_v_every'.split()
 )
 
-# Fields that make no family of their own and do not change a model's family.
-ABLATIONS = {'q_residual', 'k_residual', 'share_q', 'share_k'}
+# Fields that make no family of their own and do not change a model's family; and the color that they
+# give to a model of no family.
+ABLATIONS = {
+    'q_residual': 'queries',
+    'share_q': 'queries',
+    'k_residual': 'keys',
+    'share_k': 'keys',
+}
 
-# Okabe and Ito's colors, which color-blind readers can tell apart. A family has the same one in every
-# figure.
+# Okabe and Ito's colors, and two of Tol's, which color-blind readers can tell apart. A family has the
+# same one in every figure.
 COLORS = {
     'vanilla': '#000000',
     'ResFormer': '#D55E00',
@@ -61,6 +67,8 @@ COLORS = {
     'DenseFormer': '#CC79A7',
     'CLA': '#56B4E9',
     'GQA': '#E69F00',
+    'queries': '#882255',
+    'keys': '#999933',
     'other': '#888888',
 }
 
@@ -79,7 +87,7 @@ def model_name(config):
         variant.pop('n_kv_head', None)
 
     family_fields = {name for names in FAMILIES.values() for name in names}
-    if variant.keys() <= family_fields | DETAILS | ABLATIONS:
+    if variant.keys() <= family_fields | DETAILS | ABLATIONS.keys():
         for family, names in FAMILIES.items():
             if all(name in variant for name in names):
                 return family
@@ -90,7 +98,11 @@ def model_name(config):
 
 
 def color_of(config):
-    return COLORS.get(model_name(config), COLORS['other'])
+    name = model_name(config)
+    if name in COLORS:
+        return COLORS[name]
+    parts = {ABLATIONS.get(field) for field in config.variant().keys() - DETAILS}
+    return COLORS[parts.pop()] if parts in ({'queries'}, {'keys'}) else COLORS['other']
 
 
 def styles(configs):
@@ -110,7 +122,7 @@ def styles(configs):
 
 def shades(configs):
     """Like styles(), for runs of one model in order, such as by size: ever stronger."""
-    strengths = np.linspace(0.35, 1.0, len(configs))
+    strengths = np.linspace(0.45, 1.0, len(configs))
     result = {}
     for (run, config), strength in zip(configs.items(), strengths, strict=True):
         result[run] = {'color': lighter(color_of(config), strength), 'linestyle': '-'}
@@ -230,14 +242,18 @@ def curve_axes(axes, curves, look, baseline, smooth, window, limits=None):
     words = f'step (curves: mean of {smooth} steps; numbers: mean of the last {window})'
     axes.set_xlabel(words, fontsize=FONT)
     axes.set_ylabel(f'training loss minus\n{baseline} (nats)', fontsize=FONT)
-    note = {'color': '#777777', 'fontsize': FONT, 'transform': axes.transAxes}
-    axes.text(0.01, 0.02, 'below 0: better', **note)
+    say_what_is_better(axes)
 
     ends = [(0.0, baseline, {'color': COLORS['vanilla'], 'linestyle': '-'})]
     for run, curve in curves.items():
         number = f'{curve["final"]:+.3f}'.replace('-', '\N{MINUS SIGN}')
         ends.append((curve['difference'][-1], f'{number}  {look[run]["label"]}', look[run]))
     end_labels(axes, ends)
+
+
+def say_what_is_better(axes):
+    note = {'color': '#777777', 'fontsize': FONT, 'transform': axes.transAxes, 'ha': 'right'}
+    axes.text(0.99, 0.02, 'below 0: better', **note)
 
 
 def limits_of(curves):

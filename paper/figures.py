@@ -173,8 +173,8 @@ FIGURES = {
     ),
     'fig14': Figure(
         "SVFormer's anchors: layers that have their own values",
-        curves(V, S, TWO_ANCHORS, FOUR_ANCHORS),
-        {S: 'one anchor', TWO_ANCHORS: 'two anchors', FOUR_ANCHORS: 'four anchors'},
+        curves(V, FOUR_ANCHORS, TWO_ANCHORS, S),
+        {FOUR_ANCHORS: 'four anchors', TWO_ANCHORS: 'two anchors', S: 'one anchor'},
         is_ordered=True,
     ),
     'fig15': Figure('Similarity of tokens', [Panel('similarity', runs(V, R, S))]),

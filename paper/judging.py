@@ -155,12 +155,11 @@ class Row:
     rates: dict = field(default_factory=dict)  # {model: learning rates}
 
     def label(self):
-        """The contrast in words."""
-        word = SIGNS[self.sign]
-        if self.ours == self.theirs:
-            return f'{self.metric}: {self.ours} {word} 0'
+        """The contrast in words; of the inside of a model, the claim's own."""
+        if self.metric in insides.DIFFERENCES:
+            return f'{self.says[0]} ({self.metric})'
         what = '' if measure_of(self.metric) == 'validation loss' else f'{self.metric}: '
-        return f'{what}{self.ours} {word} {self.theirs}'
+        return f'{what}{self.ours} {SIGNS[self.sign]} {self.theirs}'
 
 
 def measure_of(metric):

@@ -111,16 +111,19 @@ def picture_of(name, arms):
     left.set_xlabel(f'step (thin: each seed; mean of {SMOOTH} steps)', fontsize=draw.FONT)
     left.set_ylabel(f'loss minus {NAMES[baseline.model]} (nats)', fontsize=draw.FONT)
     left.set_title('training loss', fontsize=draw.FONT)
+    draw.say_what_is_better(left)
 
     ends = [(0.0, NAMES[baseline.model], {'color': draw.COLORS['vanilla'], 'linestyle': '-'})]
+    counts = {arm['end']['seeds'] for arm in arms.values()}
     for column, (run, arm) in enumerate(arms.items()):
-        words = draw_end(right, column, arm['end'], look[run])
-        ends.append((arm['end']['mean'], f'{words}  {look[run]["label"]}', look[run]))
+        words = f'{draw_end(right, column, arm["end"], look[run])}  {look[run]["label"]}'
+        if len(counts) > 1:
+            words += f', {arm["end"]["seeds"]} seeds'
+        ends.append((arm['end']['mean'], words, look[run]))
     right.set_xlim(-0.7, len(arms) - 0.3)
     right.set_xticks([])
-    counts = sorted({arm['end']['seeds'] for arm in arms.values()})
-    seeds = ' to '.join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    right.set_xlabel(f'95% interval\n{seeds} seeds', fontsize=draw.FONT)
+    of_all = f'\n{counts.pop()} seeds' if len(counts) == 1 else ''
+    right.set_xlabel(f'95% interval{of_all}', fontsize=draw.FONT)
     right.set_title('validation loss', fontsize=draw.FONT)
     draw.end_labels(right, ends, gap=0.3)
     picture.suptitle(f'{name.replace("fig", "Fig. ")}: {title}', fontsize=11)

@@ -37,7 +37,7 @@ from comparison.report import standalone
 from configurator import choose, one_line_errors, read_settings
 from files import write_whole
 from paper import draw, seeds
-from paper.claims import CLAIMS, NAMES
+from paper.claims import CLAIMS, METRICS, NAMES
 from paper.figures import FIGURES, V
 from paper.judging import (
     LARGER,
@@ -109,7 +109,7 @@ def headline(rows):
 
 
 def markdown(rows):
-    """A table of the tested claims, and a list of the others."""
+    """A table of the tested claims, what its numbers are of, and a list of the others."""
     lines = [f'{headline(rows)}.', '']
     head = [
         'the paper prints',
@@ -125,7 +125,13 @@ def markdown(rows):
         if row.numbers:
             where = '; '.join(row.where)
             tested.append([row.label(), where, *number_cells(row.numbers), row.verdict])
-    lines += [markdown_table(head, tested, (0, 1, len(head) - 1)), '', 'Not tested here:', '']
+    lines += [markdown_table(head, tested, (0, 1, len(head) - 1)), '']
+
+    lines += ['What is compared (the validation loss where a row names nothing):', '']
+    for metric in dict.fromkeys(measure_of(row.metric) for row in rows if row.numbers):
+        lines.append(f'- {metric}: {METRICS[metric]}')
+
+    lines += ['', 'Not tested here:', '']
     for row in rows:
         if row.verdict == 'untestable':
             lines.append(f'- {row.label()} ({"; ".join(row.where)}): {row.reason}')
@@ -150,6 +156,7 @@ def in_order(rows):
 LOSSES = ('validation loss', 'early loss')
 COLORS = {'agrees': 2, 'contradicts': 1, 'undecided': 8}  # of charts.color()
 ROW_HEIGHT = 0.27  # inches
+LABEL_WIDTH = 52  # letters on a line
 
 
 @charts.styled
@@ -222,8 +229,8 @@ def draw_rows(axes, rows):
         axes.plot(direction * numbers['mean'], y, 'D', color=shade, markersize=5)
         count = f'   {numbers["seeds"]}'
         axes.text(1, y, count, va='center', fontsize=8, transform=axes.get_yaxis_transform())
-    labels = [line if isinstance(line, str) else line.label() for line in lines]
-    axes.set_yticks(range(len(lines)), labels)
+    labels = [line if isinstance(line, str) else on_lines(line.label()) for line in lines]
+    axes.set_yticks(range(len(lines)), labels, linespacing=1.0)
     for label in axes.get_yticklabels():
         verdict = label.get_text().lower()
         if verdict in COLORS:
@@ -239,6 +246,10 @@ def draw_rows(axes, rows):
     axes.text(0, -0.75, left, ha='left', fontsize=8, transform=axes.get_yaxis_transform())
     axes.text(1, -0.75, right, ha='right', fontsize=8, transform=axes.get_yaxis_transform())
     axes.text(1, -0.75, '   seeds', ha='left', fontsize=8, transform=axes.get_yaxis_transform())
+
+
+def on_lines(label):
+    return textwrap.fill(label, LABEL_WIDTH)
 
 
 def untested_lines(rows):

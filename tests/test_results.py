@@ -98,7 +98,7 @@ def test_twenty_numbers_and_more_computed_again_from_the_logs():
         [early('vanilla', seed) for seed in seeds],
     )
     count += check(
-        'entropy: vanilla below ResFormer',
+        'attention concentrates less in ResFormer than in vanilla (entropy)',
         [deep_entropy('vanilla', seed) for seed in seeds],
         [deep_entropy('resformer', seed) for seed in seeds],
     )

@@ -13,7 +13,7 @@ from comparison import charts
 from comparison.plan import CompareConfig, Plan, decisive_settings
 from configurator import configure
 from model import GPTConfig
-from paper import judging, verdicts
+from paper import insides, judging, verdicts
 from paper.claims import CLAIMS, NAMES, SIGNS, Claim
 from paper.figures import R, S, V
 from paper.runs import Run
@@ -205,7 +205,9 @@ def test_every_claim_has_a_row_and_a_label_that_a_reader_understands():
     labels = [row.label() for row in rows]
     assert len(set(labels)) == len(labels)
     for row in rows:
-        assert SIGNS[row.sign] in row.label()
+        is_inside = row.metric in insides.DIFFERENCES
+        words = [row.says[0], row.metric] if is_inside else [SIGNS[row.sign]]
+        assert all(word in row.label() for word in words)
         assert row.reason and row.lacks
     assert all(row.label() in verdicts.markdown(rows) for row in rows)
     assert verdicts.forest(rows) == ''
