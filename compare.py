@@ -65,7 +65,8 @@ def print_commands(results):
 
 
 class Watcher:
-    """While trainings run: a line of progress each second, a new report twice a minute."""
+    """While trainings run: a line of progress each second, and a new report, at most twice a minute,
+    when more of them have finished."""
 
     def __init__(self, results, redraw):
         self.results = results

@@ -329,7 +329,7 @@ class Plan:
             flags['max_iters'] = steps
             own, _ = self.configure(run.arm)
             if own.lr_decay_iters:
-                share = steps / self.settings.max_iters
+                share = steps / own.max_iters
                 flags['lr_decay_iters'] = max(1, round(share * own.lr_decay_iters))
         flags |= {'init_from': 'auto', 'out_dir': self.run_folder(run)}
         return [f'--{name}={value}' for name, value in flags.items()]

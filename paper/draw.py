@@ -8,7 +8,8 @@ $ python -m paper.draw wiring vanilla resformer+residual_from=all out/demo/svfor
 
 relative  smoothed training loss of each run minus that of the first (Figs. 1, 4 to 8, 10 to 14)
 scaling   loss against parameters, fitted power laws, savings at equal loss (Fig. 5)
-critical  whether and when each run is overtaken by the one before it, against length (Fig. 11)
+critical  each run relative to the one before it, and whether and when that overtakes it, by sequence
+          length (Fig. 11)
 wiring    which layers' queries, keys and values a layer uses (Fig. 2): of a model of config/, with
           +setting=value, or of a run
 
@@ -18,16 +19,15 @@ see compare.py.
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from comparison import charts
 from configurator import choose, one_line_errors
-from paper import losses, wiring
+from paper import crossings, losses, wiring
 from paper.runs import PAPER, Run, configs_of
-from rundir import read_run_config
 from tables import markdown_table
 
 # --- names and colors -----------------------------------------------------------------------------
@@ -203,17 +203,6 @@ def scaling_of(runs, window):
     return models
 
 
-def crossings_of(pairs, window):
-    """[{'length', 'tokens', and a losses.Crossing}] of [(baseline, run)]; tokens: of the whole run."""
-    points = []
-    for baseline, run in pairs:
-        length = read_run_config(run, 'block_size')['block_size']
-        crossing = losses.crossing(baseline, run, window)
-        tokens = crossing.steps * losses.tokens_per_step(run)
-        points.append({'length': length, 'tokens': tokens, **asdict(crossing)})
-    return points
-
-
 def in_pairs(items):
     """[a, b, c, d] -> [(a, b), (c, d)]"""
     return list(zip(items[::2], items[1::2], strict=True))
@@ -332,7 +321,7 @@ def scaling_axes(axes, models, window):
     axes.legend(**BESIDE)
 
 
-# How a losses.Crossing is drawn: marker, whether it is filled, what the legend says.
+# How a crossings.Crossing is drawn: marker, whether it is filled, what the legend says.
 MARKERS = {
     'overtaken': ('o', True, 'overtaken'),
     'predicted': ('o', False, 'not overtaken:\npredicted'),
@@ -483,37 +472,25 @@ def draw_critical(settings):
     check_runs(settings, 'critical')
     if len(settings.runs) % 2:
         raise ValueError('critical takes pairs: BASELINE RUN BASELINE RUN ...')
-    points = crossings_of(in_pairs(settings.runs), settings.window)
+    pairs = in_pairs(settings.runs)
+    points = crossings.crossings_of(pairs, settings.window)
     for point in points:
-        print(f'{point["length"]} tokens: {describe_crossing(point)}')
-    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
-    critical_axes(axes, points, color_of(losses.model_config(settings.runs[1])))
+        print(f'{point["length"]} tokens: {crossings.describe(point)}')
+
+    curves = curves_of(pairs, settings.window, settings.window)
+    configs = {run: losses.model_config(run) for run in curves}
+    names = {run: f'{config.block_size:,} tokens' for run, config in configs.items()}
+    width, height = SIZE
+    figure, (above, below) = pyplot().subplots(2, figsize=(width, 2 * height), layout='constrained')
+    look = looks(configs, names, ordered=True)
+    curve_axes(above, curves, look, 'the baseline', settings.window, settings.window)
+    critical_axes(below, points, color_of(losses.model_config(settings.runs[1])))
     return figure
 
 
 def check_runs(settings, kind):
     if len(settings.runs) < 2:
         raise ValueError(f'{kind} needs a baseline and at least one other run')
-
-
-def describe_crossing(point):
-    """A losses.Crossing in words, with the numbers behind it; point: from crossings_of()."""
-    end = f'{point["tokens"]:,} tokens'
-    words = {
-        'overtaken': f'overtaken at step {point["step"]}',
-        'never ahead': 'behind, and never ahead',
-        'not overtaken': f'not overtaken by {end}',
-        'predicted': f'not overtaken by {end}, predicted for step {point["step"] or 0:,.0f}',
-    }
-    interval = 'too few steps for an interval'
-    if point['interval']:
-        low, high = point['interval']
-        interval = f'95% interval {low:+.4f} to {high:+.4f}'
-    validation = 'not evaluated at the end'
-    if point['validation'] is not None:
-        validation = f'validation loss {point["validation"]:+.4f}'
-    mean = f'mean of the last {losses.tail_of(point["steps"]):,} steps {point["mean"]:+.4f}'
-    return f'{words[point["kind"]]} ({mean}, {interval}; {validation})'
 
 
 def draw_wiring(settings):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paper import draw, insides, losses
+from paper import crossings, insides, losses
 from paper.claims import CLAIMS, METRICS, SAVINGS, SIGNS
 from paper.runs import folder
 
@@ -66,6 +66,7 @@ def inside(metric):
 # All of claims.METRICS but the critical step, which describe_crossings() reports as a whole.
 DIFFERENCES = {
     'final loss': final_loss,
+    'overtaken': final_loss,
     'early loss': early_loss,
     'lead': lead,
     'validation loss': validation_loss,
@@ -116,7 +117,7 @@ def describe_savings(saved):
 
 
 def describe_crossings(points):
-    """points: from draw.crossings_of()."""
-    words = [f'{point["length"]}: {draw.describe_crossing(point)}' for point in points]
+    """points: from crossings.crossings_of()."""
+    words = [f'{point["length"]}: {crossings.describe(point)}' for point in points]
     paper = 'the paper: overtaken, the later, the longer the sequence'
     return f'SVFormer by sequence length: {"; ".join(words)} ({paper}); {ONE_SEED}'

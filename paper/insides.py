@@ -30,14 +30,20 @@ def mapping(ours, theirs):
     return np.nanmean(ours[analyze.EQ_6] - ours[analyze.EQ_3])
 
 
-def eigenvalue(ours, theirs):
+def eigenvalue(values):
     """The logarithm of the ratio of the largest eigenvalues, ours / theirs, median of the layers.
 
-    Above 0, ours is larger in most layers. The share of these layers would be too coarse a number:
-    three seeds of eight layers easily agree on it exactly.
+    values: projected or attended with. The paper does not say which; a mean of two values, with which
+    ResFormer attends, has the smaller ones by construction. Above 0, ours is larger in most layers. The
+    share of these layers would be too coarse a number: three seeds of eight layers easily agree on it
+    exactly.
     """
-    ratios = ours[analyze.ATTENDED][:, 0] / theirs[analyze.ATTENDED][:, 0]
-    return np.median(np.log(ratios))
+
+    def of_models(ours, theirs):
+        ratios = ours[values][:, 0] / theirs[values][:, 0]
+        return np.median(np.log(ratios))
+
+    return of_models
 
 
 def similarity(ours, theirs):
@@ -49,7 +55,8 @@ DIFFERENCES = {
     'entropy': ('entropy', entropy),
     'entropy with depth': ('entropy', entropy_with_depth),
     'mapping': ('mapping', mapping),
-    'eigenvalue': ('spectrum', eigenvalue),
+    'eigenvalue, attended': ('spectrum', eigenvalue(analyze.ATTENDED)),
+    'eigenvalue, projected': ('spectrum', eigenvalue(analyze.PROJECTED)),
     'similarity': ('similarity', similarity),
 }
 

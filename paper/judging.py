@@ -5,12 +5,13 @@ Which runs test a claim, and what its verdict means, is written at the top of ve
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from comparison.plan import recorded_settings
 from comparison.results import read_state
 from comparison.verdict import judge
+from configurator import first_line
+from model import GPTConfig
 from paper import analyze, insides, losses
 from paper.claims import BASES, METRICS, NAMES, SIGNS
 from paper.runs import PAPER, configs_of
@@ -54,15 +55,27 @@ def read_groups(folders, analyses):
         if state.kind != 'finished':
             raise ValueError(f'{folder} is {state.kind}: {state.detail or "it has no log"}')
         config = gpt_config(state.config, folder)
-        group = groups.setdefault(common_settings(state.config, config), {})
+        shared = losses.common_settings(state.config, config)
+        group = groups.setdefault(json.dumps(shared, sort_keys=True), {})
         seeds = group.setdefault(as_key(config), {})
-        run = finished_run(state, analyses)
-        if run.seed in seeds:
-            raise ValueError(
-                f'{folder} and {seeds[run.seed].folder.name} have the same model and seed'
-            )
+        run = finished_run(state, config, analyses)
+        check_arm(run, seeds)
         seeds[run.seed] = run
     return groups
+
+
+def check_arm(run, others):
+    """Raise ValueError where a run is no further seed of `others`, {seed: FinishedRun} of its model."""
+    if run.seed in others:
+        raise ValueError(
+            f'{run.folder} and {others[run.seed].folder} have the same model and seed: name one of them'
+        )
+    for other in others.values():
+        if other.rate != run.rate:
+            raise ValueError(
+                f'{run.folder} and {other.folder} are the same model at the learning rates {run.rate:g} '
+                f'and {other.rate:g}: name the runs of one rate'
+            )
 
 
 def as_key(config):
@@ -71,37 +84,47 @@ def as_key(config):
     return json.dumps(variant, sort_keys=True)
 
 
-def common_settings(values, config):
-    """What the runs of a contrast must share: all that decides a result but the variant, the seed and
-    the learning rate, which each model has its own."""
-    own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
-    shared = {name: value for name, value in recorded_settings(values).items() if name not in own}
-    return json.dumps(shared, sort_keys=True)
-
-
-def finished_run(state, analyses):
+def finished_run(state, config, analyses):
     series = {}
     for kind, runs in analyses.items():
-        if state.folder.name in runs:
-            series[kind] = runs[state.folder.name]
+        analysed, arrays = runs.get(state.folder.name, (None, None))
+        if analysed is None:
+            continue
+        if analysed != config:
+            raise ValueError(
+                f'the analysis of {kind} for {state.folder.name} is of another model than {state.folder}'
+            )
+        series[kind] = arrays
     seed, rate = state.config['seed'], state.config['learning_rate']
     return FinishedRun(state.folder, seed, rate, state.losses, series)
 
 
 def read_analyses(folder):
-    """{analysis: {name of a run's folder: {series: array (layers, ...)}}}; {} without a folder."""
+    """{analysis: {name of a run's folder: (GPTConfig, {series: array (layers, ...)})}}; {} without a
+    folder. Raises FileNotFoundError where the folder has no analysis, ValueError for a damaged one."""
     analyses = {}
     for kind in analyze.ANALYSES if folder else ():
         path = Path(folder, f'{kind}.json')
-        if not path.exists():
-            continue
-        analyses[kind] = {}
-        for run, report in json.loads(path.read_text())['runs'].items():
-            name = Path(run).name
-            if name in analyses[kind]:
-                raise ValueError(f'{path} has two runs named {name}')
-            analyses[kind][name] = insides.as_arrays(report)
+        if path.exists():
+            analyses[kind] = read_analysis(path)
+    if folder and not analyses:
+        names = ', '.join(f'{kind}.json' for kind in analyze.ANALYSES)
+        raise FileNotFoundError(f'{folder} has none of {names}')
     return analyses
+
+
+def read_analysis(path):
+    found = {}
+    try:
+        reports = json.loads(path.read_text())['runs']
+        for run, report in reports.items():
+            name = Path(run).name
+            if name in found:
+                raise ValueError(f'it has two runs named {name}')
+            found[name] = GPTConfig(**report['config']), insides.as_arrays(report)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f'{path}: {first_line(error)}') from error
+    return found
 
 
 # --- what a claim comes to, for one seed ----------------------------------------------------------

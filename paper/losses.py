@@ -6,18 +6,35 @@ A run is the folder that train.py wrote. Losses are in nats per token.
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
+from comparison.plan import recorded_settings
 from model import GPT
-from rundir import gpt_config, read_entries, read_losses, read_run_config
+from rundir import gpt_config, read_losses, read_run_config
 
 
 def model_config(run, *needed):
     """The GPTConfig of a run's config.json, which must say what is `needed`."""
     return gpt_config(read_run_config(run, *needed), run)
+
+
+def common_settings(values, config):
+    """{name: value} of what runs that are compared must share: all that decides a result but the
+    variant, the seed and the learning rate, which each model has its own.
+
+    values: of a config.json; config: its GPTConfig.
+    """
+    own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
+    return {name: value for name, value in recorded_settings(values).items() if name not in own}
+
+
+def tokens_per_step(run):
+    names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+    config = read_run_config(run, *names)
+    return math.prod(config[name] for name in names)
 
 
 # --- relative to a baseline -----------------------------------------------------------------------
@@ -29,7 +46,7 @@ def differences(baseline, run, window):
     steps = sorted(losses.keys() & base.keys())
     if len(steps) < points_in(steps, window):
         raise ValueError(
-            f'{run} and {baseline} have {len(steps)} steps in common, fewer than --window={window}'
+            f'{run} and {baseline} have {len(steps)} steps in common, fewer than the {window} of a mean'
         )
     return np.array(steps), np.array([losses[step] - base[step] for step in steps])
 
@@ -77,145 +94,6 @@ def early_difference(baseline, run):
     return float(difference[is_early].mean())
 
 
-# --- overtaken, or not ----------------------------------------------------------------------------
-
-# A run is overtaken if two witnesses say so: its mean difference to the baseline over its last steps
-# is above 0, with its whole 95% interval, and so is the difference of the validation losses.
-TAIL = 2000  # steps of that mean; of a shorter run, its last half
-# The blocks into which these steps are cut must outlast the memory of the noise. Those of 2,000 steps
-# have 200 steps. Those of a short run may be too short, and its interval then too narrow.
-BLOCKS = 10
-RESAMPLES = 2000  # of the bootstrap
-FIT = 1000  # points through which a crossing is predicted, the paper's number; or the last half
-HORIZON = 2  # a crossing is predicted no later than at twice the steps of the run
-
-
-@dataclass
-class Crossing:
-    """Whether a run is overtaken by its baseline, and when.
-
-    overtaken    behind at the end, after it was ahead: `step` is the first step behind
-    never ahead  behind at the end, and in sum never ahead before
-    predicted    not overtaken, but a line through the last differences crosses 0 at `step`
-    not overtaken
-    """
-
-    kind: str
-    step: float | None
-    steps: int  # that both runs have taken
-    mean: float  # of the last differences, in nats
-    interval: tuple | None  # the 95% interval of that mean; None: too few steps for one
-    validation: float | None  # validation loss minus the baseline's at the end; None: not evaluated
-
-
-def crossing(baseline, run, window):
-    """The Crossing of a run; its step is read from differences that are means over `window` steps."""
-    steps, difference = differences(baseline, run, window)
-    last = steps[-1]
-    first = last - tail_of(last + 1)
-    tail = difference[steps > first]
-    interval = block_interval(tail, BLOCKS)
-    validation = validation_difference(baseline, run, first)
-
-    smooth_steps, smooth = relative(baseline, run, window)
-    kind, step = 'not overtaken', None
-    is_behind = interval is not None and interval[0] > 0
-    if is_behind and validation is not None and validation > 0:
-        step = first_step_behind(smooth_steps, smooth)
-        kind = 'never ahead' if step is None else 'overtaken'
-    else:
-        step = predicted_step(smooth_steps, smooth)
-        if step is not None:
-            kind = 'predicted'
-    return Crossing(kind, step, int(last) + 1, float(tail.mean()), interval, validation)
-
-
-def tail_of(steps):
-    """How many of its last steps decide whether a run of so many is overtaken."""
-    return min(TAIL, steps // 2)
-
-
-def block_interval(values, blocks):
-    """The 95% interval (low, high) of the mean of an autocorrelated series; None if it is too short.
-
-    Whole blocks are drawn with replacement, so that what hangs together stays together. A few blocks
-    are a small sample: an error is measured in the standard errors of its own resample (bootstrap-t),
-    or the interval would be too narrow. The same series always has the same interval.
-    """
-    if len(values) < 2 * blocks:
-        return None
-    means = np.array([block.mean() for block in np.array_split(values, blocks)])
-    center, error = means.mean(), standard_error(means)
-    drawn = means[np.random.default_rng(0).integers(blocks, size=(RESAMPLES, blocks))]
-    errors = standard_error(drawn)
-    # A resample that drew one block again and again has no error of its own.
-    is_usable = errors > 0
-    if not is_usable.any():
-        return float(center), float(center)
-    t = (drawn.mean(axis=1) - center)[is_usable] / errors[is_usable]
-    low, high = np.quantile(t, [0.025, 0.975])
-    return float(center - high * error), float(center - low * error)
-
-
-def standard_error(means):
-    """Of the mean over the last dimension."""
-    return means.std(axis=-1, ddof=1) / np.sqrt(means.shape[-1])
-
-
-def validation_difference(baseline, run, after):
-    """Validation loss minus the baseline's, at the last step where both have one.
-
-    None where that step does not come after step `after`.
-    """
-    base, losses = validation_losses(baseline), validation_losses(run)
-    steps = [step for step in losses.keys() & base.keys() if step > after]
-    if not steps:
-        return None
-    return losses[max(steps)] - base[max(steps)]
-
-
-def validation_losses(run):
-    """{step: mean of the domains' validation losses}, where it is finite."""
-    result = {}
-    for entry in read_entries(run):
-        loss = entry.get('val', {}).get('mean')
-        if loss is not None and np.isfinite(loss):
-            result[entry['step']] = loss
-    return result
-
-
-def first_step_behind(steps, difference):
-    """The step from which on a run is behind, None where it was never ahead.
-
-    It follows the step where the sum of the differences is lowest, which a few points beyond 0 do not
-    move.
-    """
-    lead = np.cumsum(difference)
-    last = int(lead.argmin())
-    if lead[last] >= 0:
-        return None
-    return int(steps[min(last + 1, len(steps) - 1)])
-
-
-def predicted_step(steps, difference):
-    """Where a line through the last FIT points, or the last half if that is fewer, crosses 0.
-
-    None where it does not rise, crosses 0 in the past, or only beyond HORIZON.
-    """
-    points = min(FIT, max(2, len(steps) // 2))
-    slope, intercept = np.polyfit(steps[-points:], difference[-points:], 1)
-    if slope <= 0:
-        return None
-    step = float(-intercept / slope)
-    return step if steps[-1] < step <= HORIZON * (steps[-1] + 1) else None
-
-
-def tokens_per_step(run):
-    names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
-    config = read_run_config(run, *names)
-    return math.prod(config[name] for name in names)
-
-
 # --- loss against size ----------------------------------------------------------------------------
 
 
@@ -224,7 +102,7 @@ def last_loss(run, window):
     losses = read_losses(run)
     points = points_in(list(losses), window)
     if len(losses) < points:
-        raise ValueError(f'{run} has {len(losses)} logged steps, fewer than --window={window}')
+        raise ValueError(f'{run} has {len(losses)} logged steps, fewer than the {window} of a mean')
     return float(np.mean(list(losses.values())[-points:]))
 
 

@@ -29,7 +29,7 @@ from configurator import choose, one_line_errors
 from files import write_whole
 from machine import Machine
 from model import GPT
-from paper import analyze, draw, runs, wiring
+from paper import analyze, crossings, draw, runs, wiring
 from paper.figures import FIGURES, WITH_OUTSIDE_PANELS
 from paper.findings import against_the_paper
 from paper.pictures import draw_figure, folders, smoothing, wired
@@ -89,7 +89,7 @@ def measure(panel, scale, settings, machine):
     if panel.how == 'scaling':
         return draw.scaling_of(paths, scale.window)
     if panel.how == 'critical':
-        return draw.crossings_of(draw.in_pairs(paths), smooth)
+        return crossings.crossings_of(draw.in_pairs(paths), smooth)
     assert panel.how == 'wiring', panel.how
     configs = wired(panel)
     return {name: [asdict(arrow) for arrow in wiring.arrows(c)] for name, c in configs.items()}

@@ -127,7 +127,10 @@ def markdown(rows):
             tested.append([row.label(), where, *number_cells(row.numbers), row.verdict])
     lines += [markdown_table(head, tested, (0, 1, len(head) - 1)), '']
 
-    lines += ['What is compared (the validation loss where a row names nothing):', '']
+    lines += [
+        'What is compared (the validation loss where a row names nothing; losses in nats per token):',
+        '',
+    ]
     for metric in dict.fromkeys(measure_of(row.metric) for row in rows if row.numbers):
         lines.append(f'- {metric}: {METRICS[metric]}')
 
@@ -277,17 +280,21 @@ def name_of(figure):
 def command(figures):
     """The command line of compare.py whose runs test the claims of some figures, as far as runs of
     one size and length can. Raises ValueError where they cannot."""
+    claims = [claim for claim in CLAIMS if not figures or claim.figure in figures]
+    claims = [claim for claim in claims if not beyond(claim)]
+    if not claims:
+        raise ValueError(
+            'no runs of one size and length can test the claims of these figures; name others'
+        )
     arms, contrasts = {V: arm_of(V)}, []
-    for claim in CLAIMS:
-        if beyond(claim) or (figures and claim.figure not in figures):
-            continue
+    for claim in claims:
         pair = [claim.ours.model, claim.theirs.model]
         arms |= {model: arm_of(model) for model in pair}
         if V not in pair:
             contrasts.append('-'.join(arm_name(model) for model in pair))
     if len(arms) < 2:
         raise ValueError(
-            'no runs of one size and length can test the claims of these figures; name others'
+            'these claims are about vanilla alone, and a plan takes two models: name more'
         )
     words = ['python', 'compare.py', str(SIZE), f'--arms={"; ".join(arms.values())}']
     if contrasts:

@@ -1,10 +1,12 @@
-"""Whether a run is overtaken by its baseline (paper/losses.py), and how it is drawn and told."""
+"""Whether a run is overtaken by its baseline (paper/crossings.py), and how it is drawn and told."""
+
+import json
 
 import numpy as np
 import pytest
 from test_draw import write_run
 
-from paper import draw, losses
+from paper import crossings, draw
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 
@@ -21,7 +23,8 @@ def noise(rng, steps, memory=0.9, scale=0.02):
 def write_pair(tmp_path, difference, validation=None, **config):
     """(a baseline, a run that differs from it by `difference` step by step)."""
     name = len(list(tmp_path.iterdir()))
-    base = write_run(tmp_path / f'base{name}', [5.0] * len(difference), val=5.0)
+    shared = {key: value for key, value in config.items() if key != 'share_v'}
+    base = write_run(tmp_path / f'base{name}', [5.0] * len(difference), val=5.0, **shared)
     last = 5.0 + (difference[-1] if validation is None else validation)
     curve = (5 + np.asarray(difference)).tolist()
     return base, write_run(tmp_path / f'run{name}', curve, val=last, **config)
@@ -35,7 +38,7 @@ def test_the_interval_covers_the_truth_in_95_of_100_series():
     truth, count, inside, narrow = 0.01, 400, 0, 0
     for _ in range(count):
         series = truth + noise(rng, 2000)
-        low, high = losses.block_interval(series, losses.BLOCKS)
+        low, high = crossings.block_interval(series)
         inside += low <= truth <= high
         # What treats the steps as independent is sure of itself far too often.
         error = series.std(ddof=1) / np.sqrt(len(series))
@@ -47,13 +50,18 @@ def test_the_interval_covers_the_truth_in_95_of_100_series():
 
 def test_the_same_series_has_the_same_interval_and_a_constant_one_no_width():
     series = noise(np.random.default_rng(1), 500)
-    assert losses.block_interval(series, 10) == losses.block_interval(series.copy(), 10)
-    assert losses.block_interval(np.full(100, -0.5), 10) == pytest.approx((-0.5, -0.5))
-    assert losses.block_interval(np.zeros(19), 10) is None  # blocks of a step or two say nothing
+    assert crossings.block_interval(series) == crossings.block_interval(series.copy())
+    assert crossings.block_interval(np.full(100, -0.5)) == pytest.approx((-0.5, -0.5))
+    assert crossings.block_interval(np.zeros(19)) is None  # blocks of a step or two say nothing
 
 
 def test_the_last_2000_steps_decide_and_of_a_shorter_run_its_last_half():
-    assert [losses.tail_of(steps) for steps in (10_000, 4000, 3000, 120)] == [2000, 2000, 1500, 60]
+    assert [crossings.tail_of(steps) for steps in (10_000, 4000, 3000, 120)] == [
+        2000,
+        2000,
+        1500,
+        60,
+    ]
 
 
 # --- overtaken, or not ----------------------------------------------------------------------------
@@ -105,7 +113,7 @@ def falls(s):
     ],
 )
 def test_a_crossing_is_found_where_there_is_one(tmp_path, difference, kind, step):
-    found = losses.crossing(*write_pair(tmp_path, difference(np.arange(100.0))), 1)
+    found = crossings.crossing(*write_pair(tmp_path, difference(np.arange(100.0))), 1)
     assert (found.kind, found.steps) == (kind, 100)
     assert (found.step is None) == (step is None)
     tolerance = 0 if kind == 'overtaken' else 1e-6
@@ -115,12 +123,12 @@ def test_a_crossing_is_found_where_there_is_one(tmp_path, difference, kind, step
 def test_two_witnesses_are_needed(tmp_path):
     """The training losses of the last steps, beyond their noise, and the validation loss."""
     difference = np.linspace(-0.1, 0.1, 200)
-    assert losses.crossing(*write_pair(tmp_path, difference, 0.1), 1).kind == 'overtaken'
-    disagrees = losses.crossing(*write_pair(tmp_path, difference, -0.01), 1)
+    assert crossings.crossing(*write_pair(tmp_path, difference, 0.1), 1).kind == 'overtaken'
+    disagrees = crossings.crossing(*write_pair(tmp_path, difference, -0.01), 1)
     assert disagrees.kind == 'not overtaken' and disagrees.interval[0] > 0
 
     noisy = difference / 50 + noise(np.random.default_rng(0), 200)
-    unsure = losses.crossing(*write_pair(tmp_path, noisy, 0.1), 1)
+    unsure = crossings.crossing(*write_pair(tmp_path, noisy, 0.1), 1)
     assert unsure.kind != 'overtaken' and unsure.interval[0] < 0 < unsure.interval[1]
 
 
@@ -129,9 +137,9 @@ def test_a_crossing_in_noise_is_found_and_noise_alone_is_rarely_one(tmp_path):
     ramp = np.linspace(-0.1, 0.1, 4000)
     wrong = 0
     for _ in range(20):
-        found = losses.crossing(*write_pair(tmp_path, ramp + noise(rng, 4000, scale=0.005)), 10)
+        found = crossings.crossing(*write_pair(tmp_path, ramp + noise(rng, 4000, scale=0.005)), 10)
         assert found.kind == 'overtaken' and abs(found.step - 2000) < 200
-        level = losses.crossing(*write_pair(tmp_path, noise(rng, 4000), validation=0.01), 10)
+        level = crossings.crossing(*write_pair(tmp_path, noise(rng, 4000), validation=0.01), 10)
         wrong += level.kind in ('overtaken', 'never ahead')
     # Each may be wrong with 2.5%: three of twenty happen once in 77 times.
     assert wrong < 3
@@ -140,9 +148,43 @@ def test_a_crossing_in_noise_is_found_and_noise_alone_is_rarely_one(tmp_path):
 def test_a_run_that_was_not_evaluated_at_its_end_is_not_overtaken(tmp_path):
     base, run = write_pair(tmp_path, np.linspace(-1, 1, 200))
     log = run / 'log.jsonl'
-    log.write_text(''.join(log.read_text().splitlines(keepends=True)[:-1]))
-    found = losses.crossing(base, run, 1)
+    *steps, _ = log.read_text().splitlines(keepends=True)
+    early = json.dumps({'step': 190, 'val': {'mean': 9.0}}) + '\n'
+    for other in (run, base):
+        (other / 'log.jsonl').write_text(''.join([*steps, early]))
+    found = crossings.crossing(base, run, 1)
     assert found.validation is None and found.kind == 'not overtaken'
+
+
+def test_the_prediction_of_a_crossing_is_not_made_from_noise(tmp_path):
+    """A line through noise rises in every second run; one that meets 0 within the horizon is common."""
+    rng = np.random.default_rng(3)
+    level = [-0.01 + rng.normal(0, 0.02, 400) for _ in range(30)]
+    lines = [np.polyfit(np.arange(200, 400), series[200:], 1) for series in level]
+    assert sum(400 < -low / slope <= 800 for slope, low in lines if slope > 0) > 3
+    kinds = [crossings.crossing(*write_pair(tmp_path, series), 1).kind for series in level]
+    assert kinds.count('predicted') <= 2
+
+    rises = np.linspace(-0.1, -0.02, 400) + rng.normal(0, 0.02, 400)
+    assert crossings.crossing(*write_pair(tmp_path, rises), 1).kind == 'predicted'
+
+
+def test_a_lead_of_a_few_steps_is_no_lead(tmp_path):
+    difference = np.r_[-1e-4, np.ones(99)]
+    assert crossings.crossing(*write_pair(tmp_path, difference), 1).kind == 'never ahead'
+    noisy = np.r_[noise(np.random.default_rng(4), 200) - 0.001, np.ones(200)]
+    assert crossings.crossing(*write_pair(tmp_path, noisy), 1).kind == 'never ahead'
+
+
+@pytest.mark.parametrize('name, value', [('seed', 2), ('max_iters', 50), ('block_size', 64)])
+def test_runs_that_differ_in_more_than_their_models_and_rates_are_refused(tmp_path, name, value):
+    base, run = write_pair(tmp_path, np.linspace(-1, 1, 100), share_v=True, learning_rate=1.0)
+    config = json.loads((run / 'config.json').read_text()) | {'learning_rate': 2.0, 'min_lr': 0.2}
+    (run / 'config.json').write_text(json.dumps(config))
+    assert crossings.crossing(base, run, 1).kind == 'overtaken'
+    (run / 'config.json').write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ValueError, match=f'has {name}={value} and .* cannot be compared'):
+        crossings.crossing(base, run, 1)
 
 
 # --- drawn, and told ------------------------------------------------------------------------------
@@ -155,7 +197,7 @@ def points_of(tmp_path, middles, steps=100):
         rise = np.arange(steps) - middle - 0.5 if middle else -np.ones(steps)
         config = {'block_size': 64 * 2**i, 'batch_size': 2, 'share_v': True}
         pairs.append(write_pair(tmp_path, rise, **config))
-    return draw.crossings_of(pairs, 1)
+    return crossings.crossings_of(pairs, 1)
 
 
 def test_only_three_known_crossings_are_fitted_and_each_kind_has_a_marker(tmp_path):
@@ -184,14 +226,14 @@ def test_a_run_that_is_not_overtaken_is_drawn_at_the_end_of_its_training(tmp_pat
 
 def test_words_give_the_tokens_and_both_witnesses(tmp_path):
     overtaken, predicted, never = points_of(tmp_path, [20, 130, None])
-    words = draw.describe_crossing(overtaken)
+    words = crossings.describe(overtaken)
     assert words.startswith(
         'overtaken at step 21 (mean of the last 50 steps +54.0000, 95% interval +'
     )
     assert words.endswith('; validation loss +78.5000)')
-    words = draw.describe_crossing(predicted)
+    words = crossings.describe(predicted)
     assert words.startswith('not overtaken by 25,600 tokens, predicted for step 130 (')
-    words = draw.describe_crossing(never)
+    words = crossings.describe(never)
     assert words == (
         'not overtaken by 51,200 tokens (mean of the last 50 steps -1.0000, '
         '95% interval -1.0000 to -1.0000; validation loss -1.0000)'

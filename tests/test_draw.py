@@ -153,7 +153,7 @@ def test_the_end_of_a_curve_has_its_name_and_its_mean_difference_and_no_error(tm
     a, b = write_run(tmp_path / 'a', base.tolist()), write_run(tmp_path / 'b', other.tolist())
     expected = (other - base)[-10:].mean()
     assert losses.final_difference(a, b, 10) == pytest.approx(expected)
-    with pytest.raises(ValueError, match='fewer than --window=41'):
+    with pytest.raises(ValueError, match='fewer than the 41 of a mean'):
         losses.final_difference(a, b, 41)
 
     curves = draw.curves_of([(a, b)], 5, 10)
@@ -396,7 +396,7 @@ def test_a_config_that_does_not_say_what_is_asked_of_it_is_named(
     'arguments, message',
     [
         (['out/vanilla', 'out/nothing'], 'out/nothing'),
-        (['out/vanilla', 'out/resformer', '--window=99'], 'fewer than --window=99'),
+        (['out/vanilla', 'out/resformer', '--window=99'], 'fewer than the 99'),
         (['out/vanilla', 'out/resformer', '--window=0'], 'window=0'),
         (['out/vanilla'], 'needs a baseline and at least one other run'),
         (['out/vanilla', 'out/resformer', '--layers=-1'], 'layers=-1'),

@@ -205,13 +205,15 @@ def test_mapping_spectrum_and_similarity_are_compared_over_layers():
     (line,) = says('fig3', analysis('mapping', vanilla=series))
     assert 'Eq. 6 minus Eq. 3, layers 2 and up, vanilla: -0.3000 (the paper: below 0)' in line
 
-    attended = analyze.ATTENDED
     none = [[0, 0]] * 4
-    vanilla = {attended: ([[4, 1], [3, 1], [2, 1], [1, 1]], none)}
-    resformer = {attended: ([[5, 0], [4, 0], [3, 0], [0.1, 0]], none)}
-    (line,) = says('fig9', analysis('spectrum', vanilla=vanilla, resformer=resformer))
+    vanilla = [[4, 1], [3, 1], [2, 1], [1, 1]]
+    larger, doubled = [[5, 0], [4, 0], [3, 0], [0.1, 0]], [[8, 0], [6, 0], [4, 0], [2, 0]]
+    vanilla = {analyze.ATTENDED: (vanilla, none), analyze.PROJECTED: (vanilla, none)}
+    resformer = {analyze.ATTENDED: (larger, none), analyze.PROJECTED: (doubled, none)}
+    attended, projected = says('fig9', analysis('spectrum', vanilla=vanilla, resformer=resformer))
     middle = (math.log(5 / 4) + math.log(4 / 3)) / 2
-    assert f'resformer minus vanilla: {middle:+.4f} (the paper: above 0)' in line
+    assert f'resformer minus vanilla: {middle:+.4f} (the paper: above 0)' in attended
+    assert f'resformer minus vanilla: {math.log(2):+.4f} (the paper: above 0)' in projected
 
     vanilla, resformer = ({'hidden states': ([a, 0.6], [0, 0])} for a in (0.5, 0.2))
     (line,) = says('fig15', analysis('similarity', vanilla=vanilla, resformer=resformer))

@@ -126,7 +126,7 @@ def test_a_curve_is_named_after_what_tells_it_from_the_others():
     assert names('fig5', 2)[-1] == '1.7M parameters'
     assert names('fig10')[0] == 'SVFormer, 256 tokens'
     assert names('fig12a')[0] == 'learning rate 0.003'
-    assert names('fig14')[1:] == ['one anchor', 'two anchors', 'four anchors']
+    assert names('fig14')[1:] == ['four anchors', 'two anchors', 'one anchor']
 
 
 def test_the_zero_line_says_whose_loss_it_is():

@@ -1,16 +1,19 @@
 """What results/claims says follows from the logs that lie beside it."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from paper import verdicts
+from paper import differences, verdicts
+from paper.claims import NAMES
 
 CLAIMS = Path(__file__).parent.parent / 'results' / 'claims'
 MAIN = sorted(CLAIMS.glob('main/*'))
+PAGE = (CLAIMS / 'README.md').read_text()
 PRINTED = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
 
 
@@ -28,6 +31,12 @@ def test_the_verdicts_follow_from_the_kept_logs_and_analyses(tmp_path):
             is_number = isinstance(value, float | dict)
             assert value == (pytest.approx(expected) if is_number else expected)
         assert again == {name: printed[name] for name in again}
+
+
+def test_the_tables_of_losses_are_those_of_the_kept_logs():
+    arms = differences.arms_of(MAIN)
+    assert differences.loss_table(arms) in PAGE
+    assert differences.difference_table(arms) in PAGE
 
 
 # --- the same numbers, read and computed without any code of ours ---------------------------------
@@ -49,6 +58,11 @@ def early(model, seed):
     training, _ = read(folder_of(model, seed))
     assert len(training) == 1250
     return training[:125].mean()
+
+
+def late(model, seed):
+    training, _ = read(folder_of(model, seed))
+    return training[-50:].mean()
 
 
 def folder_of(model, seed):
@@ -88,11 +102,6 @@ def test_twenty_numbers_and_more_computed_again_from_the_logs():
         [final('vanilla', seed) for seed in seeds],
     )
     count += check(
-        'SVFormer above vanilla',
-        [final('svformer', seed) for seed in seeds],
-        [final('vanilla', seed) for seed in seeds],
-    )
-    count += check(
         'early loss: SVFormer below vanilla',
         [early('svformer', seed) for seed in seeds],
         [early('vanilla', seed) for seed in seeds],
@@ -113,6 +122,25 @@ def test_every_loss_at_the_end_is_the_difference_of_the_runs_that_a_row_names():
         half = len(row['runs']) // 2
         losses = [read(CLAIMS / 'main' / run)[1]['mean'] for run in row['runs']]
         check(row['label'], losses[:half], losses[half:])
+
+
+def test_every_difference_of_the_table_computed_again():
+    """Rows are read back from the page, and models found by the names of their runs."""
+    names = {NAMES[model]: model.partition('+')[0] for model in NAMES if '+' not in model}
+    rows = re.findall(r'^\| (.+) - (.+) \| (\d) \| (.+) \| (.+) \| (.+) \| (.+) \|$', PAGE, re.M)
+    checked = 0
+    for ours, theirs, seeds, *columns, each in rows:
+        if ours not in names or theirs not in names:
+            continue
+        pairs = [(names[ours], names[theirs], seed) for seed in range(1, int(seeds) + 1)]
+        for column, measure in zip(columns, (early, late, final), strict=True):
+            values = [measure(a, seed) - measure(b, seed) for a, b, seed in pairs]
+            low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+            text = f'{np.mean(values):+.4f} ± {(high - low) / 2:.4f}'
+            assert column == (f'**{text}**' if low * high > 0 else text)
+        assert each == ' '.join(f'{value:+.3f}' for value in values)
+        checked += 1
+    assert checked >= 10
 
 
 def test_losses_of_the_domains_and_their_mean_are_those_of_one_evaluation():

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -120,10 +121,37 @@ def test_a_run_is_described_by_what_is_unusual():
 
 
 def test_two_analyses_of_runs_with_one_name_are_refused(tmp_path):
-    runs = {f'{name}/ckpt_120.pt': {'series': {}} for name in ('one', 'other')}
+    report = {'series': {}, 'config': asdict(GPTConfig())}
+    runs = {f'{name}/ckpt_120.pt': report for name in ('one', 'other')}
     (tmp_path / 'entropy.json').write_text(json.dumps({'runs': runs}))
-    with pytest.raises(ValueError, match='entropy.json has two runs named ckpt_120.pt'):
+    with pytest.raises(ValueError, match='entropy.json: it has two runs named ckpt_120.pt'):
         judging.read_analyses(tmp_path)
+
+
+def test_a_folder_without_analyses_and_a_damaged_one_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match='has none of entropy.json, similarity.json'):
+        judging.read_analyses(tmp_path)
+    for text in ('{', '{}', '[]', '{"runs": {"a": {}}}'):
+        (tmp_path / 'mapping.json').write_text(text)
+        with pytest.raises(ValueError, match='mapping.json: '):
+            judging.read_analyses(tmp_path)
+
+
+def test_an_analysis_of_another_model_with_the_same_name_is_refused(tmp_path):
+    """Comparisons at two sizes name their runs alike."""
+    folders = write_runs(tmp_path, V, scattered(2.0), n_layer=6)
+    write_analysis(tmp_path, 'entropy', {folders[0].name: {'entropy': [4.0, 3.0]}}, GPTConfig())
+    with pytest.raises(ValueError, match='analysis of entropy .* is of another model'):
+        judging.read_groups(folders, judging.read_analyses(tmp_path))
+
+
+def test_seeds_at_several_learning_rates_are_no_arm(tmp_path):
+    folders = write_runs(tmp_path, V, {1: 2.0, 2: 2.0})
+    folders += write_runs(tmp_path, V, {101: 2.0}, rate=3e-3)
+    with pytest.raises(
+        ValueError, match='at the learning rates 0.003 and 0.006: name the runs of one'
+    ):
+        judging.read_groups(folders, {})
 
 
 def test_only_runs_that_share_their_settings_are_compared_and_most_seeds_count(tmp_path):
@@ -169,21 +197,23 @@ def test_the_early_loss_is_the_mean_of_the_first_tenth(tmp_path):
     assert row.numbers['differences'] == pytest.approx(dict.fromkeys(SEEDS, -1.0))
 
 
-def write_analysis(folder, kind, series):
-    """{run: {name: values of its layers}} as paper.analyze writes it."""
+def write_analysis(folder, kind, series, *configs):
+    """{run: {name: values of its layers}} as paper.analyze writes it; configs: of the runs."""
     runs = {}
-    for run, means in series.items():
-        runs[f'elsewhere/{run}'] = {'series': {n: {'mean': m} for n, m in means.items()}}
+    for (run, means), config in zip(series.items(), configs, strict=True):
+        of_series = {name: {'mean': mean} for name, mean in means.items()}
+        runs[f'elsewhere/{run}'] = {'series': of_series, 'config': asdict(config)}
     (folder / f'{kind}.json').write_text(json.dumps({'runs': runs}))
 
 
 def test_what_happens_inside_a_model_is_read_from_its_analysis(tmp_path):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(2.0))
-    layers = {}
+    layers, configs = {}, []
     for seed in SEEDS:
+        configs += [GPTConfig(), GPTConfig(v_residual=True)]
         layers[f'vanilla_0.006_0_seed{seed}'] = {'entropy': [4.0, 3.0, 2.0, 1.0 + 0.01 * seed]}
         layers[f'resformer_0.006_0_seed{seed}'] = {'entropy': [4.0, 3.0, 3.0, 3.0]}
-    write_analysis(tmp_path, 'entropy', layers)
+    write_analysis(tmp_path, 'entropy', layers, *configs)
     claims = [claim for claim in CLAIMS if claim.metric in ('entropy', 'entropy with depth')]
     depth, difference = rows_of(claims, folders, judging.read_analyses(tmp_path))
     expected = {seed: 1.5 + 0.005 * seed - 4 for seed in SEEDS}
@@ -260,6 +290,8 @@ def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_c
 
     with pytest.raises(ValueError, match='no runs of one size and length can test'):
         verdicts.command(['fig12a'])
+    with pytest.raises(ValueError, match='about vanilla alone'):
+        verdicts.command(['fig3'])
     with pytest.raises(ValueError, match="no figure 'fig99'; there are table1"):
         verdicts.PlanConfig(('fig99',))
 
