@@ -102,7 +102,10 @@ def color_of(config):
     if name in COLORS:
         return COLORS[name]
     parts = {ABLATIONS.get(field) for field in config.variant().keys() - DETAILS}
-    return COLORS[parts.pop()] if parts in ({'queries'}, {'keys'}) else COLORS['other']
+    for part in ('queries', 'keys'):
+        if parts == {part}:
+            return COLORS[part]
+    return COLORS['other']
 
 
 def styles(configs):
@@ -235,9 +238,13 @@ def curve_axes(axes, curves, look, baseline, smooth, window, limits=None):
 
     ends = [(0.0, baseline, {'color': COLORS['vanilla'], 'linestyle': '-'})]
     for run, curve in curves.items():
-        number = f'{curve["final"]:+.3f}'.replace('-', '\N{MINUS SIGN}')
-        ends.append((curve['difference'][-1], f'{number}  {look[run]["label"]}', look[run]))
+        words = f'{signed(curve["final"])}  {look[run]["label"]}'
+        ends.append((curve['difference'][-1], words, look[run]))
     end_labels(axes, ends)
+
+
+def signed(difference):
+    return f'{difference:+.3f}'.replace('-', '\N{MINUS SIGN}')
 
 
 def say_what_is_better(axes):

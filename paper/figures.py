@@ -36,22 +36,22 @@ class Figure:
         return list(dict.fromkeys(run for panel in trained for run in panel.runs))
 
 
-def runs(*models, **more):
+def runs_of(*models, **more):
     return [Run(model, **more) for model in models]
 
 
 def against(baseline, *models, **more):
     """Pairs of one baseline and each of the models."""
-    return [run for model in models for run in runs(baseline, model, **more)]
+    return [run for model in models for run in runs_of(baseline, model, **more)]
 
 
 def at_each(setting, values, *models):
     """The models at each value of a setting: size, length, rate or warmup."""
-    return [run for value in values for run in runs(*models, **{setting: value})]
+    return [run for value in values for run in runs_of(*models, **{setting: value})]
 
 
-def curves(*models):
-    return [Panel('relative', runs(*models))]
+def panel_of_curves(*models):
+    return [Panel('relative', runs_of(*models))]
 
 
 V, R, S = 'vanilla', 'resformer', 'svformer'
@@ -74,31 +74,33 @@ SOME_LENGTHS = (2048, 32000, LONGEST)  # of Fig. 5
 WITH_OUTSIDE_PANELS = ('fig1', 'fig3', 'fig15')
 
 FIGURES = {
-    'table1': Figure('Zero-shot tasks', [Panel('tasks', runs(V, R) + runs(V, R, length=LONGEST))]),
+    'table1': Figure(
+        'Zero-shot tasks', [Panel('tasks', runs_of(V, R) + runs_of(V, R, length=LONGEST))]
+    ),
     'table5': Figure('Validation loss, mean of the domains', [Panel('loss', BY_SIZE)]),
     'fig1': Figure(
         'Models compared, and attention entropy',
         [
             Panel(
                 'relative',
-                runs(V, R, 'neutreno', 'neutreno_resformer', 'denseformer'),
+                runs_of(V, R, 'neutreno', 'neutreno_resformer', 'denseformer'),
                 'Models compared',
             ),
             Panel(
                 'entropy',
-                runs(V, R, 'neutreno', 'denseformer', S),
+                runs_of(V, R, 'neutreno', 'denseformer', S),
                 'How evenly attention is spread over tokens',
             ),
         ],
     ),
     'fig2': Figure(
         'Whose queries, keys and values a layer uses',
-        [Panel('wiring', runs(V, 'neutreno', 'denseformer', R, S))],
+        [Panel('wiring', runs_of(V, 'neutreno', 'denseformer', R, S))],
     ),
-    'fig3': Figure('Cross-layer attention and its approximations', [Panel('mapping', runs(V))]),
+    'fig3': Figure('Cross-layer attention and its approximations', [Panel('mapping', runs_of(V))]),
     'fig4': Figure(
         'Sharing keys or values every two layers',
-        curves(V, KEYS_OF_2, VALUES_OF_2, 'cla'),
+        panel_of_curves(V, KEYS_OF_2, VALUES_OF_2, 'cla'),
         {KEYS_OF_2: 'keys shared', VALUES_OF_2: 'values shared', 'cla': 'both shared (CLA)'},
     ),
     'fig5': Figure(
@@ -111,12 +113,12 @@ FIGURES = {
     ),
     'fig6': Figure(
         'Residual on queries, keys or values',
-        curves(V, ON_QUERIES, ON_KEYS, R),
+        panel_of_curves(V, ON_QUERIES, ON_KEYS, R),
         {ON_QUERIES: 'queries', ON_KEYS: 'keys', R: 'values (ResFormer)'},
     ),
     'fig7': Figure(
         'How the source values are mapped',
-        curves(V, R, IDENTITY, EQ_6, CROSS),
+        panel_of_curves(V, R, IDENTITY, EQ_6, CROSS),
         {
             R: 'current (ResFormer)',
             IDENTITY: 'identity',
@@ -126,10 +128,10 @@ FIGURES = {
     ),
     'fig8': Figure(
         'Which layers are the source',
-        curves(V, R, PREVIOUS, ALL),
+        panel_of_curves(V, R, PREVIOUS, ALL),
         {R: 'first (ResFormer)', PREVIOUS: 'previous', ALL: 'all earlier'},
     ),
-    'fig9': Figure('Spectra of the values', [Panel('spectrum', runs(V, R))]),
+    'fig9': Figure('Spectra of the values', [Panel('spectrum', runs_of(V, R))]),
     'fig10': Figure(
         'Less KV cache: half, and an eighth',
         [
@@ -168,17 +170,23 @@ FIGURES = {
     ),
     'fig13': Figure(
         "All layers use the first layer's queries, keys or values",
-        curves(V, FIRST_QUERIES, FIRST_KEYS, S),
+        panel_of_curves(V, FIRST_QUERIES, FIRST_KEYS, S),
         {FIRST_QUERIES: 'queries', FIRST_KEYS: 'keys', S: 'values (SVFormer)'},
     ),
     'fig14': Figure(
         "SVFormer's anchors: layers that have their own values",
-        curves(V, FOUR_ANCHORS, TWO_ANCHORS, S),
+        panel_of_curves(V, FOUR_ANCHORS, TWO_ANCHORS, S),
         {FOUR_ANCHORS: 'four anchors', TWO_ANCHORS: 'two anchors', S: 'one anchor'},
         is_ordered=True,
     ),
-    'fig15': Figure('Similarity of tokens', [Panel('similarity', runs(V, R, S))]),
+    'fig15': Figure('Similarity of tokens', [Panel('similarity', runs_of(V, R, S))]),
 }
+
+
+def number_of(name):
+    """Fig. 12a of fig12a, Table 1 of table1."""
+    return name.replace('fig', 'Fig. ').replace('table', 'Table ')
+
 
 # --- the table of runs ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import evaluate
 from files import write_whole
 from model import GPT
 from paper import analyze, claims, draw, runs, wiring
-from paper.figures import FIGURES
+from paper.figures import FIGURES, number_of
 from paper.numbers import TABLE_1, TABLE_5, paper_size
 from paper.runs import PAPER, SCALES, Run, folder
 from tables import markdown_table
@@ -65,10 +65,10 @@ def panel_of(name, entry):
 
 
 def title_of(name, what, scale):
-    number = name.replace('fig', 'Fig. ').replace('table', 'Table ')
+    title = f'{number_of(name)}: {what}'
     if name == 'fig2':  # no run, and the same at every scale
-        return f'{number}: {what}'
-    return f'{number}: {what} ({scale.name}, one seed)'
+        return title
+    return f'{title} ({scale.name}, one seed)'
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -161,17 +161,24 @@ def file_of(name, scale):
 def redraw(name, scale):
     """Draw a figure again from its JSON file."""
     path = file_of(name, scale)
+    numbers = read_numbers(path)
     try:
-        entries = json.loads(path.read_text())['panels']
-        draw_figure(name, entries, scale)
+        draw_figure(name, numbers['panels'], scale)
     except (LookupError, TypeError) as error:
         raise ValueError(f'{path} does not hold what {name} draws today: {error!r}') from error
+
+
+def read_numbers(path):
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f'{path} is damaged: {error}') from error
 
 
 def write_numbers(path, numbers, origin):
     """Write numbers to a JSON file. The same numbers as before keep the origin that they have there."""
     new = json.loads(json.dumps(numbers))
-    old = json.loads(path.read_text()) if path.exists() else {}
+    old = read_numbers(path) if path.exists() else {}
     if old | origin != new:
         write_whole(path, json.dumps(new, indent=1) + '\n')
 

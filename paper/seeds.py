@@ -12,7 +12,7 @@ import numpy as np
 from comparison.verdict import describe
 from paper import draw, losses
 from paper.claims import NAMES
-from paper.figures import FIGURES
+from paper.figures import FIGURES, number_of
 from paper.judging import fullest, pairs_in, validation_loss
 from paper.runs import PAPER, configs_of
 
@@ -122,11 +122,14 @@ def picture_of(name, arms):
         ends.append((arm['end']['mean'], words, look[run]))
     right.set_xlim(-0.7, len(arms) - 0.3)
     right.set_xticks([])
-    of_all = f'\n{counts.pop()} seeds' if len(counts) == 1 else ''
-    right.set_xlabel(f'95% interval{of_all}', fontsize=draw.FONT)
+    words = '95% interval'
+    if len(counts) == 1:
+        (count,) = counts
+        words += f'\n{count} seeds'
+    right.set_xlabel(words, fontsize=draw.FONT)
     right.set_title('validation loss', fontsize=draw.FONT)
     draw.end_labels(right, ends, gap=0.3)
-    picture.suptitle(f'{name.replace("fig", "Fig. ")}: {title}', fontsize=11)
+    picture.suptitle(f'{number_of(name)}: {title}', fontsize=11)
     return picture
 
 
@@ -156,8 +159,8 @@ def draw_end(axes, x, end, look):
     dots = list(end['differences'].values())
     axes.plot([x - 0.25] * len(dots), dots, 'o', color=color, markersize=2.5, alpha=0.6)
     axes.plot(x, end['mean'], 'D', color=color, markersize=4)
-    words = f'{end["mean"]:+.3f}'
+    words = draw.signed(end['mean'])
     if end['low'] is not None:
         axes.plot([x, x], [end['low'], end['high']], color=color, linewidth=1.5)
         words += f' ± {(end["high"] - end["low"]) / 2:.3f}'
-    return words.replace('-', '\N{MINUS SIGN}')
+    return words

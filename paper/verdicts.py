@@ -38,7 +38,7 @@ from configurator import choose, one_line_errors, read_settings
 from files import write_whole
 from paper import draw, seeds
 from paper.claims import CLAIMS, METRICS, NAMES
-from paper.figures import FIGURES, V
+from paper.figures import FIGURES, V, number_of
 from paper.judging import (
     LARGER,
     MISSING,
@@ -268,10 +268,10 @@ def untested_lines(rows):
 
 
 def name_of(figure):
-    """Fig. 12a of fig12a, Table 1 of table1, the text of v5 of v5. No line is broken within Fig. 12a."""
-    kind, number = re.fullmatch(r'(fig|table|)(.*)', figure).groups()
-    word = {'fig': 'Fig.', 'table': 'Table', '': 'the text of'}[kind]
-    return f'{word}\N{NO-BREAK SPACE}{number}'
+    """Fig. 12a of fig12a, the text of v5 of v5. No line is broken before its number."""
+    if figure not in FIGURES:
+        return f'the text of\N{NO-BREAK SPACE}{figure}'
+    return number_of(figure).replace(' ', '\N{NO-BREAK SPACE}')
 
 
 # --- a plan that tests claims ----------------------------------------------------------------------

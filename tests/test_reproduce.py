@@ -267,6 +267,14 @@ def test_reproduce_refuses_bad_input_in_one_line(here, arguments, message):
     assert not err
 
 
+def test_a_damaged_file_of_numbers_is_named(here):
+    path = here / 'results/tiny/fig6.json'
+    path.parent.mkdir(parents=True)
+    path.write_text('{"panels": ')
+    status, *_ = program(reproduce.main, 'redraw', 'fig6')
+    assert_one_line(status, 'results/tiny/fig6.json is damaged')
+
+
 def test_without_a_figure_the_usage_is_printed_with_exit_status_2(here):
     status, out, _ = program(reproduce.main)
     assert status == 2 and 'python -m paper.reproduce list' in out
