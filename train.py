@@ -476,13 +476,13 @@ class Reporter:
         self.wandb_id = start.wandb_id
         resumes = settings.init_from == 'resume'
         self.saved = start.step if resumes else None  # step of the last checkpoint
+        if not self.active:
+            return
+
         self.provenance = provenance(machine)
         self.tokens_per_step = settings.rows_per_step * config.block_size
         self.flops_per_token = start.model.flops_per_token(config.block_size)
         self.peak_flops = machine.peak_flops()
-        if not self.active:
-            return
-
         out = Path(settings.out_dir)
         kernel = machine.attention_kernel(
             config.n_head, config.kv_heads, config.head_size, config.block_size
@@ -496,11 +496,14 @@ class Reporter:
         print(f'{inner:,} parameters without embeddings, {total:,} with\n')
 
         self.log = Log(out / 'log.jsonl', self.saved)
-        write_whole(out / 'config.json', json.dumps(everything, indent=1) + '\n')
         if start.changed:
             print('resumed with other settings:', start.changed)
-        if resumes and (start.changed or start.step < settings.max_iters):
+        # A finished run that is resumed as it was has no new part.
+        is_new_part = not resumes or start.changed or start.step < settings.max_iters
+        if is_new_part:
             # config.json holds what the newest part of a run was made with.
+            write_whole(out / 'config.json', json.dumps(everything, indent=1) + '\n')
+        if is_new_part and resumes:
             entry = {'changed': start.changed, 'provenance': self.provenance}
             self.log.write({'step': start.step, **entry})
         if settings.wandb_log:

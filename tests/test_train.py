@@ -122,6 +122,13 @@ def test_learned_mixing_weights_are_logged_at_evaluations(work):
     assert last.keys() == first.keys() and last != first
 
 
+def test_only_the_first_process_asks_what_produced_the_run(monkeypatch):
+    monkeypatch.setattr(train, 'provenance', lambda machine: pytest.fail('asked'))
+    start_at_0 = SimpleNamespace(step=0, wandb_id=None)
+    machine = SimpleNamespace(is_first=False)
+    assert not train.Reporter(train.TrainConfig(), GPTConfig(), machine, start_at_0).active
+
+
 def split(options):
     """(TrainConfig, GPTConfig) of settings."""
     shape = {field.name for field in dataclasses.fields(GPTConfig)}
@@ -222,13 +229,19 @@ def test_log_lines_past_the_checkpoint_are_cut_on_resume(half, whole):
     assert_same_run(name, whole)
 
 
-def test_resuming_a_finished_run_changes_nothing(whole):
-    def files():
-        return {p: data for p, data in snapshot(whole).items() if p.name != 'config.json'}
-
-    before = files()
+def test_resuming_a_finished_run_changes_nothing(whole, monkeypatch):
+    before = snapshot(whole)
+    monkeypatch.setattr(train, 'provenance', lambda machine: {'commit': 'a later one'})
     good(whole, init_from='auto')  # as `make demo` does
-    assert files() == before
+    assert snapshot(whole) == before
+
+
+def test_config_json_says_what_the_newest_part_of_a_run_was_made_with(half, monkeypatch):
+    name = half('out/newest')
+    monkeypatch.setattr(train, 'provenance', lambda machine: {'commit': 'a later one'})
+    good(name, init_from='resume', max_iters=7)
+    config = json.loads(Path(name, 'config.json').read_text())
+    assert (config['commit'], config['max_iters']) == ('a later one', 7)
 
 
 def test_changes_that_resume_allows_take_effect_and_are_logged(half):
