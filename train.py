@@ -73,7 +73,7 @@ class TrainConfig:
     min_lr: float = 6e-5  # at the end of the cosine
     warmup_iters: int = 120  # linear warm-up from 1e-7
     lr_decay_iters: int = 0  # where the cosine ends; 0: max_iters
-    decay_lr: bool = True  # False: learning_rate throughout
+    decay_lr: bool = True  # False: learning_rate throughout, without warm-up
     weight_decay: float = 0.1  # on matrices and embeddings
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -120,6 +120,12 @@ class TrainConfig:
             budget < 1 and not self.compile,
             f'activation_memory_budget={budget} does nothing with compile=False; drop one of them',
         )
+        for step in self.save_steps:
+            is_number = type(step) in (int, float)
+            refuse(
+                not is_number or step < 0 or step % 1,
+                f'save_steps={self.save_steps} has {step!r}, which is not a step; give whole numbers',
+            )
         self.check_tasks()
 
     def check_tasks(self):
@@ -151,7 +157,8 @@ class TrainConfig:
 
 AT_LEAST_1 = 'gradient_accumulation_steps batch_size max_iters log_interval keep_checkpoints'
 AT_LEAST_0 = (
-    'eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters lr_decay_iters max_skipped'
+    'eval_interval eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters '
+    'lr_decay_iters max_skipped'
 )
 
 # Settings that say where a run happens and how it is watched. Two runs that differ only in these
@@ -254,6 +261,33 @@ def learning_rate(step, settings):
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
+
+
+def check_schedule(settings):
+    """Refuse a learning rate that jumps or that rises after its warm-up. Returns a warning, or ''.
+
+    For a run that trains, not for every TrainConfig: compare.py reads the learning_rate of an arm
+    before it scales min_lr with it.
+    """
+    if not settings.decay_lr or settings.eval_only:
+        return ''
+    refuse(
+        settings.min_lr > settings.learning_rate,
+        f'min_lr={settings.min_lr:g} is above learning_rate={settings.learning_rate:g}, so the rate '
+        'would rise after its warm-up; lower min_lr, too',
+    )
+    warmup = settings.warmup_iters
+    refuse(
+        0 < settings.lr_decay_iters <= warmup,
+        f'lr_decay_iters={settings.lr_decay_iters} is not after warmup_iters={warmup}, so the rate '
+        'would fall in a single step; raise lr_decay_iters or lower warmup_iters',
+    )
+    if warmup < settings.max_iters:
+        return ''
+    return (
+        f'warning: warmup_iters={warmup} is not before max_iters={settings.max_iters}, so the '
+        'learning rate will not decay; lower warmup_iters'
+    )
 
 
 def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_clip):
@@ -828,6 +862,9 @@ def main():
             settings.device, settings.dtype, backend='', tf32=True, attention=attention
         )
         micro_steps = share_of_micro_steps(settings, machine)
+        warning = check_schedule(settings)
+        if warning and machine.is_first:
+            print(warning, file=sys.stderr)
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)

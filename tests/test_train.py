@@ -420,6 +420,22 @@ def test_the_learning_rate_is_the_papers():
     assert train.learning_rate(500, train.TrainConfig(lr_decay_iters=500)) == pytest.approx(6e-5)
 
 
+def test_a_warm_up_that_does_not_end_is_warned_of(work, capsys):
+    good('out/warming', max_iters=3, warmup_iters=3)
+    expected = 'warning: warmup_iters=3 is not before max_iters=3'
+    assert capsys.readouterr().err.count(expected) == 1
+    good('out/constant', max_iters=3, warmup_iters=3, decay_lr=False)
+    good('out/warmed', max_iters=4, warmup_iters=3)
+    assert not capsys.readouterr().err
+
+
+def test_a_schedule_that_is_not_used_may_contradict_itself():
+    options = dict(learning_rate=1e-5, lr_decay_iters=5)
+    assert not train.check_schedule(train.TrainConfig(**options, decay_lr=False))
+    evaluates = train.TrainConfig(**options, eval_only=True, init_from='resume')
+    assert not train.check_schedule(evaluates)
+
+
 def test_the_rate_in_the_log_and_in_the_optimizer_is_the_schedules(whole):
     settings = train.TrainConfig(warmup_iters=3, max_iters=12, learning_rate=1e-2)
     for entry in training_steps(whole):
