@@ -689,7 +689,7 @@ def train(settings, config, machine, micro_steps, closing):
             if evaluates:
                 losses = evaluate(compiled, start.dataset, settings, machine)
                 reporter.evaluation(step, losses, model)
-            best = keep(step, losses, best, skipped, start, settings, config, reporter)
+            best = write_checkpoint(step, losses, best, skipped, start, settings, config, reporter)
             save = False
             clock.restart()
         if last or stop:
@@ -731,10 +731,10 @@ def open_loader(start, settings, machine):
         start.rows,
         settings.batch_size,
         settings.gradient_accumulation_steps,
-        start.step,
-        machine.rank,
-        machine.world_size,
-        machine.device,
+        first_step=start.step,
+        rank=machine.rank,
+        world_size=machine.world_size,
+        device=machine.device,
     )
 
 
@@ -767,14 +767,11 @@ def share_of_micro_steps(settings, machine):
     return total // processes
 
 
-def keep(step, losses, best, skipped, start, settings, config, reporter):
-    """Write the checkpoint of a step, after its log lines. Returns the lowest validation loss."""
-    names = []
-    if step in settings.save_steps:
-        names.append(f'ckpt_{step}.pt')
-    if losses and losses['mean'] < best:
-        best = losses['mean']
-        names.append('ckpt_best.pt')
+def write_checkpoint(step, losses, best, skipped, start, settings, config, reporter):
+    """On the first process, write the checkpoint of a step, after its log lines.
+
+    Returns the lowest validation loss so far, which is kept there alone.
+    """
     if not reporter.active:
         return best
 
@@ -786,6 +783,13 @@ def keep(step, losses, best, skipped, start, settings, config, reporter):
             file=sys.stderr,
         )
         return best
+
+    names = []
+    if step in settings.save_steps:
+        names.append(f'ckpt_{step}.pt')
+    if losses and losses['mean'] < best:
+        best = losses['mean']
+        names.append('ckpt_best.pt')
 
     tokenizer = start.dataset.meta['tokenizer']
     checkpoint = {
@@ -877,7 +881,7 @@ def main():
         machine.close()
     if interrupted:
         sys.exit(INTERRUPTED)
-    if settings.eval_tasks and not settings.eval_only and machine.is_first:
+    if settings.eval_tasks and machine.is_first:
         sys.exit(evaluate_tasks(settings))
 
 
