@@ -82,11 +82,15 @@ def kept_checkpoints(folder):
     return sorted(steps, key=steps.get, reverse=True)
 
 
+def missing(path):
+    return f'there is no {path}: nothing to resume or load'
+
+
 def nothing_to_resume(folder):
     """Why a folder without checkpoints() cannot be resumed, and what can be done."""
     kept = kept_checkpoints(folder)
     if not kept:
-        return f'there is no {Path(folder, "ckpt.pt")}: nothing to resume or load'
+        return missing(Path(folder, 'ckpt.pt'))
     return (
         f'{folder} has no checkpoint to resume, only {kept[0].name}; start from its weights with '
         f'--init_from={kept[0]} and another --out_dir, or rename it to ckpt.pt and continue the run '
@@ -157,7 +161,8 @@ def load_checkpoint(path, warn=print):
         try:
             checkpoint = read_checkpoint(candidate)
         except FileNotFoundError:
-            raise FileNotFoundError(f'there is no {candidate}: nothing to resume or load') from None
+            # Where a live run has just renamed it, a later candidate is the same checkpoint.
+            continue
         except Exception as error:  # zip, pickle and torch each raise their own
             # torch's own advice, to trust the file, is bad advice.
             failure = failure or ValueError(
@@ -167,7 +172,7 @@ def load_checkpoint(path, warn=print):
         if failure:
             warn(f'warning: {failure}; going on from {candidate}, step {checkpoint["step"]}')
         return {**checkpoint, 'path': candidate}
-    raise failure
+    raise failure or FileNotFoundError(missing(candidates[0]))
 
 
 def read_checkpoint(path):
@@ -201,6 +206,8 @@ def name_misfits(path):
     """Turn any error from a checkpoint that does not fit into a ValueError that names its file."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError that is not the checkpoint's fault
+        raise
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         raise ValueError(f'{path} does not fit: {reason}') from error
@@ -212,7 +219,7 @@ def name_misfits(path):
 def check_resume(checkpoint, settings, config, dataset):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
     path = checkpoint['path']
-    # Fields added since then have their defaults.
+    # Fields and settings added since then have their defaults.
     old_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
     for name, value in asdict(config).items():
         if old_config[name] != value:
@@ -225,7 +232,7 @@ def check_resume(checkpoint, settings, config, dataset):
     if checkpoint['data']['sha256'] != dataset.hashes():
         raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
 
-    old = checkpoint['settings']
+    old = {**asdict(type(settings)()), **checkpoint['settings']}
     old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
     for name in ('seed', 'domain_weights', 'rows_per_step'):
         value = getattr(settings, name)
@@ -242,8 +249,8 @@ def check_resume(checkpoint, settings, config, dataset):
 
     changed = {}
     for name, value in asdict(settings).items():
-        if old.get(name) != value and name not in ('init_from', 'eval_only'):
-            changed[name] = [old.get(name), value]
+        if old[name] != value and name not in ('init_from', 'eval_only'):
+            changed[name] = [old[name], value]
     return changed
 
 
@@ -361,10 +368,18 @@ def find_weights(path):
     if path.is_dir():
         # Older checkpoints of a folder are for resuming only.
         newest = path / 'ckpt.pt'
-        is_from_hub = holds_weights(path) and not newest.exists()
-        path = path if is_from_hub else newest
+        if newest.exists():
+            return newest
+        if holds_weights(path):
+            return path
+        others = checkpoints(path) + kept_checkpoints(path)
+        if others:
+            raise FileNotFoundError(
+                f'there is no {newest}; give one of the other checkpoints, such as {others[0]}'
+            )
+        path = newest
     if not path.exists():
-        raise FileNotFoundError(f'there is no {path}: nothing to resume or load')
+        raise FileNotFoundError(missing(path))
     return path
 
 
@@ -404,8 +419,9 @@ class Log:
         for line in path.read_text(errors='replace').splitlines():
             try:
                 entry = json.loads(line)
-                is_evaluation = 'loss' not in entry
-                stays = entry['step'] < step or (entry['step'] == step and is_evaluation)
+                # Evaluations and what is said of a resume come before the step itself.
+                is_step = 'loss' in entry
+                stays = entry['step'] < step or (entry['step'] == step and not is_step)
             except (ValueError, TypeError, LookupError):  # half a line, written when the run died
                 print(
                     f'warning: {path} had a damaged line, left out now: {line[:60]}',

@@ -7,19 +7,28 @@ import os
 import platform
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from runs import load
+from runs import command_line, load
 
+import rundir
+from configurator import configure
+from data import Dataset
 from machine import Machine
+from model import GPTConfig
 from rundir import (
     Log,
+    check_resume,
     check_tokenizer,
     checkpoints,
+    find_weights,
     kept_checkpoints,
+    load_checkpoint,
+    name_misfits,
     nothing_to_resume,
     provenance,
     read_entries,
@@ -27,6 +36,7 @@ from rundir import (
     read_run_config,
     save_checkpoint,
 )
+from train import TrainConfig
 
 
 def test_checkpoints_come_newest_first_and_the_best_last(tmp_path):
@@ -46,6 +56,52 @@ def test_kept_checkpoints_are_those_of_save_steps_and_none_to_resume(tmp_path):
         (tmp_path / name).write_text('')
     assert [path.name for path in kept_checkpoints(tmp_path)] == ['ckpt_10.pt', 'ckpt_6.pt']
     assert f'--init_from={tmp_path}/ckpt_10.pt and another --out_dir' in nothing_to_resume(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'names, named',
+    [(['ckpt_best.pt', 'ckpt_500.pt'], 'ckpt_best.pt'), (['ckpt.pt.1'], 'ckpt.pt.1')],
+)
+def test_a_folder_without_its_newest_checkpoint_names_another(tmp_path, names, named):
+    with pytest.raises(FileNotFoundError, match='ckpt.pt: nothing to resume or load$'):
+        find_weights(tmp_path)
+    for name in names:
+        (tmp_path / name).write_text('')
+    with pytest.raises(FileNotFoundError, match=f'no .*/ckpt.pt; .*, such as {tmp_path}/{named}$'):
+        find_weights(tmp_path)
+
+
+def test_a_checkpoint_that_a_live_run_renames_is_found_under_its_new_name(whole, monkeypatch):
+    listed = [Path(whole, 'gone.pt'), Path(whole, 'ckpt.pt')]
+    monkeypatch.setattr(rundir, 'checkpoints', lambda folder: listed)
+    warnings = []
+    assert load_checkpoint(whole, warnings.append)['path'] == listed[1] and not warnings
+    listed.pop()
+    for path in (whole, listed[0]):
+        with pytest.raises(FileNotFoundError, match='there is no out/whole/gone.pt'):
+            load_checkpoint(path)
+
+
+def test_a_lack_of_memory_is_not_a_checkpoint_that_does_not_fit():
+    with pytest.raises(torch.OutOfMemoryError), name_misfits('out/a/ckpt.pt'):
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    with (
+        pytest.raises(ValueError, match='out/a/ckpt.pt does not fit'),
+        name_misfits('out/a/ckpt.pt'),
+    ):
+        raise RuntimeError('size mismatch')
+
+
+def test_a_setting_that_an_older_checkpoint_lacks_has_its_default(whole):
+    settings, config = configure(TrainConfig, GPTConfig, argv=command_line(whole, {}))
+    checkpoint = load_checkpoint(whole)
+    del checkpoint['settings']['max_skipped']
+    before = dict(checkpoint['settings'])
+    assert check_resume(checkpoint, settings, config, Dataset('tiny')) == {}
+    assert checkpoint['settings'] == before
+    settings.max_skipped = 3
+    changed = check_resume(checkpoint, settings, config, Dataset('tiny'))
+    assert changed == {'max_skipped': [TrainConfig.max_skipped, 3]}
 
 
 def refuse_links(*args):
