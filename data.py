@@ -8,7 +8,6 @@ A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.
 
 import contextlib
 import json
-import os
 import queue
 import threading
 import zlib
@@ -17,11 +16,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from files import DATASET_FORMAT, sha256_of
+from files import DATASET_FORMAT, sha256_of, write_whole
 
 # The fields that meta.json has for the tokenizer and for each token file, with their types.
 TOKENIZER_FIELDS = {'name': str, 'sha256': str, 'n_vocab': int}
 FILE_FIELDS = {'tokens': int, 'bytes': int, 'sha256': str}
+
+
+def dataset_folder(name):
+    """Where the dataset of a name lies."""
+    return Path('data', name)
 
 
 class Dataset:
@@ -31,7 +35,7 @@ class Dataset:
     """
 
     def __init__(self, name):
-        self.folder = Path('data', name)
+        self.folder = dataset_folder(name)
         self.advice = f'delete {self.folder} and prepare it again'
         self.meta = self.read_meta()
         self.check_meta()
@@ -43,12 +47,17 @@ class Dataset:
             meta = json.loads(path.read_text())
             version = meta['format']
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f'no prepared dataset in {self.folder}; prepare it with: '
-                f'python prepare_slimpajama.py --source=... --out={self.folder}'
-            ) from None
+            advice = (
+                f'prepare it with: python prepare_slimpajama.py --source=... --out={self.folder}'
+            )
+            # A path, as --out of that program takes it, in place of a name.
+            twice = dataset_folder('data')
+            if twice in self.folder.parents:
+                name = self.folder.relative_to(twice)
+                advice = f'dataset is the name of a folder in data/: give --dataset={name}'
+            raise FileNotFoundError(f'no prepared dataset in {self.folder}; {advice}') from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{path} is damaged ({error}); {self.advice}') from None
+            raise self.damaged(error) from None
         if version != DATASET_FORMAT:
             raise ValueError(
                 f'{path} has format {version}, this program reads {DATASET_FORMAT}; {self.advice}'
@@ -64,12 +73,16 @@ class Dataset:
             validation = self.meta['splits']['validation']
             tokens = {domain: entry['tokens'] for domain, entry in validation.items()}
         except (KeyError, TypeError, AttributeError) as error:
-            path = self.folder / 'meta.json'
-            raise ValueError(f'{path} is damaged ({error}); {self.advice}') from None
+            raise self.damaged(error) from None
         if min(tokens.values(), default=0) < 2:
             raise ValueError(
                 f'{self.folder} has validation domains without a token to predict: {tokens}'
             )
+
+    def damaged(self, error):
+        # The message of a KeyError is nothing but the key.
+        reason = f'{type(error).__name__}: {error}'
+        return ValueError(f'{self.folder / "meta.json"} is damaged ({reason}); {self.advice}')
 
     def check_sizes(self):
         for path, entry in self.files():
@@ -123,9 +136,7 @@ class Dataset:
         if marks != remembered:
             # A read-only dataset remembers nothing, and is checked at every start.
             with contextlib.suppress(OSError):
-                temporary = memory.with_suffix(f'.{os.getpid()}')
-                temporary.write_text(json.dumps(marks))
-                temporary.replace(memory)
+                write_whole(memory, json.dumps(marks), shared=True)
 
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
@@ -155,8 +166,8 @@ class TrainingRows:
     within an epoch of its domain, and each epoch has its own order.
 
     weights: {domain: weight}, numbers, 0 or more; {}: each domain by its number of tokens.
-    Raises ValueError for a weight that is not such a number or whose domain does not exist, and for
-    a domain that is shorter than one row.
+    Raises ValueError for a weight that is not such a number or whose domain does not exist, for a
+    domain that is shorter than one row, and for a dataset without training tokens.
     """
 
     def __init__(self, dataset, block_size, seed, weights=None, warn=print):
@@ -166,8 +177,10 @@ class TrainingRows:
         self.warn = warn
 
         domains = dataset.meta['splits']['train']
-        if not weights:
-            weights = {domain: entry['tokens'] for domain, entry in domains.items()}
+        tokens = {domain: entry['tokens'] for domain, entry in domains.items()}
+        if not any(tokens.values()):
+            raise ValueError(f'{dataset.folder} has no training tokens; prepare it from more text')
+        weights = weights or tokens
         check_weights(weights, domains, dataset.folder)
         total = sum(weights.values())
         self.domains = [domain for domain in sorted(weights) if weights[domain] > 0]
@@ -220,7 +233,7 @@ class TrainingRows:
         if epoch and i not in self.warned:
             self.warned.add(i)
             self.warn(
-                f'warning: {domain} starts epoch {epoch + 1} at row {self.row - 1:,}: '
+                f'warning: {domain} is in epoch {epoch + 1} at row {self.row - 1:,}: '
                 f'its {size:,} sequences repeat'
             )
         return domain, int(self.order(i, epoch)[index]) * self.block_size

@@ -32,6 +32,7 @@ import torch
 
 import tokenizer as tokenizers
 from configurator import first_line
+from data import dataset_folder
 from files import locked, sync_folder, write_whole
 from hub.read import holds_weights
 from hub.read import load as load_hub
@@ -389,7 +390,7 @@ def load_tokenizer(path, checkpoint, where):
     if not where and trained['name'] == 'bytes':
         where = 'bytes'
     if not where:
-        where = Path('data', checkpoint['settings']['dataset'])
+        where = dataset_folder(checkpoint['settings']['dataset'])
         if not where.is_dir():  # its name would be taken for a hub id
             raise FileNotFoundError(
                 f'there is no {where}, with whose tokenizer {path} was trained; give another place '

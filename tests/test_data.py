@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -128,13 +127,21 @@ def test_another_seed_gives_another_order_of_the_same_domains():
     assert [s for d, s in one if d == 'A'] != [s for d, s in one if d == 'B']
 
 
-def test_the_start_of_a_second_epoch_is_said_once_per_domain(tiny):
+def test_a_second_epoch_is_said_once_per_domain(tiny):
     messages = []
     rows = TrainingRows(tiny, BLOCK, 0, {'A': 1, 'C': 1}, warn=messages.append)
     for _ in range(200):  # A has 62 sequences, C 12
         rows.next()
     assert len(messages) == 2
-    assert 'C starts epoch 2' in messages[0] and 'A starts epoch 2' in messages[1]
+    assert 'C is in epoch 2 at row 25' in messages[0] and 'A is in epoch 2' in messages[1]
+
+
+def test_a_run_that_is_resumed_within_a_second_epoch_says_in_which_it_is():
+    messages = []
+    rows = TrainingRows(sizes_only({'A': 10}), BLOCK, 0, warn=messages.append)
+    rows.seek(37)
+    rows.next()
+    assert messages == ['warning: A is in epoch 4 at row 37: its 10 sequences repeat']
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -273,6 +280,13 @@ def test_a_missing_dataset_names_the_command_that_prepares_it(tiny):
     refusal(lambda: Dataset('nope'), 'data/nope', command, '--out=data/nope')
 
 
+def test_a_path_to_a_dataset_in_place_of_its_name_is_told_the_name(tiny):
+    for path in ('data/tiny', './data/tiny/'):
+        with pytest.raises(FileNotFoundError, match='give --dataset=tiny$'):
+            Dataset(path)
+    refusal(lambda: Dataset('data'), '--out=data/data')
+
+
 @pytest.mark.parametrize('change, word', [('shorter', '600'), ('longer', '600'), ('missing',) * 2])
 def test_a_token_file_of_another_size_is_refused(tiny, change, word):
     path = tiny.folder / 'train' / 'B.bin'
@@ -305,6 +319,16 @@ def test_a_damaged_meta_file_is_refused(tiny, text):
     refusal(lambda: TrainingRows(open_tiny(), BLOCK, 0), 'meta.json', 'prepare')
 
 
+def test_a_meta_file_that_lacks_something_says_what(tiny):
+    path = tiny.folder / 'meta.json'
+    meta = json.loads(path.read_text())
+    del meta['splits']['train']['B']['tokens']
+    path.write_text(json.dumps(meta))
+    refusal(open_tiny, "meta.json is damaged (KeyError: 'tokens')")
+    path.write_text('{}')
+    refusal(open_tiny, "meta.json is damaged (KeyError: 'format')")
+
+
 def test_another_format_is_refused(tiny):
     path = tiny.folder / 'meta.json'
     path.write_text(json.dumps({**json.loads(path.read_text()), 'format': 2}))
@@ -315,6 +339,17 @@ def test_another_format_is_refused(tiny):
 def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens):
     prepared('empty', {'train': {'A': 100}, 'validation': {'A': 50, 'B': tokens}})
     refusal(lambda: Dataset('empty'), 'data/empty', "'B'", str(tokens))
+
+
+@pytest.mark.parametrize('train', [{}, {'A': 0}])
+def test_an_empty_training_split_is_refused_as_such(prepared, train):
+    prepared('untrained', {'train': train, 'validation': {'A': 50}})
+    dataset = Dataset('untrained')  # there is something to evaluate on
+    for weights in ({}, {'A': 1}):
+        refusal(
+            lambda weights=weights: TrainingRows(dataset, BLOCK, 0, weights),
+            'data/untrained has no training tokens',
+        )
 
 
 def alter(path, byte):
@@ -376,8 +411,10 @@ def test_a_dataset_that_cannot_be_written_is_verified_all_the_same(tiny, monkeyp
     def refuse(*args, **options):
         raise PermissionError('read-only')
 
-    monkeypatch.setattr(Path, 'write_text', refuse)
+    before = os.listdir(tiny.folder)
+    monkeypatch.setattr(os, 'replace', refuse)
     tiny.verify()
+    assert os.listdir(tiny.folder) == before
     alter(tiny.folder / 'train' / 'A.bin', 0)
     refusal(open_tiny().verify, 'A.bin', 'altered')
 
