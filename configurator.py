@@ -84,8 +84,9 @@ def sort_arguments(argv, plain):
 def choose(modes, doc, argv=None, plain=''):
     """Configure a program whose first word is a mode: (mode, [one instance of each of its schemas]).
 
-    modes: {mode: its schemas}. If the first word names no mode, the mode is ''. If there is no such
-    mode, a command line without one prints `doc` and exits, with status 0 for --help and else 2.
+    modes: {mode: its schemas}. A first word that names no mode belongs to the mode '', where `modes`
+    has one. Where it has none, `doc` is printed, and the program exits: with status 0 after --help,
+    else 2.
     """
     argv = sys.argv[1:] if argv is None else argv
     mode = argv[0] if argv else ''

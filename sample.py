@@ -40,7 +40,11 @@ def read_prompt(start):
     if start == '-':
         return sys.stdin.read()
     if start.startswith('FILE:'):
-        return Path(start.removeprefix('FILE:')).read_text()
+        path = start.removeprefix('FILE:')
+        try:
+            return Path(path).read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f'{path} is not a text file: {error}; save it as UTF-8') from None
     return start
 
 

@@ -334,9 +334,11 @@ def check_added_tokens(file):
 
 
 def check_ids(file):
-    """Refuse ids that do not fit a uint16, and merges that tiktoken would make in another order."""
+    """Refuse ids that do not fit a uint16, tokens that are not bytes, and merges that tiktoken would
+    make in another order."""
     vocab = file['model']['vocab']
-    top = max([*vocab.values(), *added_ids(file).values()])
+    added = added_ids(file)
+    top = max([*vocab.values(), *added.values()])
     if top > 65_535:
         raise ValueError(f'it has {top + 1:,} ids, and a uint16 holds 65,536')
 
@@ -348,9 +350,17 @@ def check_ids(file):
     if any(first >= second for first, second in itertools.pairwise(ids)):
         raise ValueError('its merges are not in the order of their ids')
 
+    alphabet = byte_alphabet()
+    characters = set(alphabet.values())
+    for text in vocab:
+        if text not in added and not characters.issuperset(text):
+            raise ValueError(f"its token {text!r} is not spelled in GPT-2's characters for bytes")
+
     # These bytes never occur in UTF-8.
     never = {0xC0, 0xC1, *range(0xF5, 0x100)}
-    alphabet = byte_alphabet().items()
-    missing = [byte for byte, character in alphabet if byte not in never and character not in vocab]
+    missing = []
+    for byte, character in alphabet.items():
+        if byte not in never and character not in vocab:
+            missing.append(byte)
     if missing:
         raise ValueError(f'it lacks tokens for {len(missing)} bytes')

@@ -245,12 +245,14 @@ def test_a_runs_missing_dataset_is_named_and_not_looked_for_on_the_hub(trained, 
     [
         ('--out_dir=out/nothing', 'out/nothing'),
         ('--start=FILE:none.txt', 'none.txt'),
+        ('--start=FILE:latin.txt', 'latin.txt is not a text file'),
         ('--device=gpu', "device='gpu'"),
         ('--tokenizer=none.json', 'none.json'),
         ('--num_samples=0', 'num_samples'),
     ],
 )
 def test_sample_refuses_bad_input_in_one_line(trained, word, message):
+    Path('latin.txt').write_bytes('né'.encode('latin-1'))
     status, out, _ = program(sample.main, f'--out_dir={trained}', '--device=cpu', word)
     assert_one_line(status, message)
     assert out == ''

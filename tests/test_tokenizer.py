@@ -254,6 +254,7 @@ REFUSED = {
     "adds the token '|||EMAIL|||'": add_email,
     'order of their ids': lambda file: file['model']['merges'].reverse(),
     'lacks tokens for 1 bytes': lambda file: file['model']['vocab'].pop('!'),
+    "its token '中' is not spelled": change('model', 'vocab', '中', to=3000),
     'BPE model has no merges': change('model', 'merges', to=[]),
     'model is Unigram': change('model', 'type', to='Unigram'),
     'KeyError': lambda file: file.pop('pre_tokenizer'),
