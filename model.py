@@ -31,6 +31,8 @@ from torch import nn
 
 @dataclass
 class GPTConfig:
+    """Raises ValueError for settings that do nothing or contradict each other: see check()."""
+
     # shape
     block_size: int = 2048  # longest sequence
     vocab_size: int = 50304  # GPT-NeoX's 50,277 ids, padded to a multiple of 128
@@ -263,6 +265,11 @@ class Attention(nn.Module):
         self.last_attended = sorted(self.wiring.attended.difference(*(w.attended for w in later)))
 
     def forward(self, x, rope, raw, attended, cache, mask):
+        """x (B, T, C) -> (B, T, C)
+
+        rope: (cos, sin), (T, hs) each, or None. raw, attended: {(part, layer): (B, heads, T, hs)}, see
+        the top of this file; both are changed in place. cache: a KVCache or None. mask: attend()'s.
+        """
         B, T, C = x.size()
         owner, sources, pairs = self.wiring.owner, self.wiring.sources, self.wiring.pairs
 
@@ -300,7 +307,7 @@ class Attention(nn.Module):
         for key in self.last_attended:
             attended.pop(key, None)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), dropout)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -322,7 +329,7 @@ class MLP(nn.Module):
             x = F.silu(gate) * up
         else:
             x = F.gelu(x, approximate='tanh')
-        return F.dropout(self.c_proj(x), self.dropout if self.training else 0.0)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
 def norm(config):
@@ -339,6 +346,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, rope, raw, attended, cache, mask):
+        """As Attention.forward()."""
         x = x + self.attn(self.ln_1(x), rope, raw, attended, cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
@@ -448,7 +456,7 @@ class GPT(nn.Module):
             rope = self.cos[rows], self.sin[rows]
         else:
             x = x + self.transformer.wpe.weight[rows]
-        x = F.dropout(x, self.config.dropout if self.training else 0.0)
+        x = F.dropout(x, self.config.dropout, self.training)
 
         raw, attended = {}, {}  # see the top of this file
         outputs = [x]  # of the embedding and the blocks
@@ -688,6 +696,7 @@ class KVCache:
         return self.positions, torch.arange(self.end, device=device) <= self.positions[:, None]
 
     def append(self, part, layer, t):
+        """Store t (B, n_kv_head, T, hs) at the positions that begin() gave."""
         tensor = self.tensors[part, layer]
         tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
@@ -825,12 +834,24 @@ def check_choice(config, name, allowed):
     refuse(value not in allowed, f'{name}={value!r} is not one of {tuple(allowed)}')
 
 
+def are_numbers(values, count):
+    return len(values) == count and all(type(value) in (int, float) for value in values)
+
+
 def check_shape(config):
     check_choice(config, 'arch', ('llama', 'gpt2'))
     for name in (*SHAPE, 'n_kv_head'):
         least = 1 if getattr(GPTConfig, name) > 0 else 0
         value = getattr(config, name)
         refuse(value < least, f'{name}={value} must be at least {least}')
+    refuse(
+        not 0 < config.rope_theta < math.inf,
+        f'rope_theta={config.rope_theta} must be a positive number',
+    )
+    refuse(
+        not 0 <= config.norm_eps < math.inf,
+        f'norm_eps={config.norm_eps} must be a number, 0 or more',
+    )
     refuse(
         not 0 <= config.dropout < 1,
         f'dropout={config.dropout} must be at least 0 and less than 1',
@@ -855,9 +876,9 @@ def check_shape(config):
         )
     scaling = config.rope_scaling
     if scaling:
-        positive = [type(x) in (int, float) and x > 0 for x in scaling]
+        is_positive = are_numbers(scaling, 4) and all(value > 0 for value in scaling)
         refuse(
-            positive != [True] * 4 or scaling[1] >= scaling[2],
+            not is_positive or scaling[1] >= scaling[2],
             f'rope_scaling={scaling} must be (factor, low_freq < high_freq, original_length), '
             'positive',
         )
@@ -876,7 +897,7 @@ def check_residuals(config):
         )
     weights = config.residual_lambda
     refuse(
-        weights and [type(w) in (int, float) for w in weights] != [True, True],
+        weights and not are_numbers(weights, 2),
         f'residual_lambda={weights} must be two weights: (each source, own)',
     )
     refuse(
@@ -946,7 +967,16 @@ def check_wiring(config):
             f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
             'set its share_*_every',
         )
-    for n in config.residual_layers:
+    numbers = config.residual_layers
+    for n in numbers:
+        refuse(
+            type(n) is not int,
+            f'residual_layers={numbers} names {n!r}, which is not a layer; give whole numbers from 0',
+        )
+        refuse(
+            numbers.count(n) > 1,
+            f'residual_layers={numbers} names layer {n} more than once; name it once',
+        )
         refuse(
             n not in range(config.n_layer),
             f'residual_layers names layer {n}; the layers are 0 to {config.n_layer - 1}',
