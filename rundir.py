@@ -83,7 +83,7 @@ def kept_checkpoints(folder):
     return sorted(steps, key=steps.get, reverse=True)
 
 
-def missing(path):
+def no_checkpoint(path):
     return f'there is no {path}: nothing to resume or load'
 
 
@@ -91,7 +91,7 @@ def nothing_to_resume(folder):
     """Why a folder without checkpoints() cannot be resumed, and what can be done."""
     kept = kept_checkpoints(folder)
     if not kept:
-        return missing(Path(folder, 'ckpt.pt'))
+        return no_checkpoint(Path(folder, 'ckpt.pt'))
     return (
         f'{folder} has no checkpoint to resume, only {kept[0].name}; start from its weights with '
         f'--init_from={kept[0]} and another --out_dir, or rename it to ckpt.pt and continue the run '
@@ -173,7 +173,7 @@ def load_checkpoint(path, warn=print):
         if failure:
             warn(f'warning: {failure}; going on from {candidate}, step {checkpoint["step"]}')
         return {**checkpoint, 'path': candidate}
-    raise failure or FileNotFoundError(missing(candidates[0]))
+    raise failure or FileNotFoundError(no_checkpoint(candidates[0]))
 
 
 def read_checkpoint(path):
@@ -380,7 +380,7 @@ def find_weights(path):
             )
         path = newest
     if not path.exists():
-        raise FileNotFoundError(missing(path))
+        raise FileNotFoundError(no_checkpoint(path))
     return path
 
 

@@ -93,7 +93,7 @@ def check_pair(baseline, run):
 
 
 def describe(point):
-    """A losses.Crossing in words, with the numbers behind it; point: from crossings_of()."""
+    """What crossings_of() has of a pair, in words, with the numbers behind them."""
     end = f'{point["tokens"]:,} tokens'
     words = {
         'overtaken': f'overtaken at step {point["step"]}',

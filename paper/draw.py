@@ -125,7 +125,7 @@ def styles(configs):
 
 def shades(configs):
     """Like styles(), for runs of one model in order, such as by size: ever stronger."""
-    strengths = np.linspace(0.45, 1.0, len(configs))
+    strengths = np.linspace(1.0, 0.45, len(configs))[::-1]  # a single one has the full color
     result = {}
     for (run, config), strength in zip(configs.items(), strengths, strict=True):
         result[run] = {'color': lighter(color_of(config), strength), 'linestyle': '-'}

@@ -15,6 +15,7 @@ from comparison import launch
 from comparison.plan import decisive_settings, read_wiring
 from comparison.results import read_state
 from configurator import configure, read_settings
+from data import dataset_folder
 from model import GPTConfig
 from paper import numbers
 from train import INCIDENTAL, TrainConfig
@@ -271,7 +272,7 @@ def job_of(run, scale, device):
 def prepare(scale):
     """Prepare the dataset if it is the standard library; any other must exist already."""
     dataset = scale.settings['dataset']
-    if Path('data', dataset, 'meta.json').exists():
+    if (dataset_folder(dataset) / 'meta.json').exists():
         return
     if dataset != 'stdlib':
         raise FileNotFoundError(f'there is no data/{dataset}: see prepare_slimpajama.py')
