@@ -81,7 +81,6 @@ class Machine:
             raise ValueError(
                 f'attention={attention!r} is not one of {", ".join(map(repr, ATTENTION))}'
             )
-
         self.attention = attention
 
         if self.kind == 'cuda':
@@ -94,6 +93,11 @@ class Machine:
 
         if backend:
             self.join(backend)
+
+    def warn(self, message):
+        """Say it on stderr, on the first process only."""
+        if self.is_first:
+            print(message, file=sys.stderr)
 
     def choose_kernels(self):
         """Let the whole process attend with this Machine's kernels: the last one made decides."""

@@ -3,7 +3,7 @@ A run's folder: what train.py writes there, and what every other program reads b
 
 ckpt.pt, ckpt.pt.1, ...   checkpoints, newest first; ckpt_best.pt, ckpt_<step>.pt
 log.jsonl                 one JSON object per line: training steps, evaluations; where the run was
-                          resumed, the changed settings and the provenance
+                          resumed, the changed settings and the provenance, before and after
 config.json               settings, GPTConfig, origin (scratch, or whose weights came first) and
                           provenance
 

@@ -367,7 +367,9 @@ class Start:
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
     origin: str = 'scratch'  # or the file or folder that the run's first weights came from
     wandb_id: str | None = None
-    changed: dict = field(default_factory=dict)  # settings that differ from those before the resume
+    # Of a run that is resumed: settings that differ from before, and what made the part before.
+    changed: dict = field(default_factory=dict)
+    before: dict = field(default_factory=dict)
 
 
 def start_run(settings, config, machine, closing):
@@ -424,18 +426,15 @@ def open_dataset(settings, config, machine):
         vocabulary > config.vocab_size,
         f'{dataset.folder} has {vocabulary:,} token ids; vocab_size={config.vocab_size:,} is less',
     )
-    warn = print if machine.is_first else silent
-    rows = TrainingRows(dataset, config.block_size, settings.seed, settings.domain_weights, warn)
+    rows = TrainingRows(
+        dataset, config.block_size, settings.seed, settings.domain_weights, machine.warn
+    )
     refuse(
         sum(rows.sizes) < settings.rows_per_step,
         f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a '
         f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
     )
     return dataset, rows
-
-
-def silent(message):
-    pass
 
 
 def open_checkpoint(settings, config, machine):
@@ -454,7 +453,7 @@ def open_checkpoint(settings, config, machine):
         return None
     if resumes or not Path(settings.init_from).is_dir():
         path = out if resumes else settings.init_from
-        return load_checkpoint(path, print if machine.is_first else silent)
+        return load_checkpoint(path, machine.warn)
 
     inside = checkpoints(settings.init_from)
     if inside:
@@ -491,9 +490,10 @@ def take_over(checkpoint, start, settings, config):
     start.best = checkpoint.get('best', math.inf)
     start.skipped = checkpoint.get('skipped', (0, 0))
     start.wandb_id = checkpoint.get('wandb_id')
-    # Older checkpoints say neither of these.
+    # Older checkpoints do not say these.
     start.evaluated = checkpoint.get('evaluated', True)
     start.origin = checkpoint.get('origin', 'unknown')
+    start.before = checkpoint.get('provenance', {})
 
 
 # --- what a run says and writes, on its first process ---------------------------------------------
@@ -535,10 +535,14 @@ class Reporter:
         # A finished run that is resumed as it was has no new part.
         is_new_part = not resumes or start.changed or start.step < settings.max_iters
         if is_new_part:
-            # config.json holds what the newest part of a run was made with.
+            # config.json holds what the newest part of a run was made with, the log of all others.
             write_whole(out / 'config.json', json.dumps(everything, indent=1) + '\n')
         if is_new_part and resumes:
-            entry = {'changed': start.changed, 'provenance': self.provenance}
+            entry = {
+                'changed': start.changed,
+                'before': start.before,
+                'provenance': self.provenance,
+            }
             self.log.write({'step': start.step, **entry})
         if settings.wandb_log:
             self.start_wandb(everything)
@@ -867,8 +871,8 @@ def main():
         )
         micro_steps = share_of_micro_steps(settings, machine)
         warning = check_schedule(settings)
-        if warning and machine.is_first:
-            print(warning, file=sys.stderr)
+        if warning:
+            machine.warn(warning)
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)

@@ -289,7 +289,8 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole):
     moments = checkpoint['optimizer']['state'].values()
     assert {state['step'].item() for state in moments} == {1.0}
 
-    # Resumed, it is still known where it comes from.
+    # Resumed, it is still known where it comes from, and what made its first part.
+    first_part = json.loads(Path('out/weights/config.json').read_text())
     good('out/weights', init_from='resume', max_iters=2, seed=7, **neutral)
     config = json.loads(Path('out/weights/config.json').read_text())
     assert (config['init_from'], config['origin']) == ('resume', f'{whole}/ckpt.pt')
@@ -297,6 +298,8 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole):
     (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)
     assert resumed['step'] == 1 and resumed['changed'] == {'max_iters': [1, 2]}
     assert resumed['provenance']['commit'] == config['commit']
+    assert {'date', 'load', 'commit'} <= resumed['before'].keys()
+    assert all(first_part[name] == value for name, value in resumed['before'].items())
 
 
 # --- memory --------------------------------------------------------------------------------------
