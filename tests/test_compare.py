@@ -216,10 +216,10 @@ def test_the_end_of_the_cosine_moves_with_the_number_of_steps(place):
     ends = {plan.max_iters(run): plan.configs(run)[0].lr_decay_iters for run in runs_of_vanilla}
     assert ends == {30: 24, 15: 12}
 
-    arms = 'vanilla: max_iters=60 lr_decay_iters=60; resformer: v_residual=True max_iters=60'
+    arms = '--arms=vanilla: max_iters=60 lr_decay_iters=60; resformer: v_residual=True max_iters=60'
     plan = make_plan(arms, '--baseline_steps=(120,)')
-    (ladder,) = [run for run in Results(plan).all_runs() if run.steps]
-    assert plan.configs(ladder)[0].lr_decay_iters == 120
+    ladder = [run for run in Results(plan).all_runs() if run.steps]
+    assert {plan.configs(run)[0].lr_decay_iters for run in ladder} == {120}
 
 
 def test_code_that_changes_between_two_trainings_is_written_down(place, monkeypatch):
