@@ -353,7 +353,18 @@ class Forked(GPTConfig):
         return super().variant() | gate
 
 
-@pytest.mark.parametrize('wiring', [{}, dict(v_residual=True), dict(share_v=True)])
+@pytest.mark.parametrize('part, letter', [('queries', 'q'), ('keys', 'k')])
+def test_models_that_change_queries_or_keys_alone_have_the_color_of_that_part(part, letter):
+    for field in (f'{letter}_residual', f'share_{letter}'):
+        assert draw.color_of(GPTConfig(**{field: True})) == draw.COLORS[part]
+    by_twos = {f'share_{letter}': True, f'share_{letter}_every': 2}
+    assert draw.color_of(GPTConfig(**by_twos)) == draw.COLORS[part]
+    assert draw.color_of(GPTConfig(q_residual=True, share_k=True)) == draw.COLORS['other']
+
+
+@pytest.mark.parametrize(
+    'wiring', [{}, dict(v_residual=True), dict(share_v=True), dict(share_k=True)]
+)
 def test_a_field_that_a_fork_added_is_never_taken_for_a_model_of_the_paper(wiring):
     plain, gated = Forked(**wiring), Forked(**wiring, residual_gate='head')
     assert draw.model_name(plain) == draw.model_name(GPTConfig(**wiring))

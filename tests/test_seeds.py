@@ -100,6 +100,19 @@ def test_a_picture_names_each_model_its_mean_and_its_interval(tmp_path):
             assert low <= later.min() and later.max() <= high
 
 
+def test_where_models_have_different_seeds_each_says_how_many(tmp_path):
+    _, folders = random_runs(tmp_path, (V, S), (1, 2, 3))
+    _, more = random_runs(tmp_path, (FIRST_QUERIES,), (2, 3))
+    picture = seeds.picture_of(
+        'fig13', seeds.measure('fig13', judging.read_groups(folders + more, {}))
+    )
+    _, right = picture.axes
+    words = [text.get_text() for text in right.texts]
+    assert any(word.endswith('values (SVFormer), 3 seeds') for word in words)
+    assert any(word.endswith('queries, 2 seeds') for word in words)
+    assert 'seeds' not in right.get_xlabel()
+
+
 def test_one_seed_has_no_interval(tmp_path):
     _, folders = random_runs(tmp_path, (V, S), (1,))
     picture = seeds.picture_of('fig13', seeds.measure('fig13', judging.read_groups(folders, {})))
