@@ -10,6 +10,7 @@ import math
 
 from comparison import charts
 from comparison.charts import pyplot  # noqa: F401 - compare.py asks for it before it trains
+from comparison.verdict import half_width
 from tables import markdown_table
 
 MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
@@ -17,10 +18,10 @@ MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 # --- words and numbers ----------------------------------------------------------------------------
 
 
-def signed(value):
+def signed(value, digits=4):
     if value is None:
         return ''
-    return f'{value:+.4f}'.replace('-', MINUS)
+    return f'{value:+.{digits}f}'.replace('-', MINUS)
 
 
 def plain(value, digits=4):
@@ -309,7 +310,7 @@ def domain_table(comparison):
         row = [f'{c["ours"]} {MINUS} {c["theirs"]}']
         for name in names:
             d = by_domain[name]
-            half = '' if d['low'] is None else f' ± {(d["high"] - d["low"]) / 2:.4f}'
+            half = '' if d['low'] is None else f' ± {half_width(d):.4f}'
             row.append(f'{signed(d["mean"])}{half}')
         rows.append(row)
     return 'Difference per domain, ± half of its 95% interval (not corrected)', head, rows

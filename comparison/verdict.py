@@ -184,6 +184,11 @@ def describe(differences):
     return {'differences': differences, 'seeds': n, **numbers}
 
 
+def half_width(numbers):
+    """Half of the 95% interval, of what describe() gives where it has one."""
+    return (numbers['high'] - numbers['low']) / 2
+
+
 def judge(contrasts, incomplete=None):
     """The verdict on every contrast of a plan.
 

@@ -67,7 +67,7 @@ def crossing(baseline, run, window):
 
     is_behind = interval is not None and interval[0] > 0
     if is_behind and validation is not None and validation > 0:
-        step = first_step_behind(*losses.relative(baseline, run, window))
+        step = first_step_behind(*losses.smoothed(steps, difference, window))
         kind = 'overtaken'
         if step is None or not was_ahead(difference[steps < step]):
             kind, step = 'never ahead', None

@@ -12,7 +12,7 @@ verdicts.py.
 
 from dataclasses import dataclass
 
-from comparison.verdict import describe
+from comparison.verdict import describe, half_width
 from configurator import configure, one_line_errors
 from paper import losses
 from paper.claims import CLAIMS, NAMES
@@ -122,7 +122,7 @@ def in_words(numbers):
     text = f'{numbers["mean"]:+.4f}'
     if numbers['low'] is None:
         return text
-    half = (numbers['high'] - numbers['low']) / 2
+    half = half_width(numbers)
     text += f' ± {half:.4f}'
     return f'**{text}**' if abs(numbers['mean']) > half else text
 

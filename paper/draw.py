@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from comparison import charts
+from comparison.report import signed
 from configurator import choose, one_line_errors
 from paper import crossings, losses, wiring
 from paper.runs import PAPER, Run, configs_of
@@ -238,13 +239,9 @@ def curve_axes(axes, curves, look, baseline, smooth, window, limits=None):
 
     ends = [(0.0, baseline, {'color': COLORS['vanilla'], 'linestyle': '-'})]
     for run, curve in curves.items():
-        words = f'{signed(curve["final"])}  {look[run]["label"]}'
+        words = f'{signed(curve["final"], 3)}  {look[run]["label"]}'
         ends.append((curve['difference'][-1], words, look[run]))
     end_labels(axes, ends)
-
-
-def signed(difference):
-    return f'{difference:+.3f}'.replace('-', '\N{MINUS SIGN}')
 
 
 def say_what_is_better(axes):

@@ -64,7 +64,11 @@ def relative(baseline, run, window):
 
     The mean belongs to the last of them: a point uses no later steps.
     """
-    steps, difference = differences(baseline, run, window)
+    return smoothed(*differences(baseline, run, window), window)
+
+
+def smoothed(steps, difference, window):
+    """(steps, means over `window` steps), as relative() has them of a series that is already read."""
     points = points_in(steps, window)
     return steps[points - 1 :], running_mean(difference, points)
 

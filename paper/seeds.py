@@ -9,7 +9,8 @@ import functools
 
 import numpy as np
 
-from comparison.verdict import describe
+from comparison.report import signed
+from comparison.verdict import describe, half_width
 from paper import draw, losses
 from paper.claims import NAMES
 from paper.figures import FIGURES, number_of
@@ -122,11 +123,11 @@ def picture_of(name, arms):
         ends.append((arm['end']['mean'], words, look[run]))
     right.set_xlim(-0.7, len(arms) - 0.3)
     right.set_xticks([])
-    words = '95% interval'
+    below = '95% interval'
     if len(counts) == 1:
         (count,) = counts
-        words += f'\n{count} seeds'
-    right.set_xlabel(words, fontsize=draw.FONT)
+        below += f'\n{count} seeds'
+    right.set_xlabel(below, fontsize=draw.FONT)
     right.set_title('validation loss', fontsize=draw.FONT)
     draw.end_labels(right, ends, gap=0.3)
     picture.suptitle(f'{number_of(name)}: {title}', fontsize=11)
@@ -159,8 +160,8 @@ def draw_end(axes, x, end, look):
     dots = list(end['differences'].values())
     axes.plot([x - 0.25] * len(dots), dots, 'o', color=color, markersize=2.5, alpha=0.6)
     axes.plot(x, end['mean'], 'D', color=color, markersize=4)
-    words = draw.signed(end['mean'])
+    words = signed(end['mean'], 3)
     if end['low'] is not None:
         axes.plot([x, x], [end['low'], end['high']], color=color, linewidth=1.5)
-        words += f' ± {(end["high"] - end["low"]) / 2:.3f}'
+        words += f' ± {half_width(end):.3f}'
     return words

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from comparison import charts
 from comparison.report import standalone
+from comparison.verdict import half_width
 from configurator import choose, one_line_errors, read_settings
 from files import write_whole
 from paper import draw, seeds
@@ -222,7 +223,7 @@ def draw_rows(axes, rows):
         numbers = row.numbers
         unit = 1.0
         if not of_losses and numbers['low'] is not None:
-            unit = (numbers['high'] - numbers['low']) / 2
+            unit = half_width(numbers)
         direction = (-1 if row.sign == '<' else 1) / unit
         dots = [direction * value for value in numbers['differences'].values()]
         axes.plot(dots, [y + 0.22] * len(dots), 'o', color=shade, markersize=2.5, alpha=0.6)
