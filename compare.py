@@ -207,6 +207,8 @@ class Study:
         slots = launch.find_slots(self.plan.settings.device, options.jobs, options.gpus)
         with self.locked():
             self.share_budget(may_measure=True)
+            for warning in self.plan.check_training():
+                print(warning, file=sys.stderr)
             self.results.forget_failures()
             trains = bool(self.results.jobs())
             self.record = self.plan.write(self.results.counts(), trains)

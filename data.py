@@ -7,6 +7,7 @@ A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.
 """
 
 import contextlib
+import hashlib
 import json
 import queue
 import threading
@@ -103,6 +104,11 @@ class Dataset:
 
     def hashes(self):
         return {f'{path.parent.name}/{path.name}': entry['sha256'] for path, entry in self.files()}
+
+    def fingerprint(self):
+        """One short word for all token files: where it is the same, so are they."""
+        text = json.dumps(self.hashes(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def verify(self, splits=('train', 'validation'), force=False):
         """Compare the sha256 of each file of these splits with meta.json's, once.

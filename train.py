@@ -523,6 +523,7 @@ class Reporter:
         )
         self.provenance['attention_kernel'] = kernel
         everything = {**asdict(settings), **asdict(config), 'origin': start.origin}
+        everything['data'] = start.dataset.fingerprint()
         everything |= self.provenance
         for name, value in everything.items():
             print(f'{name:28} {value}')
@@ -759,9 +760,9 @@ def count_skipped(skipped, is_skipped):
     return torch.stack((in_all, in_a_row))
 
 
-def share_of_micro_steps(settings, machine):
-    """How many of a step's micro-batches are this process's."""
-    total, processes = settings.gradient_accumulation_steps, machine.world_size
+def share_of_micro_steps(settings, processes):
+    """How many of a step's micro-batches each process has."""
+    total = settings.gradient_accumulation_steps
     nearest = max(1, round(total / processes)) * processes
     refuse(
         total % processes,
@@ -869,7 +870,7 @@ def main():
         machine = Machine(
             settings.device, settings.dtype, backend='', tf32=True, attention=attention
         )
-        micro_steps = share_of_micro_steps(settings, machine)
+        micro_steps = share_of_micro_steps(settings, machine.world_size)
         warning = check_schedule(settings)
         if warning:
             machine.warn(warning)

@@ -4,6 +4,7 @@ From runs to everything that a report shows: losses, verdicts, domains, costs an
 compare_plan() is for a plan and its runs, compare_runs() for runs that exist without one.
 """
 
+import itertools
 import os
 import re
 import statistics
@@ -12,6 +13,7 @@ from pathlib import Path
 from comparison import measures
 from comparison.plan import (
     COMPARISONS,
+    ROUNDING,
     Run,
     contrast_name,
     parse_contrasts,
@@ -19,7 +21,13 @@ from comparison.plan import (
     same_value,
     text_difference,
 )
-from comparison.results import BROKEN, WAITING, read_state
+from comparison.results import (
+    BROKEN,
+    WAITING,
+    changes_on_the_way,
+    different_data,
+    read_state,
+)
 from comparison.verdict import describe, judge, paired_differences, worth_of_cost
 from rundir import gpt_config
 
@@ -214,17 +222,24 @@ def problems(states):
     return texts
 
 
+# What a run was made with.
+ORIGINS = (
+    *('commit', 'device', 'cpu', 'threads', 'world_size', 'torch', 'load'),
+    *('dtype', 'compile', 'attention_kernel'),
+)
+
+
 def origins(states):
-    """{fact: values}: what the runs were made with, from their config.json."""
+    """{fact: values}: what the runs were made with, from their config.json and their logs."""
     facts = {}
     for state in states:
-        for name in ('commit', 'device', 'cpu', 'threads', 'dtype', 'world_size', 'torch', 'load'):
-            value = state.config.get(name)
-            if value is None:
-                continue
-            values = facts.setdefault(name, [])
-            if value not in values:
-                values.append(value)
+        # A run that was resumed has one config.json, of its newest part.
+        parts = [entry['before'] for entry in state.entries if entry.get('before')]
+        for part in (*parts, state.config):
+            for name in ORIGINS:
+                value = part.get(name)
+                if value is not None and value not in facts.setdefault(name, []):
+                    facts[name].append(value)
     return {name: sorted(values, key=str) for name, values in facts.items()}
 
 
@@ -236,27 +251,40 @@ def group_runs(folders):
 
     Among the settings is `origin`: scratch, or whose weights a run began with.
     """
-    groups = []
+    states = []
     for folder in folders:
         if not Path(folder, 'log.jsonl').exists():
             raise FileNotFoundError(f'{folder} is not a run: it has no log.jsonl')
         state = read_state(Path(folder))
         if not state.config:
             raise ValueError(f'{folder}: {state.detail}')
-        settings = recorded_settings(state.config)
-        del settings['seed']
-        group = next((group for group in groups if group['settings'] == settings), None)
-        if not group:
-            group = {'settings': settings, 'states': []}
-            groups.append(group)
-        group['states'].append(state)
+        states.append(state)
 
+    groups = grouped(states)
+    if len(groups) < 2:
+        # Then they may be about how a run rounds.
+        groups = grouped(states, ROUNDING)
     if len(groups) < 2:
         raise ValueError('these runs differ in nothing but their seeds: nothing to compare')
     arms = {}
     for group in groups:
         arms[group_name(group['states'], arms)] = group
     return arms
+
+
+def grouped(states, more=()):
+    """[{'settings', 'states'}] of States with the same settings but the seed; more: names of settings
+    that count, too."""
+    groups = []
+    for state in states:
+        settings = recorded_settings(state.config) | {name: state.config.get(name) for name in more}
+        del settings['seed']
+        group = next((group for group in groups if group['settings'] == settings), None)
+        if not group:
+            group = {'settings': settings, 'states': []}
+            groups.append(group)
+        group['states'].append(state)
+    return groups
 
 
 def group_name(states, others):
@@ -346,12 +374,25 @@ def why_incomparable(arms, ours, theirs):
     common = arms[ours]['states'].keys() & arms[theirs]['states'].keys()
     if not common:
         return 'they have no seed in common'
-    for name in (ours, theirs):
-        for seed in common:
-            state = arms[name]['states'][seed]
+    pairs = [[arms[name]['states'][seed] for name in (ours, theirs)] for seed in common]
+    for pair in pairs:
+        for state in pair:
             if state.kind != 'finished':
                 return f'{state.folder} is {state.kind}: {state.detail}'
-    return ''
+        reason = why_not_alike(*pair)
+        if reason:
+            return reason
+    return different_data(itertools.chain(*pairs))
+
+
+def why_not_alike(ours, theirs):
+    """How the settings of one of two runs changed on the way, and not the other's alike; or ''."""
+    changes = changes_on_the_way(ours.entries)
+    others = changes_on_the_way(theirs.entries)
+    if changes == others:
+        return ''
+    state, words = (ours, changes) if changes else (theirs, others)
+    return f'{state.folder} was {words[0]}'
 
 
 def folder_of_runs(options):

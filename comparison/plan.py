@@ -25,10 +25,11 @@ from pathlib import Path
 
 from comparison.verdict import LEVEL, RULE, distributions
 from configurator import configure, read_settings, sort_arguments
+from data import Dataset
 from files import write_whole
 from model import GPTConfig
 from rundir import known_commit
-from train import INCIDENTAL, TrainConfig
+from train import INCIDENTAL, TrainConfig, check_schedule, share_of_micro_steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -297,6 +298,21 @@ class Plan:
             if arm.seed_offset and seeds & set(self.options.seeds):
                 raise ValueError(f'arm {name}: seed_offset must exceed the test seeds')
 
+    def check_training(self):
+        """Refuse what every training would refuse. Returns warnings."""
+        warnings = []
+        for name in self.arms:
+            try:
+                settings, _ = self.configs(Run(name, 1.0, 0))
+                Dataset(settings.dataset)
+                share_of_micro_steps(settings, self.options.gpus)
+                warning = check_schedule(settings)
+            except (ValueError, OSError) as error:
+                raise type(error)(f'arm {name}: {error}') from error
+            if warning:
+                warnings.append(f'arm {name}: {warning}')
+        return warnings
+
     # --- what train.py is told ---
 
     def own_rate(self, arm):
@@ -345,8 +361,28 @@ class Plan:
         return self.cache[run]
 
     def settings_of(self, run):
-        """{setting: value} that a run's config.json must show, as JSON has them."""
+        """{setting: value} of all that decides a run's numbers, as JSON has them."""
         return decisive_settings(*self.configs(run))
+
+    def recorded_by(self, run):
+        """{setting: value} that the config.json of a run must show, as far as it speaks of them."""
+        training, _ = self.configs(run)
+        expected = self.settings_of(run)
+        # How a run rounds is the machine's, unless it is what the arm is about.
+        for name in self.arms[run.arm].keys() & set(ROUNDING):
+            value = getattr(training, name)
+            if value != 'auto':
+                expected[name] = value
+        if self.data:
+            expected['data'] = self.data
+        return expected
+
+    @functools.cached_property
+    def data(self):
+        """The fingerprint of the data of all arms; '' where they are not: runs may be trained elsewhere."""
+        with contextlib.suppress(ValueError, OSError):
+            return Dataset(self.settings.dataset).fingerprint()
+        return ''
 
     def arm_settings(self, run):
         """settings_of() a run, and how it rounds: by these, its arm may differ from the others."""
@@ -495,7 +531,7 @@ def text_difference(settings, others):
 
 def evaluated_text(settings):
     """{setting: value} of all that decides on which text a validation loss is measured."""
-    text = {name: settings[name] for name in ('dataset', 'domain_weights', 'block_size')}
+    text = {name: settings[name] for name in ('dataset', 'block_size')}
     # So many rows, evenly spaced; 0: all of them.
     text['eval_iters * batch_size'] = settings['eval_iters'] * settings['batch_size']
     return text
@@ -514,6 +550,7 @@ def recorded_settings(config):
     A setting that the file lacks was added since, with a default that changes nothing.
     """
     values = {name: config.get(name, default) for name, default in default_settings().items()}
+    values['domain_weights'] = values['domain_weights'] or {}  # None in older runs
     return {**values, 'origin': origin_of(config)}
 
 

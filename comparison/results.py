@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from comparison import launch
-from comparison.plan import Run, recorded_settings, same_value
+from comparison.plan import ROUNDING, Run, recorded_settings, same_value
 from configurator import first_line
 from rundir import read_entries, read_run_config
+from train import INCIDENTAL
 
 # --- what a run's folder holds --------------------------------------------------------------------
 
@@ -42,7 +43,7 @@ class State:
 
 
 def read_state(folder, settings=None):
-    """The State of a run. settings: those it must have, from Plan.settings_of()."""
+    """The State of a run. settings: those it must have, from Plan.recorded_by()."""
     failure = launch.failure_file(folder)
     failed = failure.read_text().strip() if failure.exists() else ''
     log = folder / 'log.jsonl'
@@ -54,6 +55,9 @@ def read_state(folder, settings=None):
         if difference:
             return State(folder, 'foreign', difference, config=config)
         entries = read_entries(folder)
+        resumed = changes_on_the_way(entries)
+        if settings and resumed:
+            return State(folder, 'foreign', resumed[0], entries, config)
         losses = final_losses(entries, config['max_iters'])
     except (ValueError, OSError) as error:
         return State(folder, 'failed' if failed else 'damaged', failed or first_line(error))
@@ -72,15 +76,45 @@ def read_state(folder, settings=None):
 
 
 def first_difference(config, settings):
-    """How a run differs from the one that the plan wants, or ''."""
+    """How a run differs from the one that the plan wants, or ''.
+
+    What a config.json does not say was not recorded when it was written.
+    """
     recorded = recorded_settings(config)
+    for name in ('data', *ROUNDING):
+        if name in config:
+            recorded[name] = config[name]
     for name, value in settings.items():
-        own = recorded[name]
-        if name == 'domain_weights':
-            own = own or {}
-        if not same_value(own, value):
-            return f'a run with {name}={own!r}, not {value!r}'
+        if name not in recorded or same_value(recorded[name], value):
+            continue
+        if name == 'data':
+            return f'it was trained on other data than {config["dataset"]} now holds'
+        return f'a run with {name}={recorded[name]!r}, not {value!r}'
     return ''
+
+
+# What may change when a run is resumed, and yet leave it the same run: where its data are, how its
+# steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
+HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
+
+
+def changes_on_the_way(entries):
+    """In words, how the settings of a run changed when it was resumed; [] where nothing did that matters."""
+    words = []
+    for entry in entries:
+        for name, (old, new) in (entry.get('changed') or {}).items():
+            if name not in HARMLESS:
+                words.append(f'resumed at step {entry["step"]} with {name}={new!r}, before {old!r}')
+    return words
+
+
+def different_data(states):
+    """Which of these runs saw different data, in words, as far as they say; '' where none did."""
+    folders = {}  # by the fingerprint of their data, which older runs lack
+    for state in states:
+        if 'data' in state.config:
+            folders.setdefault(state.config['data'], str(state.folder))
+    return f'not the same data: {" and ".join(folders.values())}' if len(folders) > 1 else ''
 
 
 def final_losses(entries, steps):
@@ -115,7 +149,7 @@ class Results:
             stamps_before, state = self.cache[run.name]
             if stamps_before == stamps:
                 return state
-        state = read_state(folder, self.plan.settings_of(run))
+        state = read_state(folder, self.plan.recorded_by(run))
         self.cache[run.name] = stamps, state
         return state
 

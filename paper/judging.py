@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comparison.results import read_state
+from comparison.results import changes_on_the_way, different_data, read_state
 from comparison.verdict import judge
 from configurator import first_line
 from model import GPTConfig
@@ -47,20 +47,31 @@ class FinishedRun:
 def read_groups(folders, analyses):
     """{settings but for seed and rate, as text: {variant, as text: {seed: FinishedRun}}} of finished runs.
 
-    Raises ValueError for a run that has not finished, and for two of the same group, variant and seed.
+    Raises ValueError for a run that has not finished or is not what its settings say, for two of the same
+    group, variant and seed, and for two of a group that saw different data.
     """
     groups = {}
+    states = {}  # of each group
     for folder in map(Path, folders):
         state = read_state(folder)
         if state.kind != 'finished':
             raise ValueError(f'{folder} is {state.kind}: {state.detail or "it has no log"}')
+        changes = changes_on_the_way(state.entries)
+        if changes:
+            raise ValueError(f'{folder} was {changes[0]}')
         config = gpt_config(state.config, folder)
-        shared = losses.common_settings(state.config, config)
-        group = groups.setdefault(json.dumps(shared, sort_keys=True), {})
+        shared = json.dumps(losses.common_settings(state.config, config), sort_keys=True)
+        states.setdefault(shared, []).append(state)
+        group = groups.setdefault(shared, {})
         seeds = group.setdefault(as_key(config), {})
         run = finished_run(state, config, analyses)
         check_arm(run, seeds)
         seeds[run.seed] = run
+
+    for group in states.values():
+        problem = different_data(group)
+        if problem:
+            raise ValueError(problem)
     return groups
 
 

@@ -19,6 +19,7 @@ import runs
 import torch
 from comparisons import (
     ARMS,
+    chain,
     collect,
     compare_command,
     make_place,
@@ -27,9 +28,10 @@ from comparisons import (
     pretend_all,
     scatter,
 )
-from conftest import ROOT
+from conftest import ROOT, write_dataset
 
 import compare
+import train
 from comparison import launch, report
 from comparison import plan as plans
 from comparison.assemble import compare_plan, compare_runs
@@ -469,6 +471,132 @@ def test_existing_runs_must_be_evaluated_on_the_same_texts(place):
         (contrast,) = compare_runs(options)['contrasts'].values()
         assert contrast['reason'].startswith(reason)
         assert (contrast['p_holm'] is None) == bool(reason)
+
+
+def change_config(folder, **values):
+    path = folder / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_runs_must_have_seen_the_same_data(place):
+    plan = make_plan('--arms=vanilla; b: share_v=True', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    logs = sorted(plan.folder.glob('*/log.jsonl'))
+    options = CompareConfig(runs=tuple(str(log.parent) for log in logs))
+    for others, reason in (('abc', ''), ('def', 'not the same data: ')):
+        for log in logs:
+            change_config(log.parent, data=others if 'seed3' in str(log) else 'abc')
+        (contrast,) = compare_runs(options)['contrasts'].values()
+        assert contrast['reason'].startswith(reason) and (contrast['p_holm'] is None) == bool(
+            reason
+        )
+
+    # A plan knows the data that it trains on. Older runs do not say what theirs were.
+    kinds = {}
+    for seed, data in ((1, plan.data), (2, 'def')):
+        folder = plan.run_folder(Run('b', 0.02, seed))
+        change_config(folder, data=data)
+        kinds[seed] = read_state(folder, plan.recorded_by(Run('b', 0.02, seed)))
+    assert kinds[1].kind == 'finished'
+    assert kinds[2].kind == 'foreign' and 'other data than chain now holds' in kinds[2].detail
+
+
+def test_a_run_says_which_data_it_saw(place):
+    status, _ = runs.call(train.main, 'small.py', '--max_iters=1', '--out_dir=out/a')
+    assert status == 0
+    before = json.loads(Path('out/a/config.json').read_text())['data']
+    splits = {
+        'train': {'A': chain(20_000, 1), 'B': chain(10_000, 7)},
+        'validation': {'A': chain(700, 3), 'B': chain(300, 4)},
+    }
+    write_dataset(place / 'data' / 'chain', splits)
+    status, _ = runs.call(train.main, 'small.py', '--max_iters=1', '--out_dir=out/b')
+    assert status == 0
+    assert json.loads(Path('out/b/config.json').read_text())['data'] != before
+
+
+def test_runs_that_were_resumed_with_other_settings_are_not_what_their_settings_say(place):
+    plan = make_plan('--arms=vanilla; b: share_v=True', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    resumed = {'step': 12, 'changed': {'learning_rate': [0.01, 0.02], 'out_dir': ['a', 'b']}}
+    resumed |= {'before': {'cpu': 'another'}, 'provenance': {}}
+    folders = [plan.run_folder(Run(arm, 0.02, 2)) for arm in plan.arms]
+    everything = sorted(str(log.parent) for log in plan.folder.glob('*/log.jsonl'))
+    options = CompareConfig(runs=tuple(everything))
+
+    def add(folder):
+        log = folder / 'log.jsonl'
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text(''.join([*lines[:12], json.dumps(resumed) + '\n', *lines[12:]]))
+
+    add(folders[1])
+    comparison = compare_runs(options)
+    (contrast,) = comparison['contrasts'].values()
+    wanted = f'{folders[1]} was resumed at step 12 with learning_rate=0.02, before 0.01'
+    assert contrast['reason'] == wanted and contrast['p_holm'] is None
+    assert comparison['provenance']['cpu'] == ['another']
+    state = read_state(folders[1], plan.recorded_by(Run('b', 0.02, 2)))
+    assert (state.kind, state.detail) == ('foreign', wanted.removeprefix(f'{folders[1]} was '))
+
+    # Both runs of the pair, and alike: then they can be compared.
+    add(folders[0])
+    (contrast,) = compare_runs(options)['contrasts'].values()
+    assert contrast['p_holm'] is not None
+    # Smaller micro-batches leave a run what it is.
+    resumed['changed'] = {'batch_size': [8, 4], 'gradient_accumulation_steps': [1, 2]}
+    add(folders[1])
+    (contrast,) = compare_runs(options)['contrasts'].values()
+    assert contrast['p_holm'] is not None
+
+
+def test_an_arm_that_is_about_rounding_must_have_rounded_so(place):
+    arms = '--arms=vanilla; half: dtype=bfloat16'
+    plan = make_plan(arms, '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    change_config(plan.run_folder(Run('vanilla', 0.02, 1)), dtype='bfloat16')
+    changed = make_plan(arms.replace('bfloat16', 'float32'), '--seeds=3')
+    kinds = {run.name: changed_kind(changed, run) for run in Results(changed).all_runs()}
+    # Of the baseline, it is the machine's choice.
+    assert {kind for name, kind in kinds.items() if 'vanilla' in name} == {'finished'}
+    assert {kind for name, kind in kinds.items() if 'half' in name} == {'foreign'}
+
+    # Runs that exist and differ in nothing else.
+    folders = [plan.run_folder(Run(arm, 0.02, seed)) for arm in plan.arms for seed in (2, 3)]
+    options = CompareConfig(runs=tuple(map(str, folders)))
+    arms = compare_runs(options)['arms']
+    assert [arm['words'] for arm in arms.values()] == ['', 'dtype=bfloat16']
+
+
+def changed_kind(plan, run):
+    return read_state(plan.run_folder(run), plan.recorded_by(run)).kind
+
+
+def test_an_arm_may_weight_the_domains_otherwise(place):
+    plan = make_plan("--arms=vanilla; more_a: domain_weights={'A': 0.9, 'B': 0.1}", '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    (contrast,) = collect(plan)['contrasts'].values()
+    assert contrast['p_holm'] is not None
+
+
+@pytest.mark.parametrize(
+    'words, message',
+    [
+        (['--dataset=nothing'], 'data/nothing'),
+        (['--lr_decay_iters=2'], 'lr_decay_iters=2 is not after warmup_iters=3'),
+    ],
+)
+def test_what_every_training_would_refuse_is_refused_before_the_first(place, words, message):
+    status, _ = compare_command('--arms=vanilla; b: share_v=True', '--seeds=1', *words)
+    assert status.startswith('error: arm vanilla: ') and message in status
+    assert not list(Path('out').rglob('log.jsonl'))
+
+
+def test_gpus_must_share_the_micro_batches_of_every_arm(place):
+    plan = make_plan('--arms=vanilla; b: gradient_accumulation_steps=3', '--gpus=2')
+    with pytest.raises(ValueError, match='arm vanilla: gradient_accumulation_steps=1 is not div'):
+        plan.check_training()
+    plan = make_plan('--arms=vanilla; b: gradient_accumulation_steps=3 batch_size=2', '--gpus=1')
+    assert plan.check_training() == []
 
 
 # --- the report -----------------------------------------------------------------------------------

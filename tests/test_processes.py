@@ -216,7 +216,7 @@ def test_an_accumulation_the_processes_do_not_divide_names_the_nearest_that_they
 ):
     settings = train.TrainConfig(gradient_accumulation_steps=steps)
     with pytest.raises(ValueError, match=f'{processes} processes; {nearest} is '):
-        train.share_of_micro_steps(settings, SimpleNamespace(world_size=processes))
+        train.share_of_micro_steps(settings, processes)
 
 
 def test_an_accumulation_the_processes_do_not_divide_is_refused_once(work):

@@ -27,15 +27,16 @@ ABOVE = Claim('fig1', 'Section 1', 'vanilla is above SVFormer', Run(V), '>', Run
 NOT_BELOW = Claim('fig6', 'Fig. 6', 'no gain', Run(S), '>=', Run(R))
 
 
-def write_runs(folder, model, losses, early=(), rate=6e-3, **more):
+def write_runs(folder, model, losses, early=(), rate=6e-3, data='', **more):
     """A finished run for each seed, {seed: validation loss}, of ten training steps."""
     flags = {V: {}, R: {'v_residual': True}, S: {'share_v': True}}[model]
     words = [f'--{name}={value}' for name, value in {**flags, 'max_iters': 20, **more}.items()]
     settings, config = configure(TrainConfig, GPTConfig, argv=words)
+    facts = {'data': data} if data else {}
     paths = []
     for seed, loss in losses.items():
         values = decisive_settings(settings, config)
-        values |= {'seed': seed, 'learning_rate': rate, 'min_lr': rate / 10}
+        values |= {'seed': seed, 'learning_rate': rate, 'min_lr': rate / 10, **facts}
         path = folder / f'{model}_{rate:g}_{more.get("eval_iters", 0)}_seed{seed}'
         path.mkdir()
         first = list(early[seed]) if early else [3.0, 3.0]
@@ -71,6 +72,23 @@ def test_not_below_is_contradicted_by_what_is_below_and_agrees_with_what_is_abov
     assert rows_of([NOT_BELOW], folders)[0].verdict == 'contradicts'
     reverse = Claim('fig6', 'Fig. 6', 'no gain', Run(R), '>=', Run(S))
     assert rows_of([reverse], folders)[0].verdict == 'agrees'
+
+
+def test_runs_must_be_what_their_settings_say_and_have_seen_the_same_data(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0), data='abc')
+    folders += write_runs(tmp_path, R, scattered(1.9))  # as older runs, which do not say
+    assert len(judging.read_groups(folders, {})) == 1
+    config = json.loads((folders[1] / 'config.json').read_text())
+    (folders[1] / 'config.json').write_text(json.dumps({**config, 'data': 'def'}))
+    with pytest.raises(ValueError, match=f'not the same data: {folders[0]} and {folders[1]}'):
+        judging.read_groups(folders, {})
+
+    log = folders[-1] / 'log.jsonl'
+    log.write_text('{"step": 0, "changed": {"weight_decay": [0.3, 0.1]}}\n' + log.read_text())
+    with pytest.raises(
+        ValueError, match=f'{folders[-1]} was resumed at step 0 with weight_decay=0.1'
+    ):
+        judging.read_groups(folders, {})
 
 
 def test_holm_counts_the_claims_of_one_figure_trained_or_not(tmp_path):
