@@ -9,8 +9,10 @@ $ python compare.py ... --watch=True                 # train nothing, redraw the
 $ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # runs that exist
 
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/; finished runs are
-reused, others resumed. Ctrl-C saves everything, and the same command goes on. The report is
-out/compare/<name>/report.html; beside it are report.md, report.json and forest.svg.
+reused, others resumed. Ctrl-C saves everything, and the same command goes on. A machine that fails
+takes its runs with it: they are saved when they end or are stopped, and with --eval_interval=1000 every
+1,000 steps, too. The report is out/compare/<name>/report.html; beside it are report.md, report.json and
+forest.svg.
 """
 
 import datetime
