@@ -821,6 +821,10 @@ def write_checkpoint(step, losses, best, skipped, start, settings, config, repor
     return best
 
 
+# How compare.py tells a training that diverged from one that was killed or is mistaken.
+NOT_FINITE = 'had a loss or gradient that is not finite'
+
+
 def gave_up(step, skipped, settings):
     paths = checkpoints(settings.out_dir)
     advice = 'no checkpoint has been written yet: start again with other settings'
@@ -829,8 +833,7 @@ def gave_up(step, skipped, settings):
     if len(paths) > 1:
         advice += f', or start another run from {paths[-1]}'
     return FloatingPointError(
-        f'{skipped} steps in a row, up to step {step}, had a loss or gradient that is not finite, '
-        f'and were skipped; {advice}'
+        f'{skipped} steps in a row, up to step {step}, {NOT_FINITE}, and were skipped; {advice}'
     )
 
 

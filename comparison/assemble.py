@@ -82,6 +82,7 @@ def planned_arm(plan, results, name):
         'from_files': plan.arms[name].from_files,
         'settings': plan.settings_of(example),
         'rate': rate,
+        'no_rate': results.why_no_rate(name) or f'the learning rate of {name} is not known yet',
         'states': {seed: results.state(run) for seed, run in runs.items()},
         'cost': measures.of_model(plan.configs(example)[1]),
     }
@@ -103,7 +104,7 @@ def why_incomplete(arms, ours, theirs, seeds):
     """Why a contrast has no verdict yet; '' where every test seed of both arms has finished."""
     for name in (ours, theirs):
         if not arms[name]['states']:
-            return f'the learning rate of {name} is not known yet'
+            return arms[name]['no_rate']
         for seed, state in arms[name]['states'].items():
             if state.kind in BROKEN:
                 return f'{name} with seed {seed} is {state.kind}: {state.detail}'

@@ -295,7 +295,7 @@ def tuning_table(comparison):
             if trial and not trial['complete']:
                 text = f'{len(trial["losses"])} finished'
             elif trial:
-                text = plain(trial['mean']) if math.isfinite(trial['mean']) else 'failed'
+                text = plain(trial['mean']) if math.isfinite(trial['mean']) else 'diverged'
             row.append(f'**{text}**' if rate == sweep['best'] else text)
         rows.append(row)
     return 'Validation loss by learning rate, mean of the tuning seeds (bold: chosen)', head, rows

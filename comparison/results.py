@@ -14,7 +14,7 @@ from comparison import launch
 from comparison.plan import ROUNDING, Run, recorded_settings, same_value
 from configurator import first_line
 from rundir import read_entries, read_run_config
-from train import INCIDENTAL
+from train import INCIDENTAL, NOT_FINITE
 
 # --- what a run's folder holds --------------------------------------------------------------------
 
@@ -40,6 +40,12 @@ class State:
     @property
     def loss(self):
         return self.losses.get('mean')
+
+    @property
+    def has_diverged(self):
+        """Whether training itself has led to numbers that are not finite, at whatever step."""
+        gave_up = self.kind == 'failed' and NOT_FINITE in self.detail
+        return self.kind == 'diverged' or gave_up
 
 
 def read_state(folder, settings=None):
@@ -159,17 +165,17 @@ class Results:
     def try_rate(self, arm, rate):
         """{'losses': {seed: loss}, 'mean': ..., 'complete': whether all are there}.
 
-        A run that failed or diverged has an infinite loss.
+        A run that diverged has an infinite loss. One that was killed, or that is another's, says
+        nothing about its rate.
         """
-        losses, complete = {}, True
+        losses = {}
         for run in self.tuning_runs(arm, rate):
             state = self.state(run)
-            if state.kind in WAITING:
-                complete = False
-            elif state.kind == 'finished':
+            if state.kind == 'finished':
                 losses[run.seed] = state.loss
-            else:
+            elif state.has_diverged:
                 losses[run.seed] = math.inf
+        complete = len(losses) == len(self.plan.options.tuning_seeds)
         mean = statistics.fmean(losses.values()) if complete else None
         return {'losses': losses, 'mean': mean, 'complete': complete}
 
@@ -200,6 +206,24 @@ class Results:
         """The learning rate of an arm's test runs; None while it is not known."""
         sweep = self.tune(arm)
         return sweep['best'] if sweep else self.plan.own_rate(arm)
+
+    def why_no_rate(self, arm):
+        """Why an arm has no learning rate, and what to do; '' where it has one, or only has to wait."""
+        if self.rate(arm) is not None:
+            return ''
+        for rate in self.tune(arm)['trials']:
+            for run in self.tuning_runs(arm, rate):
+                state = self.state(run)
+                if state.kind not in ('failed', 'foreign') or state.has_diverged:
+                    continue
+                advice = 'the same command tries it again'
+                if state.kind == 'foreign':
+                    advice = 'delete its folder, or give another --name'
+                return (
+                    f'the learning rate of {arm} is not known, because {run.name} is {state.kind}: '
+                    f'{state.detail}; {advice}'
+                )
+        return ''
 
     def test_runs(self, arm):
         """{test seed: Run}; {} while the arm's rate is not known."""
