@@ -27,7 +27,7 @@ from comparison.assemble import compare_plan, compare_runs, folder_of_runs, prob
 from comparison.plan import CompareConfig, Plan, Run, as_json, code_state, hash_of, same_code
 from comparison.results import Results
 from comparison.verdict import distributions
-from configurator import configure, one_line_errors
+from configurator import configure, first_line, one_line_errors
 from files import locked, write_whole
 from model import GPTConfig
 from train import TrainConfig
@@ -97,8 +97,9 @@ class Watcher:
             self.runs_in_report = len(complete)
             try:
                 self.redraw()
-            except OSError as error:  # no reason to end the trainings
-                print(f'\nwarning: cannot write the report: {error}', file=sys.stderr)
+            except Exception as error:  # no reason to end the trainings; the last report may fail
+                text = f'{type(error).__name__}: {first_line(error)}'
+                print(f'\nwarning: cannot draw the report: {text}', file=sys.stderr)
 
     def expected_steps(self):
         """The number of steps of each run: of the tuning runs known so far, and of all test runs.

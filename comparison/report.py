@@ -141,7 +141,8 @@ def gain_and_cost(comparison, contrast):
     elif steps != 1:
         text += f'; {trained}'
     worth = ours.get('worth_of_cost')
-    if worth is not None and ours['ratio'] * steps > 1 and contrast['mean'] < 0:
+    is_gain = contrast['mean'] is not None and contrast['mean'] < 0
+    if worth is not None and ours['ratio'] * steps > 1 and is_gain:
         share = worth / -contrast['mean']
         text += (
             f'; that time would gain {comparison["baseline"]} about {worth:.4f} nats, '

@@ -340,7 +340,7 @@ def test_progress_counts_the_steps_of_each_run(place, capsys):
     watcher.progress.show = lambda *numbers: shown.append(numbers)
     watcher.tick([])
     assert shown == [(6, 6, 660, 660)]
-    assert 'warning: cannot write the report: ' in capsys.readouterr().err
+    assert 'warning: cannot draw the report: IsADirectoryError: ' in capsys.readouterr().err
 
 
 # --- runs that exist ------------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 import math
 
 import comparisons
-from comparisons import ARMS, collect, make_plan, pretend_all, scatter
+import pytest
+from comparisons import ARMS, collect, compare_command, make_plan, pretend, pretend_all, scatter
 
+import compare
 import train
 from comparison import launch, report
+from comparison.assemble import compare_plan
+from comparison.results import Results
 
 place = comparisons.place
 
@@ -51,3 +55,45 @@ def test_runs_of_another_length_choose_no_rate(place):
     assert {results.rate(arm) for arm in plan.arms} == {None}
     text = report.markdown(collect(plan))
     assert 'is foreign: a run with max_iters=30, not 40; delete its folder, or give' in text
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def test_there_is_a_report_at_every_stage(place):
+    """Among them: the baseline and its ladder have finished, and a slower arm has no seed yet."""
+    words = ('--seeds=1', '--tuning_seeds=(101,)', '--rates=(1e-2, 2e-2)', '--baseline_steps=(15,)')
+    plan = make_plan('--arms=vanilla; mine: neutreno=0.4', *words)
+    record = plan.write({})
+    timing = {'how': 'by hand', 'about': {}, 'seconds': {'vanilla': [1.0] * 4, 'mine': [1.1] * 4}}
+    results = Results(plan)
+    stages = 0
+    while missing := [run for run in results.all_runs() if results.state(run).kind == 'missing']:
+        compare.write_report(plan.folder, compare_plan(plan, results, record, timing))
+        first = max(missing, key=lambda run: run.arm)
+        pretend(plan, first, scatter(first.seed, first.arm))
+        stages += 1
+    comparison = compare_plan(plan, results, record, timing)
+    compare.write_report(plan.folder, comparison)
+    assert comparison['finished'] and stages == 9
+
+
+def test_a_report_that_cannot_be_drawn_ends_no_training(place, monkeypatch, capsys):
+    """The last report is another matter: there, somebody waits for it."""
+    ticks = []
+
+    def launch_one(jobs, slots, gpus, tick):
+        plan = make_plan(ARMS, '--seeds=1')
+        pretend(plan, Results(plan).all_runs()[0], 2.0)
+        monkeypatch.setattr(compare.time, 'monotonic', lambda: math.inf)
+        tick([])
+        ticks.append(capsys.readouterr().err)
+
+    def html(comparison):
+        raise TypeError('two\nlines')
+
+    monkeypatch.setattr(launch, 'launch', launch_one)
+    monkeypatch.setattr(report, 'html', html)
+    with pytest.raises(TypeError):
+        compare_command(ARMS, '--seeds=1')
+    assert 'warning: cannot draw the report: TypeError: two\n' in ticks[0]
