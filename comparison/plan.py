@@ -20,7 +20,7 @@ import math
 import platform
 import re
 import subprocess
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from comparison.verdict import LEVEL, RULE, distributions
@@ -234,7 +234,9 @@ class Plan:
         self.baseline = next(iter(self.arms))
         self.contrasts = parse_contrasts(options.contrasts, self.arms)
         self.folder = COMPARISONS / (options.name or self.default_name())
+        # The config files are read here alone: somebody may edit them while the runs are trained.
         self.settings, _ = self.configure()
+        self.own = {name: self.configure_arm(name) for name in self.arms}
         self.steps = dict.fromkeys(self.arms)  # from share_budget(); None: as the settings say
         self.cache = {}
         self.check_arms()
@@ -245,10 +247,17 @@ class Plan:
             raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
         return '_'.join(Path(path).stem for path in self.files)
 
-    def configure(self, arm=None, more=()):
-        """(TrainConfig, GPTConfig) of all arms' settings, of one arm's own, and of more flags."""
+    def configure(self, arm=None):
+        """(TrainConfig, GPTConfig) of all arms' settings, and of one arm's own."""
         flags = self.arms[arm].flags if arm else []
-        return configure(TrainConfig, GPTConfig, argv=[*self.files, *self.flags, *flags, *more])
+        return configure(TrainConfig, GPTConfig, argv=[*self.files, *self.flags, *flags])
+
+    def configure_arm(self, name):
+        """(TrainConfig, GPTConfig) of an arm's own settings."""
+        try:
+            return self.configure(name)
+        except (ValueError, OSError) as error:
+            raise type(error)(f'arm {name}: {error}') from error
 
     # --- what is refused ---
 
@@ -317,47 +326,51 @@ class Plan:
 
     def own_rate(self, arm):
         """The learning rate of an arm that is not tuned."""
-        settings, _ = self.configure(arm)
+        settings, _ = self.own[arm]
         return settings.learning_rate
 
     def min_rate(self, arm, rate):
         """min_lr for a learning rate: in the config's proportion, or the arm's, if it has a min_lr."""
         settings = self.settings
         if 'min_lr' in self.arms[arm].keys():
-            settings, _ = self.configure(arm)
+            settings, _ = self.own[arm]
         if not settings.learning_rate:
             return 0.0
         return rate * settings.min_lr / settings.learning_rate
 
-    def own_flags(self, run):
-        """What compare.py chooses for a run, as --key=value."""
-        flags = {
+    def chosen_settings(self, run):
+        """{setting of TrainConfig: value} that compare.py chooses for a run."""
+        chosen = {
             'seed': run.seed,
-            'learning_rate': f'{run.rate:.12g}',
-            'min_lr': f'{self.min_rate(run.arm, run.rate):.12g}',
+            'learning_rate': float(f'{run.rate:.12g}'),
+            'min_lr': float(f'{self.min_rate(run.arm, run.rate):.12g}'),
         }
         # All of the validation split, once, unless the command line or the arm says otherwise.
         for name in ('eval_iters', 'eval_interval'):
             if name not in self.keys | self.arms[run.arm].keys():
-                flags[name] = 0
+                chosen[name] = 0
         steps = run.steps or self.steps[run.arm]
         if steps:
-            flags['max_iters'] = steps
-            own, _ = self.configure(run.arm)
+            chosen['max_iters'] = steps
+            own, _ = self.own[run.arm]
             if own.lr_decay_iters:
                 share = steps / own.max_iters
-                flags['lr_decay_iters'] = max(1, round(share * own.lr_decay_iters))
-        flags |= {'init_from': 'auto', 'out_dir': self.run_folder(run)}
-        return [f'--{name}={value}' for name, value in flags.items()]
+                chosen['lr_decay_iters'] = max(1, round(share * own.lr_decay_iters))
+        return chosen | {'init_from': 'auto', 'out_dir': str(self.run_folder(run))}
 
     def arguments(self, run):
         """The arguments of train.py for a run."""
-        return self.files + self.flags + self.arms[run.arm].flags + self.own_flags(run)
+        chosen = []
+        for name, value in self.chosen_settings(run).items():
+            text = f'{value:.12g}' if isinstance(value, float) else value
+            chosen.append(f'--{name}={text}')
+        return self.files + self.flags + self.arms[run.arm].flags + chosen
 
     def configs(self, run):
         """(TrainConfig, GPTConfig) of a run."""
         if run not in self.cache:
-            self.cache[run] = self.configure(run.arm, self.own_flags(run))
+            training, config = self.own[run.arm]
+            self.cache[run] = replace(training, **self.chosen_settings(run)), config
         return self.cache[run]
 
     def settings_of(self, run):

@@ -57,6 +57,25 @@ def test_runs_of_another_length_choose_no_rate(place):
     assert 'is foreign: a run with max_iters=30, not 40; delete its folder, or give' in text
 
 
+# --- config files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('text', ['learning_rate =', 'learning_rate = 1.0'])
+def test_a_config_file_that_is_edited_meanwhile_changes_no_run(place, text):
+    """Neither half of it, nor all of it: compare.py asks for its runs every second."""
+    words = ('--arms=vanilla; mine: share_v=True', '--seeds=2')
+    plan = make_plan(*words)
+    names = [job.name for job in Results(plan).jobs()]
+    settings = plan.settings_of(Results(plan).all_runs()[-1])
+
+    plan = make_plan(*words)
+    with open('small.py', 'a') as file:
+        file.write(f'{text}\n')
+    results = Results(plan)
+    assert [job.name for job in results.jobs()] == names
+    assert plan.settings_of(results.all_runs()[-1]) == settings
+
+
 # --- reports --------------------------------------------------------------------------------------
 
 
