@@ -56,12 +56,17 @@ def write_report(folder, comparison):
 def print_commands(results):
     """The commands that can be run now, one per line; those that depend on results come later."""
     plan = results.plan
-    for job in results.jobs():
+    jobs = results.jobs()
+    for job in jobs:
         print(launch.shell_line(job.arguments, plan.options.gpus))
     states = {run.name: results.state(run) for run in results.all_runs()}
     for name, problem in problems(states).items():
         print(f'{name}: {problem}', file=sys.stderr)
-    if any(results.rate(arm) is None for arm in plan.arms):
+    reasons = {arm: results.why_no_rate(arm) for arm in plan.arms if results.rate(arm) is None}
+    for reason in reasons.values():
+        if reason:
+            print(reason, file=sys.stderr)
+    if jobs and '' in reasons.values():
         note = 'more commands follow from the best rates: call again when these have finished'
         print(note, file=sys.stderr)
 
@@ -187,7 +192,7 @@ class Study:
         return self.redraw()
 
     def watch(self):
-        """Redraw every ten seconds until everything has finished. Returns the comparison."""
+        """Redraw every ten seconds until no run is missing. Returns the comparison."""
         self.share_budget(may_measure=False)
         self.record = self.plan.written()
         if not self.record:
@@ -200,7 +205,7 @@ class Study:
             comparison = self.redraw()
             now = datetime.datetime.now().strftime('%H:%M:%S')
             print(f'{now}  {report.status(comparison)}', flush=True)
-            if comparison['finished']:
+            if not comparison['waiting']:
                 return comparison
             time.sleep(10)
 

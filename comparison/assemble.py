@@ -52,6 +52,7 @@ def compare_plan(plan, results, record, timing):
     if plan.options.rates:
         sweeps = {arm: results.tune(arm) for arm in plan.arms}
     waiting = any(state.kind in WAITING for state in states.values())
+    tuned = all(sweep['complete'] for sweep in sweeps.values())
     ladder = ladder_losses(results, arms[plan.baseline])
     steps = arms[plan.baseline]['settings']['max_iters']
     for arm in comparison['arms'].values():
@@ -66,7 +67,8 @@ def compare_plan(plan, results, record, timing):
         'tuning': sweeps,
         'equal': plan.options.equal,
         'problems': problems(states),
-        'finished': not waiting,
+        'waiting': waiting,  # for runs that may still come by themselves
+        'finished': tuned and not waiting,
         'seconds': sum(measures.seconds_of(state.entries) for state in states.values()),
         'provenance': origins(states.values()),
     }

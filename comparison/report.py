@@ -244,7 +244,7 @@ def arm_table(comparison):
     ]
     rows = []
     for name, arm in comparison['arms'].items():
-        rate = 'not known yet' if arm['rate'] is None else f'{arm["rate"]:g}'
+        rate = 'not known' if arm['rate'] is None else f'{arm["rate"]:g}'
         row = [name, arm['words'], rate, f'{arm["steps"]:,}', str(len(arm['losses']))]
         rows.append(row + [plain(arm['mean']), plain(arm['sd'])])
     return 'Arms', head, rows

@@ -197,6 +197,7 @@ class Results:
         edge = best in (min(trials), max(trials))
         return {
             'trials': dict(sorted(trials.items())),
+            'complete': all(trial['complete'] for trial in trials.values()),
             'best': best,
             'edge': edge,
             'extension': extension,
@@ -209,9 +210,12 @@ class Results:
 
     def why_no_rate(self, arm):
         """Why an arm has no learning rate, and what to do; '' where it has one, or only has to wait."""
-        if self.rate(arm) is not None:
+        sweep = self.tune(arm)
+        if not sweep or sweep['best'] is not None:
             return ''
-        for rate in self.tune(arm)['trials']:
+        if sweep['complete']:
+            return f'no learning rate of {arm} ends with a finite loss: give other --rates'
+        for rate in sweep['trials']:
             for run in self.tuning_runs(arm, rate):
                 state = self.state(run)
                 if state.kind not in ('failed', 'foreign') or state.has_diverged:

@@ -308,7 +308,7 @@ def test_a_diverging_rate_loses_and_an_arm_without_a_rate_is_named(place):
     assert list(results.tune('vanilla')['trials']) == [5e-3, 1e-2, 2e-2, 4e-2]
     assert results.rate('svformer') is None
     text = report.markdown(collect(plan))
-    assert 'The learning rate of svformer is not known yet' in text
+    assert 'No learning rate of svformer ends with a finite loss: give other --rates.' in text
     assert 'svformer_lr0.01_seed101: diverged' in text
 
 

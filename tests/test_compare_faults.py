@@ -1,6 +1,7 @@
 """compare.py: what it does where runs, files, processes or plans are not as they should be."""
 
 import math
+import re
 
 import comparisons
 import pytest
@@ -55,6 +56,44 @@ def test_runs_of_another_length_choose_no_rate(place):
     assert {results.rate(arm) for arm in plan.arms} == {None}
     text = report.markdown(collect(plan))
     assert 'is foreign: a run with max_iters=30, not 40; delete its folder, or give' in text
+
+
+def diverge(plan):
+    """Let every tuning run of a plan end with a loss that is not finite."""
+    for run in Results(plan).all_runs():
+        path = pretend(plan, run, 2.0) / 'log.jsonl'
+        path.write_text(re.sub(r'"mean": [\d.]+', '"mean": null', path.read_text()))
+
+
+def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
+    words = ('--arms=vanilla; mine: share_v=True', '--seeds=3', RATES)
+    plan = make_plan(*words)
+    diverge(plan)
+    comparison = collect(plan)
+    assert comparison['finished']
+    reason = 'no learning rate of mine ends with a finite loss'
+    assert reason in comparison['contrasts']['mine-vanilla']['reason']
+    assert compare_command(*words, '--print=True') == (0, '')
+    text = capsys.readouterr().err
+    assert reason in text and 'call again' not in text
+
+
+@pytest.mark.parametrize('kind', ['foreign', 'failed'])
+def test_an_arm_whose_tuning_cannot_go_on_is_not_finished(place, capsys, kind):
+    words = ['--arms=vanilla; mine: share_v=True', '--seeds=3', RATES]
+    plan = make_plan(*words)
+    pretend_all(plan, best_at_twice_1e_2)
+    if kind == 'failed':
+        fail(plan.folder / 'mine_lr0.02_seed101', 'killed by SIGKILL')
+    else:
+        words.append('--max_iters=40')
+    _, text = compare_command(*words, '--watch=True')  # returns: nobody trains
+    assert 'small: vanilla, mine (not finished)\n' in text
+    _, text = compare_command(*words, '--print=True')
+    assert ('mine_lr0.02_seed101' in text) == (kind == 'failed')
+    text = capsys.readouterr().err
+    assert f'because mine_lr0.02_seed101 is {kind}' in text or 'is foreign' in text
+    assert 'call again' not in text
 
 
 # --- config files ---------------------------------------------------------------------------------
