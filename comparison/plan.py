@@ -299,13 +299,25 @@ class Plan:
             raise ValueError(f'max_iters follows from --equal={options.equal}; drop it')
 
     def check_seeds(self):
-        """Refuse a test seed that also chooses a learning rate, or that belongs to two pairs."""
+        """Refuse a test seed that also chooses a learning rate, or that belongs to two pairs.
+
+        The t test takes the differences of a contrast for independent of each other.
+        """
+        seeds_of = {}
         for name, arm in self.arms.items():
             seeds = {seed + arm.seed_offset for seed in self.options.seeds}
+            seeds_of[name] = seeds
             if self.options.rates and seeds & set(self.options.tuning_seeds):
                 raise ValueError(f'arm {name}: with its seed_offset, a test seed is a tuning seed')
             if arm.seed_offset and seeds & set(self.options.seeds):
                 raise ValueError(f'arm {name}: seed_offset must exceed the test seeds')
+        for one, other in itertools.combinations(self.arms, 2):
+            offsets = self.arms[one].seed_offset, self.arms[other].seed_offset
+            if offsets[0] != offsets[1] and seeds_of[one] & seeds_of[other]:
+                raise ValueError(
+                    f'arms {one} and {other}: with seed_offset={offsets[0]} and {offsets[1]}, a seed '
+                    'would belong to two pairs; put the offsets further apart than the test seeds'
+                )
 
     def check_training(self):
         """Refuse what every training would refuse. Returns warnings."""

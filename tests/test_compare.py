@@ -88,6 +88,7 @@ def test_a_run_is_what_train_would_be_told(place):
         ([ARMS, '--rates=(1e-3,)'], 'a single rate, so there is nothing to tune'),
         (['--arms=vanilla; a: learning_rate=1', '--rates=(1e-3, 2e-3)'], 'tuned with --rates'),
         (['--arms=vanilla; a: seed_offset=2'], 'must exceed the test seeds'),
+        (['--arms=v; a: seed_offset=50; b: seed_offset=51'], 'would belong to two pairs'),
         (['--arms=vanilla; a: seed_offset=x'], 'which is added to every test seed'),
         ([ARMS, '--rates=(1e-3, 2e-3)', '--learning_rate=1'], 'tuned with --rates'),
         ([ARMS, '--baseline_steps=(30,)'], 'must differ from max_iters'),
