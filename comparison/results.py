@@ -5,6 +5,7 @@ Everything is read from the runs' own folders: nothing is lost when compare.py i
 not matter who trained them.
 """
 
+import contextlib
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -53,8 +54,16 @@ def read_state(folder, settings=None):
     failure = launch.failure_file(folder)
     failed = failure.read_text().strip() if failure.exists() else ''
     log = folder / 'log.jsonl'
-    if not log.exists() or not log.stat().st_size:
+    if not log.exists():
         return State(folder, 'failed' if failed else 'missing', failed)
+    if not log.stat().st_size:
+        state = State(
+            folder, 'failed' if failed else 'unfinished', failed or 'its log is still empty'
+        )
+        with contextlib.suppress(ValueError, OSError):
+            state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
+        return state
+    config = {}
     try:
         config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
         difference = first_difference(config, settings or {})
@@ -66,7 +75,8 @@ def read_state(folder, settings=None):
             return State(folder, 'foreign', resumed[0], entries, config)
         losses = final_losses(entries, config['max_iters'])
     except (ValueError, OSError) as error:
-        return State(folder, 'failed' if failed else 'damaged', failed or first_line(error))
+        kind = 'failed' if failed else 'damaged'
+        return State(folder, kind, failed or first_line(error), config=config)
 
     state = State(folder, 'unfinished', '', entries, config)
     if losses is None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import comparisons
 import pytest
@@ -10,7 +11,8 @@ from comparisons import ARMS, collect, compare_command, make_plan, pretend, pret
 import compare
 import train
 from comparison import launch, report
-from comparison.assemble import compare_plan
+from comparison.assemble import compare_plan, compare_runs
+from comparison.plan import CompareConfig
 from comparison.results import Results
 
 place = comparisons.place
@@ -113,6 +115,27 @@ def test_a_config_file_that_is_edited_meanwhile_changes_no_run(place, text):
     results = Results(plan)
     assert [job.name for job in results.jobs()] == names
     assert plan.settings_of(results.all_runs()[-1]) == settings
+
+
+# --- runs that exist ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('log', ['', '{"step": 0, "lo'])
+def test_a_run_that_has_just_begun_does_not_refuse_the_others(place, log):
+    plan = make_plan(ARMS, '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    folders = sorted(str(path.parent) for path in plan.folder.glob('*/log.jsonl'))
+    begun = 'out/compare/small/svformer_lr0.02_seed3'
+    Path(begun, 'log.jsonl').write_text(log)
+    comparison = compare_runs(CompareConfig(runs=tuple(folders)))
+    assert list(comparison['problems']) == [begun]
+    decided = {name: c['p_holm'] is not None for name, c in comparison['contrasts'].items()}
+    resformer = 'resformer_lr0.02'
+    assert decided == {f'svformer_lr0.02-{resformer}': False, f'vanilla_lr0.02-{resformer}': True}
+
+    Path(begun, 'config.json').unlink()
+    with pytest.raises(ValueError, match=f'{begun}: .*(log is still empty|config.json)'):
+        compare_runs(CompareConfig(runs=tuple(folders)))
 
 
 # --- reports --------------------------------------------------------------------------------------
