@@ -293,15 +293,19 @@ def grouped(states, more=()):
 def group_name(states, others):
     """What the names of a group's folders have in common, without the seed at their end."""
     names = [state.folder.resolve().name for state in states]
-    common = names[0]
-    if len(names) > 1:
-        common = os.path.commonprefix(names).rstrip('0123456789')
-        common = re.sub(r'[_-]?(seed|s)?$', '', common)
-    choices = [re.sub(r'[_-](seed|s)?\d+$', '', common), names[0], str(states[0].folder)]
-    for choice in choices:
+    common = os.path.commonprefix([name_without_seed(state) for state in states])
+    common = re.sub(r'[_-](seed|s)?$', '', common)
+    for choice in (common, names[0], str(states[0].folder)):
         if choice and choice not in others:
             return choice
     return f'{names[0]} {len(others) + 1}'
+
+
+def name_without_seed(state):
+    """The name of a run's folder: window_512 of window_512_seed3. Another number is no seed."""
+    name = state.folder.resolve().name
+    seed = state.config['seed']
+    return re.sub(rf'([_-]?seed|[_-]s?|)(?<!\d)0*{seed}$', '', name)
 
 
 def compare_runs(options):

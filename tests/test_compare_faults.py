@@ -11,9 +11,9 @@ from comparisons import ARMS, collect, compare_command, make_plan, pretend, pret
 import compare
 import train
 from comparison import launch, report
-from comparison.assemble import compare_plan, compare_runs
+from comparison.assemble import compare_plan, compare_runs, group_name
 from comparison.plan import CompareConfig
-from comparison.results import Results
+from comparison.results import Results, State
 
 place = comparisons.place
 
@@ -136,6 +136,26 @@ def test_a_run_that_has_just_begun_does_not_refuse_the_others(place, log):
     Path(begun, 'config.json').unlink()
     with pytest.raises(ValueError, match=f'{begun}: .*(log is still empty|config.json)'):
         compare_runs(CompareConfig(runs=tuple(folders)))
+
+
+@pytest.mark.parametrize(
+    'names, expected',
+    [
+        ([('window_512', 1)], 'window_512'),
+        ([('window_512_seed3', 3)], 'window_512'),
+        ([('window_512_3', 3)], 'window_512'),
+        ([('mine_s12', 2)], 'mine_s12'),
+        ([('mine', 1)], 'mine'),
+        ([('mine_s01', 1), ('mine_s02', 2)], 'mine'),
+        ([('mine1', 1), ('mine12', 12)], 'mine'),
+        ([('window_1024', 1), ('window_1024-seed2', 2)], 'window_1024'),
+        ([('mine_seed1', 101), ('mine_seed2', 102)], 'mine'),
+        ([('a', 1), ('b', 2)], 'a'),
+    ],
+)
+def test_only_a_seed_is_cut_off_the_name_of_a_run(names, expected):
+    states = [State(Path(name), 'finished', config={'seed': seed}) for name, seed in names]
+    assert group_name(states, {}) == expected
 
 
 # --- reports --------------------------------------------------------------------------------------
