@@ -109,20 +109,9 @@ class Machine:
 
     def choose_device(self, device):
         """(kind, torch.device) of the device asked for."""
-        available = {
-            'cuda': torch.cuda.is_available(),
-            'mps': torch.backends.mps.is_available(),
-            'cpu': True,
-        }
-        usable = [kind for kind, present in available.items() if present]
+        kind, index = kind_and_index(device)
         if device == 'auto':
-            device = usable[0]
-        kind, _, index = device.partition(':')
-        if kind not in usable or (index and not index.isdigit()):
-            raise ValueError(
-                f'device={device!r}, but torch {torch.__version__} sees only '
-                f'{" and ".join(usable)} here'
-            )
+            device = kind
         if kind == 'cuda':
             if index and self.distributed:
                 raise ValueError(
@@ -237,6 +226,28 @@ class Machine:
             if re.search(rf'\b{pattern}\b', name):
                 return value
         return None
+
+
+def kind_and_index(device):
+    """('cuda', '1') of cuda:1, ('cpu', '') of cpu; of auto, the best that there is.
+
+    Raises ValueError for a device that this machine lacks.
+    """
+    available = {
+        'cuda': torch.cuda.is_available(),
+        'mps': torch.backends.mps.is_available(),
+        'cpu': True,
+    }
+    usable = [kind for kind, present in available.items() if present]
+    if device == 'auto':
+        device = usable[0]
+    kind, _, index = device.partition(':')
+    if kind not in usable or (index and not index.isdigit()):
+        raise ValueError(
+            f'device={device!r}, but torch {torch.__version__} sees only '
+            f'{" and ".join(usable)} here'
+        )
+    return kind, index
 
 
 def check_compiler(machine):

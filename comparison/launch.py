@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from files import locked, write_whole
-from machine import INTERRUPTED
+from machine import INTERRUPTED, kind_and_index
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,12 +69,13 @@ def find_slots(device, jobs=0, gpus=1):
     there are GPUs or cores; where there are more trainings than GPUs, several share one. Raises
     ValueError where a training asks for more GPUs than there are.
     """
-    visible = visible_gpus() if device in ('auto', 'cuda') else []
+    kind, index = kind_and_index(device)
+    visible = visible_gpus() if kind == 'cuda' and not index else []
     if not visible:
         if gpus > 1:
             raise ValueError(f'gpus={gpus}, but torch sees no GPU for device={device}')
-        cores = 1 if device.startswith(('cuda', 'mps')) else os.cpu_count() or 1
-        return [{'OMP_NUM_THREADS': '1'}] * (jobs or cores)
+        at_a_time = cores() if kind == 'cpu' else 1
+        return [{'OMP_NUM_THREADS': '1'}] * (jobs or at_a_time)
 
     if gpus > len(visible):
         raise ValueError(f'gpus={gpus}, but torch sees {len(visible)} of them')
@@ -82,6 +83,13 @@ def find_slots(device, jobs=0, gpus=1):
     for start in range(0, len(visible) - gpus + 1, gpus):
         slots.append({'CUDA_VISIBLE_DEVICES': ','.join(visible[start : start + gpus])})
     return [slots[i % len(slots)] for i in range(jobs or len(slots))]
+
+
+def cores():
+    """The cores that this process may use: a scheduler often gives it a few of the machine's."""
+    if hasattr(os, 'sched_getaffinity'):  # not on a Mac
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def visible_gpus():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import comparisons
 import pytest
+import torch
 from comparisons import ARMS, collect, compare_command, make_plan, pretend, pretend_all, scatter
 
 import compare
@@ -156,6 +157,27 @@ def test_a_run_that_has_just_begun_does_not_refuse_the_others(place, log):
 def test_only_a_seed_is_cut_off_the_name_of_a_run(names, expected):
     states = [State(Path(name), 'finished', config={'seed': seed}) for name, seed in names]
     assert group_name(states, {}) == expected
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def test_as_many_trainings_as_cores_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(launch.os, 'sched_getaffinity', lambda process: {3, 5, 7})
+    assert len(launch.find_slots('cpu')) == 3
+    monkeypatch.delattr(launch.os, 'sched_getaffinity')
+    monkeypatch.setattr(launch.os, 'cpu_count', lambda: 4)
+    assert len(launch.find_slots('cpu')) == 4
+
+
+def test_a_mac_trains_one_run_at_a_time_on_its_gpu(monkeypatch):
+    monkeypatch.setattr(launch, 'cores', lambda: 8)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    slots = {device: len(launch.find_slots(device)) for device in ('auto', 'mps', 'cpu')}
+    assert slots == {'auto': 1, 'mps': 1, 'cpu': 8}
+    with pytest.raises(ValueError, match="device='cuda', but torch .* sees only mps and cpu here"):
+        launch.find_slots('cuda')
 
 
 # --- reports --------------------------------------------------------------------------------------
