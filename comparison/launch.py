@@ -57,8 +57,8 @@ def ends_when_interrupted(note):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except KeyboardInterrupt:
-        print(f'interrupted: {note}', file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        print(f'interrupted: {str(interruption) or note}', file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
@@ -125,8 +125,8 @@ def launch(jobs, slots, gpus=1, tick=lambda running: None):
                 job.slot = min(free)
                 free.remove(job.slot)
                 attempts.add(job.name)
+                running.append(job)  # first, so that it is stopped whenever Ctrl-C comes
                 start(job, slots[job.slot], gpus)
-                running.append(job)
 
             ended = [job for job in running if job.process.poll() is not None]
             for job in ended:
@@ -177,11 +177,24 @@ def start(job, environment, gpus):
 
 
 def stop(running):
-    """Let each training save itself, and wait for it."""
-    for job in running:
+    """Let each training save itself, and wait for it.
+
+    A second Ctrl-C waits no longer: it is raised again with the trainings that still run.
+    """
+    started = [job for job in running if job.process]
+    for job in started:
         job.process.terminate()
-    for job in running:
-        job.process.wait()
+    try:
+        for job in started:
+            job.process.wait()
+    except KeyboardInterrupt:
+        folders = [str(job.folder) for job in started if job.process.poll() is None]
+        if not folders:
+            raise
+        raise KeyboardInterrupt(
+            f'not waiting for the trainings in {", ".join(folders)}: each saves itself after its '
+            'step, and then the same command goes on'
+        ) from None
 
 
 def failure_file(folder):

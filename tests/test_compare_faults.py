@@ -180,6 +180,51 @@ def test_a_mac_trains_one_run_at_a_time_on_its_gpu(monkeypatch):
         launch.find_slots('cuda')
 
 
+class Process:
+    """What looks like a training that ends when somebody waits for it, unless Ctrl-C comes first."""
+
+    def __init__(self, waits=True):
+        self.waits = waits
+        self.returncode = None
+        self.terminated = False
+
+    def poll(self):
+        return self.returncode
+
+    def terminate(self):
+        self.terminated = True
+
+    def wait(self):
+        if not self.waits:
+            raise KeyboardInterrupt
+        self.returncode = 75
+
+
+def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatch):
+    def start(job, *more):
+        job.process = Process()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, 'start', start)
+    job = launch.Job('mine', [], tmp_path)
+    never = launch.Job('never', [], tmp_path / 'never')
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch(lambda: [job, never], [{}, {}])
+    assert job.process.terminated and never.process is None
+
+
+def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, capsys):
+    jobs = [launch.Job(name, [], tmp_path / name) for name in ('saved', 'slow', 'slower')]
+    for job in jobs:
+        job.process = Process(waits=job.name == 'saved')
+    with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
+        launch.stop(jobs)
+    assert all(job.process.terminated for job in jobs)
+    text = capsys.readouterr().err
+    slow = f'{tmp_path / "slow"}, {tmp_path / "slower"}'
+    assert f'not waiting for the trainings in {slow}: ' in text and 'every run' not in text
+
+
 # --- reports --------------------------------------------------------------------------------------
 
 
