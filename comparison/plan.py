@@ -63,6 +63,11 @@ class CompareConfig:
     def __post_init__(self):
         if self.equal not in ('steps', 'time', 'flops'):
             raise ValueError(f"equal={self.equal!r} is not one of 'steps', 'time', 'flops'")
+        if self.baseline_steps and self.equal != 'steps':
+            raise ValueError(
+                f'baseline_steps says what extra cost is worth, and with equal={self.equal} no arm '
+                'costs extra; drop one of them'
+            )
         if self.jobs < 0 or self.gpus < 1:
             raise ValueError('jobs must be at least 0, and gpus at least 1')
         if isinstance(self.seeds, int):

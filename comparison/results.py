@@ -8,7 +8,7 @@ not matter who trained them.
 import contextlib
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from comparison import launch
@@ -249,13 +249,10 @@ class Results:
 
     def ladder_runs(self):
         """{steps: {test seed: Run}} of the baseline, trained shorter or longer."""
-        baseline, options = self.plan.baseline, self.plan.options
-        rate = self.rate(baseline)
-        if rate is None:
-            return {}
+        runs = self.test_runs(self.plan.baseline)
         ladder = {}
-        for steps in options.baseline_steps:
-            ladder[steps] = {seed: Run(baseline, rate, seed, steps) for seed in options.seeds}
+        for steps in self.plan.options.baseline_steps:
+            ladder[steps] = {seed: replace(run, steps=steps) for seed, run in runs.items()}
         return ladder
 
     def all_runs(self):

@@ -92,6 +92,7 @@ def test_a_run_is_what_train_would_be_told(place):
         (['--arms=vanilla; a: seed_offset=x'], 'which is added to every test seed'),
         ([ARMS, '--rates=(1e-3, 2e-3)', '--learning_rate=1'], 'tuned with --rates'),
         ([ARMS, '--baseline_steps=(30,)'], 'must differ from max_iters'),
+        ([ARMS, '--baseline_steps=(15,)', '--equal=flops'], 'with equal=flops no arm costs extra'),
         ([AMBIGUOUS, '--contrasts=a-b-c'], "'a-b-c' may be a against b-c, or a-b against c"),
     ],
 )

@@ -166,3 +166,11 @@ def test_what_extra_cost_is_worth_comes_from_whole_runs_alone(place):
     plan.options.equal = 'time'
     text = report.markdown(compare_plan(plan, results, plan.write({}), timing))
     assert 'at equal time, it was trained' in text and 'that time would gain' not in text
+
+
+def test_the_baselines_other_lengths_have_the_seeds_of_its_own(place):
+    arms = '--arms=vanilla: seed_offset=50; mine: share_v=True seed_offset=50'
+    results = Results(make_plan(arms, '--seeds=2', '--baseline_steps=(15,)'))
+    ladder = {seed: (run.seed, run.steps) for seed, run in results.ladder_runs()[15].items()}
+    assert ladder == {1: (51, 15), 2: (52, 15)}
+    assert [run.seed for run in results.test_runs('vanilla').values()] == [51, 52]

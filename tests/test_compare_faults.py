@@ -217,6 +217,7 @@ def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, c
     jobs = [launch.Job(name, [], tmp_path / name) for name in ('saved', 'slow', 'slower')]
     for job in jobs:
         job.process = Process(waits=job.name == 'saved')
+    monkeypatch.setattr(launch.signal, 'signal', lambda *ignored: None)
     with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
         launch.stop(jobs)
     assert all(job.process.terminated for job in jobs)
