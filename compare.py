@@ -58,7 +58,7 @@ def print_commands(results):
     plan = results.plan
     jobs = results.jobs()
     for job in jobs:
-        print(launch.shell_line(job.arguments, plan.options.gpus))
+        print(launch.shell_line(job.arguments, plan.settings.device, plan.options.gpus))
     states = {run.name: results.state(run) for run in results.all_runs()}
     for name, problem in problems(states).items():
         print(f'{name}: {problem}', file=sys.stderr)

@@ -46,8 +46,15 @@ def command(arguments, gpus=1):
     return [*start, 'train.py', *arguments]
 
 
-def shell_line(arguments, gpus=1):
-    return shlex.join(command(arguments, gpus))
+def shell_line(arguments, device, gpus=1):
+    """command() as a line for a shell, with the threads that find_slots() gives: other numbers of them
+    round differently. device: where it trains; auto: what this machine has."""
+    line = shlex.join(command(arguments, gpus))
+    if device == 'auto':
+        device, _ = kind_and_index(device)
+    if gpus > 1 or device.startswith('cuda'):
+        return line
+    return f'OMP_NUM_THREADS=1 {line}'
 
 
 @contextlib.contextmanager

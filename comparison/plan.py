@@ -445,10 +445,19 @@ class Plan:
             if change in ('equal', 'baseline') or change.startswith('settings.'):
                 return
         for name, arm in before['arms'].items():
-            has_begun = any(self.folder.glob(f'{name}_lr*/log.jsonl'))
-            if has_begun and name in self.arms and arm['words'] == now['arms'][name]['words']:
+            if (
+                self.has_begun(name)
+                and name in self.arms
+                and arm['words'] == now['arms'][name]['words']
+            ):
                 self.steps[name] = arm['steps']
         self.cache.clear()
+
+    def has_begun(self, arm):
+        """Whether a run of an arm has a log; mine_lr2_lr0.02_seed1 is one of mine_lr2, not of mine."""
+        pattern = rf'{re.escape(arm)}_lr[^_]+(_steps\d+)?_seed\d+'
+        names = [log.parent.name for log in self.folder.glob('*/log.jsonl')]
+        return any(re.fullmatch(pattern, name) for name in names)
 
     # --- plan.json ---
 

@@ -356,7 +356,9 @@ def facts(comparison):
     """[(name, text)]: how it was made."""
     lines = [('metric', f'validation loss at the end of training, {comparison["evaluation"]}')]
     plan = comparison['plan']
-    if not any(arm['skipped'] or arm['spikes'] for arm in comparison['arms'].values()):
+    arms = comparison['arms'].values()
+    has_finished = any(arm['losses'] for arm in arms)
+    if has_finished and not any(arm['skipped'] or arm['spikes'] for arm in arms):
         text = 'no step was skipped for a gradient that is not finite, and no loss spiked'
         lines.append(('steps', text))
     if plan:

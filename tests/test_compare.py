@@ -636,7 +636,7 @@ def test_commands_for_any_scheduler(place):
     assert status == 0
     lines = text.splitlines()
     assert len(lines) == len(set(lines)) == 3 * 2 * 2
-    assert all(line.startswith('python train.py small.py ') for line in lines)
+    assert all(line.startswith('OMP_NUM_THREADS=1 python train.py small.py ') for line in lines)
     status, text = compare_command(*words, '--gpus=8')
     assert '-m torch.distributed.run --standalone --nproc_per_node=8 train.py' in text
     # What has arrived is not asked for again, and nobody waits for it.

@@ -118,6 +118,20 @@ def test_a_config_file_that_is_edited_meanwhile_changes_no_run(place, text):
     assert plan.settings_of(results.all_runs()[-1]) == settings
 
 
+def test_the_steps_of_an_arm_are_not_those_of_another_whose_name_begins_alike(place):
+    arms = '--arms=vanilla; mine: share_v=True; mine_lr2: share_v=True learning_rate=2e-3'
+    plan = make_plan(arms, '--seeds=1', '--equal=flops')
+    of_vanilla, _, of_mine_lr2 = Results(plan).all_runs()
+    for run, begun in ((of_mine_lr2, {'mine_lr2'}), (of_vanilla, {'mine_lr2', 'vanilla'})):
+        pretend(plan, run, 2.0)
+        assert {arm for arm in plan.arms if plan.has_begun(arm)} == begun
+
+    plan.write({'tuning': 0, 'test': 2})
+    plan.share_budget({'vanilla': 3.0, 'mine': 1.0, 'mine_lr2': 1.0})
+    plan.keep_steps()
+    assert plan.steps == {'vanilla': 30, 'mine': 90, 'mine_lr2': 30}
+
+
 # --- runs that exist ------------------------------------------------------------------------------
 
 
@@ -266,3 +280,11 @@ def test_a_report_that_cannot_be_drawn_ends_no_training(place, monkeypatch, caps
     with pytest.raises(TypeError):
         compare_command(ARMS, '--seeds=1')
     assert 'warning: cannot draw the report: TypeError: two\n' in ticks[0]
+
+
+def test_a_report_claims_nothing_of_steps_before_a_run_has_finished(place):
+    plan = make_plan(ARMS, '--seeds=1')
+    claim = 'no step was skipped'
+    assert claim not in report.markdown(collect(plan))
+    pretend(plan, Results(plan).all_runs()[0], 2.0)
+    assert claim in report.markdown(collect(plan))
