@@ -18,11 +18,10 @@ forest.svg.
 import datetime
 import json
 import shlex
-import statistics
 import sys
 import time
 
-from comparison import launch, measures, report
+from comparison import charts, launch, measures, report
 from comparison.assemble import compare_plan, compare_runs, folder_of_runs, problems
 from comparison.plan import CompareConfig, Plan, Run, as_json, code_state, hash_of, same_code
 from comparison.results import Results
@@ -246,14 +245,14 @@ class Study:
 
 
 def costs_of_steps(plan, timing=None):
-    """{arm: what a step costs, in seconds or FLOPs}; timing: needed for --equal=time."""
+    """{arm: what a step costs, in steps of the baseline or in FLOPs}; timing: for --equal=time."""
     cost = {}
     for arm in plan.arms:
         settings, config = plan.configs(Run(arm, plan.own_rate(arm), 0))
         if plan.options.equal == 'time':
             if not timing['seconds'][arm]:
                 raise ValueError(f'arm {arm} could not be timed: {timing["problems"][arm]}')
-            cost[arm] = statistics.median(timing['seconds'][arm])
+            cost[arm] = measures.step_time(timing, arm, plan.baseline)['ratio']
         else:
             tokens = settings.rows_per_step * config.block_size
             cost[arm] = measures.of_model(config)['flops_per_token'] * tokens
@@ -278,7 +277,7 @@ def main():
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, plain='runs')
         # Better to fail now than after hours of training.
         distributions()
-        report.pyplot()
+        charts.pyplot()
         if options.runs:
             refuse_options(argv)
             comparison = compare_runs(options)

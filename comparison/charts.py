@@ -11,7 +11,7 @@ import math
 import re
 
 INK, FAINT = '#010101', '#020202'
-TIMES = '\N{MULTIPLICATION SIGN}'
+MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 COLORS = 9  # --c0 to --c8; more arms begin again, dashed
 WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
 STYLE = {
@@ -129,7 +129,7 @@ def forest(contrasts, arms):
         if c['low'] is not None:
             axes.plot([c['low'], c['high']], [y, y], color=shade, linewidth=2)
         axes.plot(c['mean'], y, 'D', color=shade, markersize=6)
-    names = [f'{c["ours"]} \N{MINUS SIGN} {c["theirs"]}' for _, c in rows]
+    names = [f'{c["ours"]} {MINUS} {c["theirs"]}' for _, c in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.grid(False, axis='y')
@@ -253,7 +253,7 @@ def domain_differences(domains, contrasts, arms):
         c = contrasts[contrast]
         shade = line_style(arms.index(c['ours']))['color']
         offset = (i + 0.5) / len(rows) * 0.7 - 0.35
-        label = f'{c["ours"]} \N{MINUS SIGN} {c["theirs"]}'
+        label = f'{c["ours"]} {MINUS} {c["theirs"]}'
         marker = 'o' if c['theirs'] == arms[0] else 's'
         for y, domain in enumerate(names):
             numbers = by_domain[domain]

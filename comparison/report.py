@@ -9,11 +9,9 @@ import html as escaping
 import math
 
 from comparison import charts
-from comparison.charts import pyplot  # noqa: F401 - compare.py asks for it before it trains
+from comparison.charts import MINUS, TIMES
 from comparison.verdict import half_width
 from tables import markdown_table
-
-MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 
 # --- words and numbers ----------------------------------------------------------------------------
 

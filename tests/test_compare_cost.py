@@ -137,6 +137,20 @@ def test_an_arm_that_is_added_leaves_the_steps_of_the_others(place, monkeypatch)
     assert steps_of(mine, other, max_iters=60)['mine'] == 20
 
 
+def test_equal_time_goes_by_the_ratio_that_the_report_shows(place):
+    """Of steps that were timed side by side: a busy moment hits both arms."""
+    plan = make_plan('--arms=vanilla; mine: share_v=True', '--seeds=1', '--equal=time')
+    seconds = {'vanilla': [1.0, 1.0, 3.0], 'mine': [2.0, 6.0, 3.0]}  # medians: 1 and 3
+    timing = {'how': 'by hand', 'about': {}, 'seconds': seconds}
+    plan.share_budget(compare.costs_of_steps(plan, timing))
+    assert {arm: plan.max_iters(Run(arm, 1.0, 1)) for arm in plan.arms} == {
+        'vanilla': 30,
+        'mine': 15,
+    }
+    comparison = compare_plan(plan, Results(plan), plan.write({}), timing)
+    assert comparison['arms']['mine']['ratio'] == 2
+
+
 def test_equal_flops_gives_a_cheaper_arm_more_steps(place):
     plan = make_plan(ARMS, '--equal=flops', '--max_iters=300')
     plan.share_budget(compare.costs_of_steps(plan))
