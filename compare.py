@@ -81,20 +81,20 @@ class Watcher:
         self.last_look = 0.0
         self.last_report = time.monotonic()
         self.runs_in_report = None
+        self.under_way = None  # the names of the jobs at the last look at all runs
+        self.complete = []
+        self.expected = []
 
     def tick(self, running):
         now = time.monotonic()
         if now - self.last_look < 1:
             return
         self.last_look = now
-        results = self.results
-        plan = results.plan
-        complete = [run for run in results.all_runs() if results.state(run).kind == 'finished']
-        names = {run.name for run in complete}
-        steps = sum(plan.max_iters(run) for run in complete)
-        steps += sum(launch.last_step(job.folder) for job in running if job.name not in names)
-        expected = self.expected_steps()
-        self.progress.show(len(complete), len(expected), steps, sum(expected))
+        self.look_at_runs({job.name for job in running})
+        complete = {run.name for run in self.complete}
+        steps = sum(self.results.plan.max_iters(run) for run in self.complete)
+        steps += sum(launch.last_step(job.folder) for job in running if job.name not in complete)
+        self.progress.show(len(complete), len(self.expected), steps, sum(self.expected))
 
         if len(complete) != self.runs_in_report and now - self.last_report > 30:
             self.last_report = now
@@ -104,6 +104,18 @@ class Watcher:
             except Exception as error:  # no reason to end the trainings; the last report may fail
                 text = f'{type(error).__name__}: {first_line(error)}'
                 print(f'\nwarning: cannot draw the report: {text}', file=sys.stderr)
+
+    def look_at_runs(self, under_way):
+        """Find out which runs have finished, unless the same ones are under way as before.
+
+        A look reads the logs of all that are: every second, that would cost half a core.
+        """
+        if under_way and under_way == self.under_way:
+            return
+        results = self.results
+        self.under_way = under_way
+        self.complete = [r for r in results.all_runs() if results.state(r).kind == 'finished']
+        self.expected = self.expected_steps()
 
     def expected_steps(self):
         """The number of steps of each run: of the tuning runs known so far, and of all test runs.

@@ -14,7 +14,7 @@ import train
 from comparison import launch, report
 from comparison.assemble import compare_plan, compare_runs, group_name
 from comparison.plan import CompareConfig
-from comparison.results import Results, State
+from comparison.results import Results, State, read_state
 
 place = comparisons.place
 
@@ -288,3 +288,33 @@ def test_a_report_claims_nothing_of_steps_before_a_run_has_finished(place):
     assert claim not in report.markdown(collect(plan))
     pretend(plan, Results(plan).all_runs()[0], 2.0)
     assert claim in report.markdown(collect(plan))
+
+
+def test_the_logs_of_runs_under_way_are_read_when_one_of_them_ends(place, monkeypatch):
+    plan = make_plan('--arms=vanilla; mine: share_v=True', '--seeds=2')
+    jobs = Results(plan).jobs()
+    reads, shown = [], []
+
+    def count(folder, settings=None):
+        reads.append(folder.name)
+        return read_state(folder, settings)
+
+    monkeypatch.setattr('comparison.results.read_state', count)
+    watcher = compare.Watcher(Results(plan), lambda: None)
+    watcher.progress.show = lambda *numbers: shown.append(numbers)
+
+    def tick(running):
+        reads.clear()
+        watcher.last_look = -math.inf
+        watcher.tick(running)
+        return len(reads), shown[-1]
+
+    assert tick(jobs[:2])[1] == (0, 4, 0, 120)
+    first = Results(plan).all_runs()[0]
+    log = pretend(plan, first, 2.0) / 'log.jsonl'
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text(''.join(lines[:20]))
+    assert tick(jobs[:2]) == (0, (0, 4, 19, 120))
+    log.write_text(''.join(lines))
+    number, numbers = tick(jobs[1:3])
+    assert number > 0 and numbers == (1, 4, 30, 120)
