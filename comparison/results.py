@@ -287,8 +287,8 @@ class Results:
     def forget_failures(self):
         """Remove the failures of all runs that jobs() lists: they are tried again.
 
-        A tuning run would otherwise count as lost while it is trained once more, and its arm would
-        go on at a rate that is perhaps not the best.
+        A tuning run that was given up would otherwise count as lost while it is trained once more,
+        and its arm would go on at a rate that is perhaps not the best.
         """
         for job in self.jobs():
             launch.failure_file(job.folder).unlink(missing_ok=True)
@@ -305,7 +305,7 @@ class Results:
 
 
 def best_rate(trials):
-    """The rate of the lowest mean loss; None while a run is missing, or if every rate failed."""
+    """The rate of the lowest mean loss; None while a run is missing, or if every rate diverged."""
     if not all(result['complete'] for result in trials.values()):
         return None
     best = min(trials, key=lambda rate: (trials[rate]['mean'], rate))
