@@ -233,6 +233,9 @@ def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, c
         job.process = Process(waits=job.name == 'saved')
     monkeypatch.setattr(launch.signal, 'signal', lambda *ignored: None)
     with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == 'interrupted: every run is saved\n'
+    with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
         launch.stop(jobs)
     assert all(job.process.terminated for job in jobs)
     text = capsys.readouterr().err
