@@ -36,7 +36,10 @@ TABLE_2 = {
 # Bytes in a line of .jsonl, characters in a row. SlimPajama's longest books have some 10 MB.
 MAX_LINE = 64 * 2**20
 
-# A hub file that yields nothing new is opened again after 1, 2, 4, ... 32 seconds.
+# Bytes of a hub file that are asked for at a time: they bound the memory, and what a lost connection
+# costs.
+RANGE = 8 * 2**20
+# A range that does not come is asked for again after 1, 2, 4, ... 32 seconds.
 RETRIES = 6
 # After these HTTP statuses it is not: no access, or not there.
 FINAL_STATUSES = (401, 403, 404)
@@ -140,7 +143,7 @@ def folder_units(root, paths):
         reader = row_reader(path.name)
         if reader:
             name = path.relative_to(root).as_posix()
-            read = functools.partial(documents, reader, str(path))
+            read = functools.partial(documents, reader, functools.partial(open, path, 'rb'))
             units.append(Unit(name, split_of(name), path.stat().st_size, read))
     return units
 
@@ -149,8 +152,10 @@ def hub_units(source, revision):
     """The units of a hub repository in SlimPajama's form."""
     units = []
     for name, size in list_hub(source, revision):
-        if row_reader(name):
-            read = functools.partial(documents, hub_rows, source, revision, name)
+        reader = row_reader(name)
+        if reader:
+            open_file = functools.partial(open_hub, source, revision, name, size)
+            read = functools.partial(documents, reader, open_file)
             units.append(Unit(name, split_of(name), size, read))
     return units
 
@@ -231,26 +236,29 @@ def read_topics():
     return (('Topics', text) for text in topics.values())
 
 
-def documents(rows, *args):
-    """The documents of the rows in SlimPajama's form that `rows(*args)` yields as (where, row)."""
-    for where, row in rows(*args):
-        match row:
-            case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}}:
-                valid = len(text) <= MAX_LINE
-            case _:
-                valid = False
-        if not valid:
-            form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
-            raise ValueError(f'{where} is not {form}, or too long')
+def documents(rows, open_file):
+    """The documents of the rows in SlimPajama's form that `rows` finds in the file `open_file()`."""
+    with open_file() as file:
+        for where, row in rows(file):
+            match row:
+                case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}}:
+                    valid = len(text) <= MAX_LINE
+                case _:
+                    valid = False
+            if not valid:
+                form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
+                raise ValueError(f'{where} is not {form}, or too long')
 
-        domain = name.removeprefix('RedPajama')
-        if domain not in TABLE_2:
-            domains = ', '.join(TABLE_2)
-            raise ValueError(f'{where}: unknown domain {name!r}, expected RedPajama + {domains}')
-        yield domain, text
+            domain = name.removeprefix('RedPajama')
+            if domain not in TABLE_2:
+                domains = ', '.join(TABLE_2)
+                raise ValueError(
+                    f'{where}: unknown domain {name!r}, expected RedPajama + {domains}'
+                )
+            yield domain, text
 
 
-# ---- Rows: iterators over (where, row) -----------------------------------------------------------
+# ---- Rows: iterators over (where, row) of a file that is open for reading bytes ------------------
 
 
 def row_reader(name):
@@ -261,44 +269,40 @@ def row_reader(name):
     return None
 
 
-def jsonl_rows(path):
-    if path.endswith('.zst'):
-        # Not the package zstandard, which does not notice that a file was cut off.
-        import pyarrow
+def jsonl_rows(file):
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE:
+            raise ValueError(f'line {number} is longer than {MAX_LINE >> 20} MB')
+        if line.isspace():
+            continue
 
-        stream = pyarrow.input_stream(path, compression='zstd')
-    else:
-        stream = open(path, 'rb')
-
-    with stream, io.BufferedReader(stream) as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE + 1)
-            if not line:
-                return
-            if len(line) > MAX_LINE:
-                raise ValueError(f'line {number} is longer than {MAX_LINE >> 20} MB')
-            if line.isspace():
-                continue
-
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f'line {number} is broken JSON ({error})') from error
-            yield f'line {number}', row
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'line {number} is broken JSON ({error})') from error
+        yield f'line {number}', row
 
 
-def parquet_rows(path):
-    import pyarrow.parquet
+def zst_rows(file):
+    # Not the package zstandard, which does not notice that a file was cut off.
+    stream = import_pyarrow().input_stream(file, compression='zstd')
+    with stream, io.BufferedReader(stream) as lines:
+        yield from jsonl_rows(lines)
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = file.schema_arrow.names
+
+def parquet_rows(file):
+    with import_pyarrow().parquet.ParquetFile(file) as table:
+        columns = table.schema_arrow.names
         missing = {'text', 'meta'} - set(columns)
         if missing:
             raise ValueError(f'no column {min(missing)}: it has {", ".join(columns)}')
 
         number = 0
         # Few rows at a time, because each may be long.
-        for batch in file.iter_batches(batch_size=4, columns=['text', 'meta']):
+        for batch in table.iter_batches(batch_size=4, columns=['text', 'meta']):
             if batch.nbytes > 4 * MAX_LINE:
                 where = f'row {number + 1}, or one of the next three,'
                 raise ValueError(f'{where} is longer than {MAX_LINE >> 20} MB')
@@ -307,7 +311,16 @@ def parquet_rows(path):
                 yield f'row {number}', row
 
 
-ROWS = {'.jsonl': jsonl_rows, '.jsonl.zst': jsonl_rows, '.parquet': parquet_rows}
+def import_pyarrow():
+    # Plain text and .jsonl need no package.
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise OSError(f'{first_line(error)}; pip install pyarrow') from error
+    return pyarrow
+
+
+ROWS = {'.jsonl': jsonl_rows, '.jsonl.zst': zst_rows, '.parquet': parquet_rows}
 
 
 # ---- The hub -------------------------------------------------------------------------------------
@@ -327,32 +340,61 @@ def list_hub(source, revision):
         raise OSError(f'no folder {source} here, and the hub cannot list it ({reason})') from error
 
 
-def hub_rows(source, revision, path):
-    """Stream a file of a hub repository.
+def open_hub(source, revision, path, size):
+    """A file of a hub repository, of `size` bytes, open for reading."""
+    return io.BufferedReader(HubFile(source, revision, path, size), RANGE)
 
-    When the connection fails: wait, open the file again, and go on at the same row.
+
+class HubFile(io.RawIOBase):
+    """A file of a hub repository, read range by range.
+
+    When the connection fails: wait, and ask for the same range again.
     """
-    number = 0
-    failures = 0
-    while True:
-        try:
-            for row in itertools.islice(open_hub(source, revision, path), number, None):
-                yield f'row {number + 1}', row
-                number += 1
-                failures = 0
-            return
-        except ImportError as error:
-            raise OSError(f'the hub cannot be read: {first_line(error)}; pip install it') from error
-        except Exception as error:  # whatever the hub's client and its HTTP library may raise
-            reason = first_line(error)
-            if status_of(error) in FINAL_STATUSES:
-                raise OSError(f'the hub refuses {source} at {revision}: {reason}') from error
-            failures += 1
-            if failures > RETRIES:
-                raise OSError(f'the hub fails, after {RETRIES} retries: {reason}') from error
-            if failures == 1:
-                print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
-            time.sleep(2 ** (failures - 1))
+
+    def __init__(self, source, revision, path, size):
+        self.source = source
+        self.revision = revision
+        self.path = path
+        self.size = size
+        self.place = 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}
+        self.place = origin[whence] + offset
+        return self.place
+
+    def readinto(self, buffer):
+        count = min(len(buffer), RANGE, self.size - self.place)
+        if count <= 0:
+            return 0
+        buffer[:count] = self.fetch(self.place, self.place + count)
+        self.place += count
+        return count
+
+    def fetch(self, start, end):
+        """Bytes `start` to `end`, however often that takes, within RETRIES."""
+        failures = 0
+        while True:
+            try:
+                return fetch_range(self.source, self.revision, self.path, start, end)
+            except Exception as error:  # whatever the hub's client and its HTTP library may raise
+                reason = first_line(error)
+                if status_of(error) in FINAL_STATUSES:
+                    raise OSError(
+                        f'the hub refuses {self.source} at {self.revision}: {reason}'
+                    ) from error
+                failures += 1
+                if failures > RETRIES:
+                    raise OSError(f'the hub fails, after {RETRIES} retries: {reason}') from error
+                if failures == 1:
+                    print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
+                time.sleep(2 ** (failures - 1))
 
 
 def status_of(error):
@@ -360,7 +402,20 @@ def status_of(error):
     return getattr(getattr(error, 'response', None), 'status_code', None)
 
 
-def open_hub(source, revision, path):
-    from datasets import load_dataset
+def fetch_range(source, revision, path, start, end):
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-    return load_dataset(source, revision=revision, data_files=path, split='train', streaming=True)
+    # Not HfFileSystem, which lists a file's whole folder before it opens the file.
+    url = hf_hub_url(source, path, repo_type='dataset', revision=revision)
+    # A server that compresses on the way sends the whole file in place of a range.
+    headers = {
+        **build_hf_headers(),
+        'Range': f'bytes={start}-{end - 1}',
+        'Accept-Encoding': 'identity',
+    }
+    response = http_backoff('GET', url, headers=headers, timeout=30)
+    hf_raise_for_status(response)
+    if len(response.content) != end - start:
+        raise OSError(f'{len(response.content):,} bytes came, not {end - start:,}')
+    return response.content

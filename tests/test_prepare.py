@@ -606,58 +606,120 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
 # ---- The hub -------------------------------------------------------------------------------------
 
 
-def refusal_with(status):
-    """An error of the hub's client."""
-    error = RuntimeError('gated')
-    error.response = types.SimpleNamespace(status_code=status)
-    return error
+class FakeHub:
+    """What the hub's own client talks to in place of the network: one repository, some/where at v2.
+
+    failures: what becomes of the next ranges that are asked for, one number each: an HTTP status
+    from 400 on, or how many bytes are missing in the answer.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.failures = []
+        self.requests = []
+
+    def answer(self, request):
+        import httpx2
+
+        if '/datasets/' not in request.url.path:
+            # What the client asks about itself.
+            return httpx2.Response(404)
+        self.requests.append(f'{request.url.path} {request.headers.get("range", "")}')
+        if request.url.path == '/api/datasets/some/where/tree/v2':
+            entries = [{'type': 'directory', 'path': 'train', 'oid': ''}]
+            for name, raw in content(self.folder).items():
+                entries.append({'type': 'file', 'path': name, 'size': len(raw), 'oid': ''})
+            return httpx2.Response(200, json=entries)
+
+        name = request.url.path.removeprefix('/datasets/some/where/resolve/v2/')
+        start, end = request.headers['range'].removeprefix('bytes=').split('-')
+        raw = (self.folder / name).read_bytes()[int(start) : int(end) + 1]
+        failure = self.failures.pop(0) if self.failures else 0
+        if failure >= 400:
+            return httpx2.Response(failure, content=b'no')
+        return httpx2.Response(206, content=raw[: len(raw) - failure])
 
 
-def test_hub_stream_survives_failures_and_equals_the_local_files(tmp_path, monkeypatch):
-    source = make_source(tmp_path / 'raw')
-    files = [('README.md', 9), ('test/a.jsonl', 9), *((name, 9) for name in source)]
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    httpx2 = pytest.importorskip('httpx2')
+    client = pytest.importorskip('huggingface_hub.utils._http')
+    hub = FakeHub(tmp_path / 'raw')
+    transport = httpx2.MockTransport(hub.answer)
+    before = client._GLOBAL_CLIENT_FACTORY
+    client.set_client_factory(lambda: httpx2.Client(transport=transport))
+    yield hub
+    client.set_client_factory(before)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds that the retries have waited, without the waiting."""
     waits = []
-    failures = [0, 7, 7]  # at which row the next connections fail
+    monkeypatch.setattr(sources, 'time', types.SimpleNamespace(sleep=waits.append))
+    return waits
 
-    def open_hub(repository, revision, path):
-        assert (repository, revision) == ('some/where', 'v2')
-        for number, (domain, text) in enumerate(source[path]):
-            if failures and number == failures[0]:
-                failures.pop(0)
-                raise ConnectionError('reset')
-            yield {'text': text, 'meta': {'redpajama_set_name': f'RedPajama{domain}'}}
 
-    monkeypatch.setattr(sources, 'list_hub', lambda source, revision: files)
-    monkeypatch.setattr(sources, 'open_hub', open_hub)
-    monkeypatch.setattr(time, 'sleep', waits.append)
+def without_meta(out):
+    files = content(out)
+    del files['meta.json']
+    return files
+
+
+@pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.zst', '.parquet'])
+def test_hub_files_survive_failures_and_equal_the_local_ones(
+    suffix, hub, waits, tmp_path, monkeypatch
+):
+    make_source(tmp_path / 'raw', suffix)
+    (tmp_path / 'raw' / 'README.md').write_text('not data')
+    monkeypatch.setattr(sources, 'RANGE', 1000)
+    # Of the first range, and of the third one twice.
+    hub.failures = [1, 0, 0, 1, 501]
     prepare(settings('some/where', tmp_path / 'out', revision='v2'))
-    # The second failure came after new rows.
-    assert waits == [1, 1, 2] and not failures
+    assert waits == [1, 1, 2]
+    # One request for the list, one for each range, and none that is not needed.
+    ranges = [request for request in hub.requests if 'bytes=' in request]
+    assert len(hub.requests) == len(ranges) + 1
+    assert ranges[2] != ranges[3] == ranges[4] == ranges[5] != ranges[6]
+    assert not any('README' in request or '/test/' in request for request in ranges)
 
     prepare(settings(tmp_path / 'raw', tmp_path / 'local'))
-    mine = content(tmp_path / 'out')
-    local = content(tmp_path / 'local')
-    del mine['meta.json'], local['meta.json']
-    assert mine == local
+    assert without_meta(tmp_path / 'out') == without_meta(tmp_path / 'local')
 
-    failures += [0] * 9
-    with pytest.raises(ValueError, match='example_.*the hub fails, after 6 retries: reset'):
+    hub.failures = [1] * 9
+    with pytest.raises(ValueError, match='the hub fails, after 6 retries: .* bytes came, not'):
         prepare(settings('some/where', tmp_path / 'out2', revision='v2'))
 
 
-@pytest.mark.parametrize(
-    'error, words',
-    [
-        (ModuleNotFoundError("No module named 'datasets'"), "No module named 'datasets'; pip"),
-        (refusal_with(403), 'the hub refuses some/where at v2: gated'),
-    ],
-    ids=['package', 'gated'],
-)
-def test_what_will_not_change_is_not_tried_again(monkeypatch, error, words):
-    def open_hub(*args):
-        raise error
+def test_what_is_wrong_with_a_hub_file_is_what_is_wrong_with_a_local_one(hub, waits, tmp_path):
+    path = tmp_path / 'raw' / 'train.jsonl'
+    path.parent.mkdir()
+    row = '{"text": "%s", "meta": {"redpajama_set_name": "RedPajamaC4"}}\n'
+    texts = [row % 'a\\ud800b', row % 'c']
+    path.write_text(''.join(texts))
+    prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+    prepare(settings(tmp_path / 'raw', tmp_path / 'local'))
+    assert without_meta(tmp_path / 'out') == without_meta(tmp_path / 'local')
 
-    monkeypatch.setattr(sources, 'open_hub', open_hub)
-    monkeypatch.setattr(time, 'sleep', lambda seconds: pytest.fail('waited'))
-    with pytest.raises(OSError, match=words):
-        next(sources.hub_rows('some/where', 'v2', 'a.jsonl'))
+    path.write_text(''.join([*texts, '{"text": ']))
+    for out, source in (('out2', 'some/where'), ('local2', tmp_path / 'raw')):
+        with pytest.raises(ValueError, match='train.jsonl: line 3 is broken JSON'):
+            prepare(settings(source, tmp_path / out, revision='v2'))
+    assert waits == []
+
+
+@pytest.mark.parametrize('status', sources.FINAL_STATUSES)
+def test_a_refusal_is_not_tried_again(status, hub, waits, tmp_path):
+    make_source(tmp_path / 'raw', files=1, count=3)
+    hub.failures = [status]
+    with pytest.raises(ValueError, match='the hub refuses some/where at v2: .*') as error:
+        prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+    assert str(status) in str(error.value) and waits == []
+
+
+def test_a_package_that_is_missing_is_one_line(tmp_path, monkeypatch):
+    make_source(tmp_path / 'raw', '.parquet', files=1, count=3)
+    for name in ('pyarrow', 'pyarrow.parquet'):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match='pyarrow.*; pip install pyarrow'):
+        prepare(settings(tmp_path / 'raw', tmp_path / 'out'))

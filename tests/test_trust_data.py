@@ -29,6 +29,11 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
+def documents_of(path):
+    """The documents of a local file in SlimPajama's form."""
+    return sources.documents(sources.row_reader(str(path)), functools.partial(open, path, 'rb'))
+
+
 # --- accidents -----------------------------------------------------------------------------------
 
 
@@ -130,8 +135,7 @@ def read_both(good, bomb, most):
     sources.MAX_LINE = 2**20
 
     def read(path):
-        documents = sources.documents(sources.row_reader(path), path)
-        return sum(len(text) for _, text in documents)
+        return sum(len(text) for _, text in documents_of(path))
 
     def peak_megabytes():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -180,7 +184,7 @@ def test_a_row_of_parquet_that_is_too_long_is_refused(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     monkeypatch.setattr(sources, 'MAX_LINE', 1000)
     with pytest.raises(ValueError, match='row 2 is not .*, or too long'):
-        list(sources.documents(sources.parquet_rows, str(path)))
+        list(documents_of(path))
 
 
 # --- anything at all -----------------------------------------------------------------------------
@@ -208,7 +212,7 @@ def test_any_bytes_are_documents_or_an_error_that_names_the_line(tmp_path, lines
     path = tmp_path / 'any.jsonl'
     path.write_bytes(b'\n'.join(lines))
     try:
-        for domain, text in sources.documents(sources.jsonl_rows, str(path)):
+        for domain, text in documents_of(path):
             assert domain in sources.TABLE_2
             tokenizer.load('bytes').encode(text)
     except ValueError as error:
@@ -223,7 +227,7 @@ def test_any_bytes_are_no_zstd_or_parquet_file_or_an_error(tmp_path, content):
         path = tmp_path / name
         path.write_bytes(content)
         try:
-            assert not list(sources.documents(sources.row_reader(name), str(path)))
+            assert not list(documents_of(path))
         except (ValueError, OSError):
             pass
 
