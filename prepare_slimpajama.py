@@ -32,6 +32,7 @@ filled up to its share of --tokens. The result does not depend on --workers or o
 
 import collections
 import contextlib
+import copy
 import errno
 import functools
 import hashlib
@@ -60,6 +61,10 @@ from files import DATASET_FORMAT, locked, sha256_of, write_whole
 
 # Characters shuffled together: they bound a worker's memory, whatever the size of a file.
 BLOCK = 64 * 2**20
+
+# The state is saved this often: it costs a flush of every token file, and a crash repeats what came
+# after it.
+SAVE_SECONDS = 5
 
 # What precedes a document's ids in a spill file: domain, tokens, bytes of text, validation or not.
 RECORD = struct.Struct('<qqq?')
@@ -188,6 +193,7 @@ class Plan(NamedTuple):
     shares: dict  # {domain: share}, which add up to 1
     goals: dict  # {domain: training tokens}, infinite where everything is wanted
     encoder: object
+    names: object  # the sha256 of the units' names, see hash_of_source()
 
 
 def prepare(settings):
@@ -275,7 +281,7 @@ def fill(settings, out, previous):
     estimate = estimate_tokens(plan, state)
     check_space(plan, estimate)
     # Before the first token: from here on the folder is ours.
-    write_json(out / 'progress.json', state)
+    save_state(plan, state, parts={})
     write_tokens(plan, state, estimate)
     finish(plan, state)
     print_table(plan, state)
@@ -291,15 +297,20 @@ def make_plan(settings, out):
     if settings.tokens:
         for domain, share in shares.items():
             goals[domain] = max(round(settings.tokens * share), 1)
-    return Plan(settings, out, units, shares, goals, encoder)
+
+    # Once: a source may have 90,000 units.
+    names = json.dumps([(unit.name, unit.split) for unit in units])
+    names_hash = hashlib.sha256(f'[{names}, '.encode())
+    return Plan(settings, out, units, shares, goals, encoder, names_hash)
 
 
 def hash_of_source(plan, done):
-    """Of all units' names, and of the sizes of those that have been read: a damaged one after them
-    may still be replaced."""
-    names = [(unit.name, unit.split) for unit in plan.units]
+    """The sha256 of all units' names, and of the sizes of those that have been read: a damaged one
+    after them may still be replaced."""
     sizes = [unit.size for unit in plan.units[:done]]
-    return hashlib.sha256(json.dumps([names, sizes]).encode()).hexdigest()
+    whole = plan.names.copy()
+    whole.update(f'{json.dumps(sizes)}]'.encode())
+    return whole.hexdigest()
 
 
 def first_state(plan):
@@ -356,14 +367,17 @@ def check_space(plan, estimate):
 
 
 def write_tokens(plan, state, estimate):
-    """Tokenize the units from state['done'] on, and append them to the token files."""
+    """Tokenize the units from state['done'] on, and append them to the token files.
+
+    However this ends, the units that were done by then are on the disk, and the state says so.
+    """
     out = plan.out
-    counts = state['counts']
     workers = min(plan.settings.workers or os.cpu_count(), len(plan.units))
     depth = workers + 1 if workers > 1 else 1
 
     with contextlib.ExitStack() as stack:
-        parts = open_parts(out, counts, stack)
+        parts = open_parts(out, state['counts'], stack)
+        stack.callback(save_state, plan, state, parts)
         (out / '.spill').mkdir()
         stack.callback(shutil.rmtree, out / '.spill', ignore_errors=True)
         submit = stack.enter_context(open_workers(workers))
@@ -373,9 +387,12 @@ def write_tokens(plan, state, estimate):
         results = collections.deque()
         text_bytes = 0
         began = time.monotonic()
+        next_save = began + SAVE_SECONDS
         while state['done'] < len(plan.units):
             done = state['done']
             unit = plan.units[done]
+            # A copy, because an interruption in the middle of a unit must leave the state as it is.
+            counts = copy.deepcopy(state['counts'])
             if unit.split != 'validation' and is_full(plan, counts):
                 break
 
@@ -391,18 +408,25 @@ def write_tokens(plan, state, estimate):
                 raise ValueError(f'{error} (the {done:,} files before it are kept)')
             spill.unlink()
 
-            # The tokens first, and then the state that counts them.
-            for part in parts.values():
-                part.flush()
-                os.fsync(part.fileno())
-            state['done'] += 1
-            state['source'] = hash_of_source(plan, state['done'])
-            write_json(out / 'progress.json', state)
+            # In one call, which no Ctrl-C can cut in two.
+            state.update(done=done + 1, counts=counts)
+            if time.monotonic() >= next_save:
+                save_state(plan, state, parts)
+                next_save = time.monotonic() + SAVE_SECONDS
 
             bar.update(tokens)
             text_bytes += size
             speed = text_bytes / 1e6 / (time.monotonic() - began)
             bar.set_postfix_str(f'{speed:.1f} MB/s{domain_progress(plan, counts)}')
+
+
+def save_state(plan, state, parts):
+    """Write progress.json, after the tokens that it counts."""
+    for part in parts.values():
+        part.flush()
+        os.fsync(part.fileno())
+    state['source'] = hash_of_source(plan, state['done'])
+    write_json(plan.out / 'progress.json', state)
 
 
 def open_parts(out, counts, stack):

@@ -298,6 +298,7 @@ def die_before_rename(last, settings):
         replace(*paths)
 
     os.replace = dying_replace
+    prepare_slimpajama.SAVE_SECONDS = 0
     prepare_slimpajama.prepare(prepare_slimpajama.Settings(**settings))
 
 for last, settings in eval(sys.argv[1]):
@@ -315,8 +316,8 @@ def test_killed_before_any_rename_and_continued_is_byte_identical(tmp_path):
     make_source(raw, validation=False, files=3)
     prepare(settings(raw, tmp_path / 'whole'))
 
-    # Of progress.json, at the start and after a unit; of the token files; of meta.json.
-    renames = (1, 2, 3, 5, 6, 12, 18, 19)
+    # Of progress.json, at the start, after a unit and at the end; of the token files; of meta.json.
+    renames = (1, 2, 3, 5, 6, 12, 19, 20)
     tasks = [(last, vars(settings(raw, tmp_path / f'out{last}'))) for last in renames]
     command = [sys.executable, '-c', DYING, repr(tasks)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -337,7 +338,8 @@ def test_killed_workers_and_all_continue_byte_identically(tmp_path, capsys):
     prepare(settings(raw, tmp_path / 'whole', tokens=0))
 
     options = [f'--source={raw}', f'--out={out}', '--tokenizer=bytes', '--tokens=0', '--workers=2']
-    command = [sys.executable, 'prepare_slimpajama.py', *options]
+    code = 'import prepare_slimpajama as p; p.SAVE_SECONDS = 0; p.main()'
+    command = [sys.executable, '-c', code, *options]
     quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, **quiet) as process:
         while units_done(out) < 2:
@@ -383,8 +385,58 @@ def test_tokens_are_on_the_disk_before_the_state_that_counts_them(tmp_path, monk
     rename = os.replace
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
+    monkeypatch.setattr(prepare_slimpajama, 'SAVE_SECONDS', 0)
     prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
-    assert states == 3
+    # At the start, after each of two files, and at the end.
+    assert states == 4
+
+
+def test_many_small_files_are_not_each_saved_and_the_hash_is_the_slow_one(tmp_path, monkeypatch):
+    source = make_source(tmp_path / 'raw', files=30, count=2)
+    states = []
+    write_json = prepare_slimpajama.write_json
+
+    def record(path, value):
+        states.append(json.loads(json.dumps(value)))
+        write_json(path, value)
+
+    monkeypatch.setattr(prepare_slimpajama, 'write_json', record)
+    monkeypatch.setattr(prepare_slimpajama, 'SAVE_SECONDS', 600)
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
+    *states, _meta = states
+    assert [state['done'] for state in states] == [0, len(source)]
+
+    units, _ = sources.find_units(str(tmp_path / 'raw'), '', {}, 1337)
+    for state in states:
+        names = [[unit.name, unit.split] for unit in units]
+        sizes = [(tmp_path / 'raw' / unit.name).stat().st_size for unit in units[: state['done']]]
+        slow = hashlib.sha256(json.dumps([names, sizes]).encode()).hexdigest()
+        assert state['source'] == slow
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenPipeError])
+def test_an_interruption_in_the_middle_of_a_file_keeps_those_before_it(
+    error, tmp_path, monkeypatch, capsys
+):
+    raw, out = tmp_path / 'raw', tmp_path / 'out'
+    make_source(raw)
+    merge = prepare_slimpajama.merge
+    units = []
+
+    def interrupted(*args):
+        units.append(merge(*args))
+        if len(units) == 4:
+            raise error
+        return units[-1]
+
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, BrokenPipeError)):
+        patch.setattr(prepare_slimpajama, 'merge', interrupted)
+        patch.setattr(prepare_slimpajama, 'SAVE_SECONDS', 600)
+        prepare(settings(raw, out))
+    prepare(settings(raw, out))
+    assert 'continuing after 3 of 6 files' in capsys.readouterr().out
+    prepare(settings(raw, tmp_path / 'whole'))
+    assert content(out) == content(tmp_path / 'whole')
 
 
 def stop_halfway(tmp_path, monkeypatch):
@@ -396,12 +448,13 @@ def stop_halfway(tmp_path, monkeypatch):
     def full(path, data):
         nonlocal count
         count += 1
-        if count == 4:
+        if count >= 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_whole(path, data)
 
     with monkeypatch.context() as patch, pytest.raises(OSError) as error:
         patch.setattr(prepare_slimpajama, 'write_whole', full)
+        patch.setattr(prepare_slimpajama, 'SAVE_SECONDS', 0)
         prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
     return str(error.value)
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
 
+import prepare_slimpajama
 import sources
 import tokenizer
 from data import Dataset, TrainingRows
@@ -55,6 +56,11 @@ def corpus(tmp_path_factory):
     return options, contents(folder / 'whole')
 
 
+def save_every_file_and_die(moment, number, settings):
+    prepare_slimpajama.SAVE_SECONDS = 0
+    prepare_and_die(moment, number, settings)
+
+
 @pytest.mark.parametrize(
     'moment, number',
     [('before flush', 40), ('before rename', 3), ('in the middle of an append', 150)],
@@ -62,7 +68,7 @@ def corpus(tmp_path_factory):
 def test_preparation_killed_and_continued_has_the_same_bytes(corpus, tmp_path, moment, number):
     options, whole = corpus
     killed = Settings(**options, out=str(tmp_path / 'killed'))
-    status, _, err = finish(fork(prepare_and_die, moment, number, killed))
+    status, _, err = finish(fork(save_every_file_and_die, moment, number, killed))
     assert status == -signal.SIGKILL, err
     assert not (tmp_path / 'killed' / 'meta.json').exists()
     prepare(killed)
