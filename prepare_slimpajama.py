@@ -14,8 +14,9 @@ $ python prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --ou
 
 A source is one of these:
 - a hub repository or a folder of .jsonl, .jsonl.zst or .parquet files in SlimPajama's form,
-  {"text", "meta": {"redpajama_set_name"}}. A folder or file name that starts with train, validation
-  or test names the split; test is left out.
+  {"text", "meta": {"redpajama_set_name"}}. The first of the words train, validation (or valid, val,
+  dev, eval) and test in a file's path names its split, and without one it is train; test is left
+  out.
 - a folder of plain text files, whose first-level sub-folders are the domains. The text is read as
   UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte) are skipped. A
   file over a twentieth of its domain is cut at line ends, so that one long file can be split, too.
@@ -358,6 +359,9 @@ def check_space(plan, estimate):
     free = shutil.disk_usage(plan.out).free
     available = f'{free / 1e9:,.2f} GB'
     files = f'{len(plan.units):,} files'
+    splits = collections.Counter(unit.split for unit in plan.units)
+    if 'hash' not in splits:
+        files += f' ({splits["train"]:,} train, {splits["validation"]:,} validation)'
     print(f'{files}; needs about {need} in {plan.out}, where {available} are free', flush=True)
     if free < 2 * estimate:
         raise OSError(

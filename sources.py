@@ -33,6 +33,17 @@ TABLE_2 = {
     'StackExchange': 0.05,
 }
 
+# The words in a path that name its split.
+SPLITS = {
+    'train': 'train',
+    'validation': 'validation',
+    'valid': 'validation',
+    'val': 'validation',
+    'dev': 'validation',
+    'eval': 'validation',
+    'test': 'test',
+}
+
 # Bytes in a line of .jsonl, characters in a row. SlimPajama's longest books have some 10 MB.
 MAX_LINE = 64 * 2**20
 
@@ -97,6 +108,10 @@ def find_units(source, revision, weights, seed):
         )
 
     units = [unit for unit in rows if unit.split != 'test']
+    if len(units) < len(rows):
+        print(
+            f'not read, for their split is test: {len(rows) - len(units):,} of {len(rows):,} files'
+        )
     for domain in weights:
         units += texts.get(domain, [])
 
@@ -161,10 +176,16 @@ def hub_units(source, revision):
 
 
 def split_of(name):
-    """The split that a path names, such as 'train/chunk1/example_train_0.jsonl.zst' or
-    'data/train-00000-of-00048.parquet'; 'train' where it names none."""
-    match = re.search(r'(?:^|/)(train|validation|test)', name)
-    return match[1] if match else 'train'
+    """The split that a path names, such as 'train/chunk1/example_0.jsonl.zst' or 'data/dev-00.jsonl';
+    'train' where it names none.
+
+    Words are runs of letters. A folder decides before the files in it, and the first word that names
+    a split before the others.
+    """
+    for word in re.findall('[a-z]+', name.lower()):
+        if word in SPLITS:
+            return SPLITS[word]
+    return 'train'
 
 
 def text_folder_units(root, paths, seed):

@@ -519,6 +519,38 @@ def test_a_damaged_file_may_be_replaced_but_not_one_that_was_read(tmp_path, caps
     assert content(out) == content(tmp_path / 'at_once')
 
 
+SPLIT_OF = {
+    'train/chunk1/example_train_0.jsonl.zst': 'train',
+    'validation/chunk1/example_holdout_0.jsonl.zst': 'validation',
+    'test/chunk1/example_holdout_0.jsonl.zst': 'test',
+    'data/train-00000-of-00048.parquet': 'train',
+    'data/validation-00000-of-00001.parquet': 'validation',
+    'data/test0.jsonl': 'test',
+    'val.jsonl': 'validation',
+    'valid/0.jsonl': 'validation',
+    'c4_dev.jsonl': 'validation',
+    'Eval.jsonl': 'validation',
+    'testimony.jsonl': 'train',
+    'trainees/contest.jsonl': 'train',
+    'train/test.jsonl': 'train',
+    'test/train.jsonl': 'test',
+    'books/0.jsonl': 'train',
+}
+
+
+@pytest.mark.parametrize('name', SPLIT_OF)
+def test_whole_words_of_a_path_name_its_split(name):
+    assert sources.split_of(name) == SPLIT_OF[name]
+
+
+def test_the_files_of_each_split_are_counted(tmp_path, capsys):
+    make_source(tmp_path / 'raw')
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+    text = capsys.readouterr().out
+    assert 'not read, for their split is test: 1 of 7 files\n' in text
+    assert '6 files (5 train, 1 validation); needs about' in text
+
+
 def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     make_source(tmp_path / 'raw', files=1, count=3)
     (tmp_path / 'raw' / 'notes.txt').write_text('a text')
