@@ -141,14 +141,29 @@ def hash_fraction(seed, text):
 
 
 def visible_files(root):
-    """The files of a folder in the order of their paths, without hidden files and folders."""
+    """The files of a folder in the order of their paths, without hidden files and folders.
+
+    Raises OSError for a folder that cannot be read, ValueError for one that is a link: links may
+    lead in a circle.
+    """
     paths = []
-    for folder, _, names in os.walk(root):
-        for path in [Path(folder, name) for name in names]:
-            hidden = any(part.startswith('.') for part in path.relative_to(root).parts)
-            if path.is_file() and not hidden:
+    for folder, folders, names in os.walk(root, onerror=refuse_folder):
+        # In place: os.walk() goes on with what is left.
+        folders[:] = [name for name in folders if not name.startswith('.')]
+        for path in [Path(folder, name) for name in folders]:
+            if path.is_symlink():
+                raise ValueError(
+                    f'{path} is a link to a folder, and those are not followed: '
+                    'put the folder itself there, or remove the link'
+                )
+        for path in [Path(folder, name) for name in names if not name.startswith('.')]:
+            if path.is_file():
                 paths.append(path)
     return sorted(paths)
+
+
+def refuse_folder(error):
+    raise error
 
 
 def folder_units(root, paths):

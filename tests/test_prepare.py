@@ -674,6 +674,27 @@ def test_folders_without_usable_documents_are_refused(tmp_path):
         prepare(settings(tmp_path / 'split', tmp_path / 'out4', weights={'Github': 1}))
 
 
+def test_folders_that_would_be_passed_over_are_refused(tmp_path, monkeypatch):
+    raw = tmp_path / 'raw'
+    make_source(raw, files=1, count=3)
+    (raw / 'more').symlink_to(raw)
+    with pytest.raises(ValueError, match='raw/more is a link to a folder, .*: put the folder'):
+        prepare(settings(raw, tmp_path / 'out'))
+    (raw / 'more').rename(raw / '.more')
+    prepare(settings(raw, tmp_path / 'out', tokens=0))
+
+    def scandir(path):
+        if path.endswith('chunk1'):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real_scandir(path)
+
+    # The superuser, who may run this, can read every folder.
+    real_scandir = os.scandir
+    monkeypatch.setattr(os, 'scandir', scandir)
+    with pytest.raises(PermissionError, match='chunk1'):
+        sources.visible_files(str(raw))
+
+
 def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
     raw = tmp_path / 'raw'
     make_source(raw)
