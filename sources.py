@@ -44,6 +44,10 @@ SPLITS = {
     'test': 'test',
 }
 
+# What is replaced in the name of a folder that becomes a domain and the name of its token files: of
+# ASCII all but letters, digits and _.-, a dot in front, and what is no text (lone surrogates).
+UNSAFE = re.compile(r'[^A-Za-z0-9_.\-\u00a1-\ud7ff\ue000-\U0010ffff]|^\.')
+
 # Bytes in a line of .jsonl, characters in a row. SlimPajama's longest books have some 10 MB.
 MAX_LINE = 64 * 2**20
 
@@ -214,13 +218,24 @@ def text_folder_units(root, paths, seed):
             binary += 1
         elif head:
             inside = path.relative_to(root).parts
-            domain = inside[0] if len(inside) > 1 else Path(root).resolve().name
-            domain = re.sub(r'[^A-Za-z0-9_.-]|^\.', '_', domain)
-            files.setdefault(domain, []).append(path)
+            folder = inside[0] if len(inside) > 1 else Path(root).resolve().name
+            files.setdefault(folder, []).append(path)
 
     if binary:
         print(f'skipped {binary:,} binary files')
-    return {domain: text_units(domain, root, files[domain], seed) for domain in sorted(files)}
+
+    folders = {}
+    for folder in sorted(files):
+        domain = UNSAFE.sub('_', folder)
+        if domain in folders:
+            raise ValueError(
+                f'the folders {folders[domain]!r} and {folder!r} of {root} would both be the domain '
+                f'{domain!r}: rename one'
+            )
+        folders[domain] = folder
+    return {
+        domain: text_units(domain, root, files[folders[domain]], seed) for domain in sorted(folders)
+    }
 
 
 def stdlib_units(seed):

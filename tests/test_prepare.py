@@ -22,6 +22,7 @@ import pytest
 
 import prepare_slimpajama
 import sources
+from data import Dataset, TrainingRows
 from prepare_slimpajama import Settings, prepare
 from sources import TABLE_2
 
@@ -212,6 +213,32 @@ def test_text_tree_equals_recomputation(tmp_path):
         first_name = files[0][0]
         source[first_name] = [(domain, text) for _, text in files]
     assert_equals(tmp_path / 'out', recompute(source, dict.fromkeys(texts, 1), 0))
+
+
+def test_folders_of_any_language_are_domains_and_never_merge(tmp_path, monkeypatch):
+    names = ['中文', '日本', 'हिन्दी', 'café']
+    for name in names:
+        (tmp_path / 'raw' / name).mkdir(parents=True)
+        for n in range(3):
+            (tmp_path / 'raw' / name / f'{n}.txt').write_text(f'{name} {n}')
+    out = tmp_path / 'data' / 'out'
+    weights = {name: 1 + n for n, name in enumerate(names)}
+    prepare(settings(tmp_path / 'raw', out, tokens=1000, weights=weights))
+    for name in names:
+        texts = texts_of(out / 'train' / f'{name}.bin')
+        assert len(texts) == 2 and all(text.startswith(name) for text in texts)
+
+    # And training accepts them.
+    monkeypatch.chdir(tmp_path)
+    dataset = Dataset('out')
+    dataset.verify()
+    assert sorted(TrainingRows(dataset, 4, 1, weights).domains) == sorted(names)
+
+    for name in ('a b', 'a;b'):
+        (tmp_path / 'two' / name).mkdir(parents=True)
+        (tmp_path / 'two' / name / '1.txt').write_text('a text')
+    with pytest.raises(ValueError, match="'a b' and 'a;b' of .* both be the domain 'a_b': rename"):
+        prepare(settings(tmp_path / 'two', tmp_path / 'out2'))
 
 
 def test_one_long_text_file_is_split(tmp_path):
