@@ -599,17 +599,12 @@ def finish(plan, state):
 
 
 def check_documents(plan, counts):
-    """Refuse a dataset in which a domain, all training data or all validation data is missing."""
+    """Refuse a dataset without training or validation data, and a domain with validation data only."""
     train = counts['train']
     validation = counts['validation']
     for domain in plan.shares:
         in_train = train[domain]['documents']
         in_validation = validation[domain]['documents']
-        if domain in plan.settings.weights and not in_train and not in_validation:
-            raise ValueError(
-                f'--weights names {domain!r}, which the source lacks: '
-                f'delete {plan.out} and leave it out'
-            )
         if plan.units[0].split == 'hash' and in_validation and not in_train:
             raise ValueError(
                 f'{domain} has one document only, and validation takes it: '
@@ -642,6 +637,8 @@ def print_table(plan, state):
             wanted = f'{plan.goals[domain]:,}'
             if tokens < plan.goals[domain]:
                 remark = '  ran dry: the source has no more'
+        elif not documents:
+            remark = '  the source has none'
         row = f'{domain:14}{documents:12,}{tokens:16,}{wanted:>16}{tokens / total:8.1%}'
         row += f'{plan.shares[domain]:8.1%}{validation[domain]["tokens"]:14,}'
         print(f'{row}{remark}')

@@ -690,11 +690,6 @@ def test_folders_without_usable_documents_are_refused(tmp_path):
     with pytest.raises(ValueError, match='raw has one document only'):
         prepare(settings(raw, tmp_path / 'out2'))
 
-    write_rows(tmp_path / 'rows' / 'train.jsonl', [('C4', 'a'), ('C4', 'b')])
-    weights = {'C4': 1, 'Book': 1}
-    with pytest.raises(ValueError, match="--weights names 'Book', which the source lacks"):
-        prepare(settings(tmp_path / 'rows', tmp_path / 'out3', weights=weights))
-
     write_rows(tmp_path / 'split' / 'train' / '0.jsonl', [('C4', 'a'), ('Github', 'b')])
     write_rows(tmp_path / 'split' / 'validation' / '0.jsonl', [('C4', 'c')])
     with pytest.raises(ValueError, match='validation files of .*split have no document of Github'):
@@ -734,6 +729,18 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert 'ran dry' in lines['CommonCrawl'] and '30,000' in lines['CommonCrawl']
     assert 'ran dry' not in lines['ArXiv']
+
+
+@pytest.mark.parametrize('tokens, remark', [(20, 'ran dry'), (0, 'the source has none')])
+@pytest.mark.parametrize('weights', [{}, {'C4': 1, 'Book': 1}])
+def test_a_domain_that_the_source_lacks_is_reported_at_the_end(
+    weights, tokens, remark, tmp_path, capsys
+):
+    write_rows(tmp_path / 'raw' / 'train.jsonl', [('C4', 'a'), ('C4', 'b')])
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=tokens, weights=weights))
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert remark in lines['Book'] and 'the source has none' not in lines['C4']
+    assert list(read_meta(tmp_path / 'out')['splits']['train']) == ['C4']
 
 
 # ---- The hub -------------------------------------------------------------------------------------
