@@ -95,6 +95,11 @@ class Settings:
         for weight in self.weights.values():
             if not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f'--weights must be positive numbers, not {self.weights}')
+        if not self.tokens and len(set(self.weights.values())) > 1:
+            raise ValueError(
+                '--weights divide --tokens, and --tokens=0 takes everything: give equal weights, which '
+                'choose the domains, and give train.py these as --domain_weights'
+            )
 
 
 # ---- The worker: one unit -> one spill file, so that its memory and the parent's are bounded -----

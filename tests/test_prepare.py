@@ -180,8 +180,9 @@ def texts_of(file):
 def test_slimpajama_equals_recomputation(suffix, validation, tmp_path):
     raw = tmp_path / 'raw'
     source = make_source(raw, suffix, validation)
-    for tokens, weights in ((20_000, {}), (0, {}), (9_000, {'Book': 3, 'C4': 1.5})):
-        out = tmp_path / f'out{tokens}'
+    tasks = ((20_000, {}), (0, {}), (9_000, {'Book': 3, 'C4': 1.5}), (0, {'Book': 1, 'C4': 1}))
+    for number, (tokens, weights) in enumerate(tasks):
+        out = tmp_path / f'out{number}'
         prepare(settings(raw, out, tokens, weights=weights, val_fraction=0.1))
         assert_equals(out, recompute(source, weights or TABLE_2, tokens, val_fraction=0.1))
 
@@ -665,6 +666,7 @@ def test_bad_input_says_file_and_line(message, tmp_path, monkeypatch):
             "--weights names 'Books', which the source lacks: it has CommonCrawl",
         ),
         ({'weights': {'Book': 0}}, '--weights must be positive numbers'),
+        ({'weights': {'Book': 1, 'C4': 2}, 'tokens': 0}, 'give train.py these as --domain_weights'),
         ({'tokens': -1}, '--tokens, --workers and --seed must be 0 or more'),
         ({'tokenizer': 'none'}, 'no tokenizer at none'),
     ],
