@@ -83,7 +83,7 @@ class Settings:
     tokens: int = 20_000_000_000  # training tokens in all domains together; 0: everything
     weights: dict = field(default_factory=dict)  # {domain: weight}; {}: Table 2, or natural shares
     val_fraction: float = 0.005  # of the documents, where the source has no validation split
-    workers: int = 0  # processes; 0: one per core
+    workers: int = 0  # processes; 0: one per CPU that this process may use
     seed: int = 1337  # of the order of files and documents
 
     def __post_init__(self):
@@ -381,7 +381,7 @@ def write_tokens(plan, state, estimate):
     However this ends, the units that were done by then are on the disk, and the state says so.
     """
     out = plan.out
-    workers = min(plan.settings.workers or os.cpu_count(), len(plan.units))
+    workers = min(plan.settings.workers or available_cpus(), len(plan.units))
     depth = workers + 1 if workers > 1 else 1
 
     with contextlib.ExitStack() as stack:
@@ -427,6 +427,13 @@ def write_tokens(plan, state, estimate):
             text_bytes += size
             speed = text_bytes / 1e6 / (time.monotonic() - began)
             bar.set_postfix_str(f'{speed:.1f} MB/s{domain_progress(plan, counts)}')
+
+
+def available_cpus():
+    """How many CPUs this process may use; a container or a batch system may have given it a part."""
+    if hasattr(os, 'sched_getaffinity'):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def save_state(plan, state, parts):

@@ -277,6 +277,25 @@ def test_any_number_of_workers_gives_the_same_folder(validation, tmp_path):
     assert content(tmp_path / 'out1') == content(tmp_path / 'out2')
 
 
+def test_as_many_workers_as_the_process_was_given_cpus(tmp_path, monkeypatch):
+    make_source(tmp_path / 'raw', files=3, count=3)
+    open_workers = prepare_slimpajama.open_workers
+    numbers = []
+
+    def record(number):
+        numbers.append(number)
+        return open_workers(1)
+
+    monkeypatch.setattr(prepare_slimpajama, 'open_workers', record)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: {5}, raising=False)
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out', workers=0))
+    # A system that cannot say has as many as the machine.
+    monkeypatch.delattr(os, 'sched_getaffinity')
+    monkeypatch.setattr(os, 'cpu_count', lambda: 3)
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out2', workers=0))
+    assert numbers == [1, 3]
+
+
 def test_blocks_bound_memory_and_keep_every_document(tmp_path, monkeypatch):
     source = make_source(tmp_path / 'raw', files=1)
     monkeypatch.setattr(prepare_slimpajama, 'BLOCK', 5_000)
