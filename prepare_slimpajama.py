@@ -26,9 +26,10 @@ Without a validation split, a document is validation when hash(seed, text) < val
 domain's first one always is.
 
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
-<|endoftext|>), a copy of tokenizer.json, and last meta.json, whose presence means complete. Files
-are read in seeded order, their documents are shuffled (in blocks of 64 MB), and each domain is
-filled up to its share of --tokens. The result does not depend on --workers or on interruptions.
+<|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,
+whose presence means complete. Files are read in seeded order, their documents are shuffled (in
+blocks of 64 MB), and each domain is filled up to its share of --tokens. The result does not depend
+on --workers or on interruptions.
 """
 
 import collections
@@ -587,8 +588,10 @@ def finish(plan, state):
         else:
             part.unlink()
 
+    raw = json.dumps(tokenizer.Bytes.json(), ensure_ascii=False).encode()
     if encoder.path:
-        write_whole(out / 'tokenizer.json', encoder.path.read_bytes())
+        raw = encoder.path.read_bytes()
+    write_whole(out / 'tokenizer.json', raw)
     meta = {
         'format': DATASET_FORMAT,
         'source': settings.source,

@@ -22,6 +22,7 @@ import pytest
 
 import prepare_slimpajama
 import sources
+import tokenizer
 from data import Dataset, TrainingRows
 from prepare_slimpajama import Settings, prepare
 from sources import TABLE_2
@@ -151,8 +152,9 @@ def assert_equals(out, expected):
         assert entry['documents'] == len(documents)
         assert entry['tokens'] * 2 == file.stat().st_size
 
-    files = set(content(out)) - {'tokenizer.json'}
-    assert files == {'meta.json'} | {f'{split}/{domain}.bin' for split, domain in expected}
+    assert set(content(out)) == {'meta.json', 'tokenizer.json'} | {
+        f'{split}/{domain}.bin' for split, domain in expected
+    }
 
 
 def read_meta(out):
@@ -264,6 +266,8 @@ def test_standard_library_needs_nothing(tmp_path, capsys):
         assert list(meta['splits'][split]) == ['Source', 'Topics']
     del meta['tokenizer']['sha256']
     assert meta['tokenizer'] == {'name': 'bytes', 'n_vocab': 257, 'eot': 256}
+    # The folder's tokenizer.json is that of bytes.
+    assert tokenizer.load(out).name == 'bytes'
 
     prepare(settings('stdlib', out, tokens=200_000))
     assert 'is complete: nothing to do' in capsys.readouterr().out
@@ -363,8 +367,9 @@ def test_killed_before_any_rename_and_continued_is_byte_identical(tmp_path):
     make_source(raw, validation=False, files=3)
     prepare(settings(raw, tmp_path / 'whole'))
 
-    # Of progress.json, at the start, after a unit and at the end; of the token files; of meta.json.
-    renames = (1, 2, 3, 5, 6, 12, 19, 20)
+    # Of progress.json, at the start, after a unit and at the end; of the token files; of
+    # tokenizer.json; of meta.json.
+    renames = (1, 2, 3, 5, 6, 12, 19, 20, 21)
     tasks = [(last, vars(settings(raw, tmp_path / f'out{last}'))) for last in renames]
     command = [sys.executable, '-c', DYING, repr(tasks)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
