@@ -195,10 +195,11 @@ class Mixing(nn.Module):
     """What a layer mixes into its own projection of one part: a weighted sum (Eq. 7; Eq. 5).
 
     Parameters that a fork adds to this module keep the values that they are given here. Older
-    checkpoints lack them, so let them start at values that change nothing.
+    checkpoints lack them, so let them start at values that change nothing. heads: of the part that is
+    mixed, which weights per head or channel need to know.
     """
 
-    def __init__(self, config, n_sources):
+    def __init__(self, config, n_sources, heads):
         super().__init__()
         uniform = 1 / (n_sources + 1)
         source, own = config.residual_lambda or (uniform, uniform)
@@ -252,7 +253,7 @@ class Attention(nn.Module):
         self.mixing = nn.ModuleDict()
         for part, sources in self.wiring.sources.items():
             if sources and (part != 'v' or self.residual_map == 'current'):
-                self.mixing[part] = Mixing(config, len(sources))
+                self.mixing[part] = Mixing(config, len(sources), heads[part])
         self.residual_lambda = None
         if config.residual_learned and self.mixing:
             (mixing,) = self.mixing.values()
@@ -944,7 +945,7 @@ def check_sharing(config, part):
         share and config.n_layer == 1,
         f'share_{part} does nothing with n_layer=1; drop it or use more layers',
     )
-    whole_depth = share and (every == 0 or every >= config.n_layer)
+    whole_depth = share and not any(owner_of(config, part, n) for n in range(config.n_layer))
     refuse(
         whole_depth and getattr(config, f'{part}_residual'),
         f'{part}_residual does nothing with share_{part} over the whole depth: only the first layer '

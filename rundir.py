@@ -211,6 +211,8 @@ def name_misfits(path):
         raise
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        if 'unexpected keyword argument' in reason:
+            reason += ' (a field of another version of model.py, such as a fork?)'
         raise ValueError(f'{path} does not fit: {reason}') from error
 
 

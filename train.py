@@ -192,12 +192,12 @@ def checkpoint_blocks(model):
     """
 
     def checkpointed(forward):
-        def run(x, rope, raw, attended, cache, mask):
+        def run(x, rope, raw, attended, *rest):
             def pure(x, raw, attended):
                 # The block changes both dicts, and its second run must start from the same ones.
                 raw = dict(raw)
                 attended = dict(attended)
-                x = forward(x, rope, raw, attended, cache, mask)
+                x = forward(x, rope, raw, attended, *rest)
                 return x, raw, attended
 
             x, raw_after, attended_after = torch.utils.checkpoint.checkpoint(

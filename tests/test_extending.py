@@ -86,10 +86,10 @@ def test_a_field_that_accepts_any_word_is_told_how_to_refuse(monkeypatch):
 class Gate(Mixing):
     """Weights from x, a gate per channel; at first those of ResFormer."""
 
-    def __init__(self, config, n_sources):
-        super().__init__(config, n_sources)
+    def __init__(self, config, n_sources, heads):
+        super().__init__(config, n_sources, heads)
         self.head_size = config.head_size
-        self.gate = nn.Linear(config.n_embd, config.kv_heads * config.head_size)
+        self.gate = nn.Linear(config.n_embd, heads * config.head_size)
         nn.init.zeros_(self.gate.weight)
         nn.init.ones_(self.gate.bias)
 
@@ -113,6 +113,17 @@ def test_a_mixing_module_keeps_its_own_initial_values_and_starts_neutral(gated, 
     resformer = GPT(GPTConfig(**SIZE, **RES, n_kv_head=2))
     idx = tokens(B, T)
     torch.testing.assert_close(gated(idx)[0], resformer(idx)[0])
+
+
+@pytest.mark.parametrize('part', 'qkv')
+@pytest.mark.parametrize('kv_heads', [1, 2])
+def test_a_mixing_module_knows_the_heads_of_its_part(part, kv_heads, monkeypatch):
+    monkeypatch.setattr(model_py, 'Mixing', Gate)
+    config = GPTConfig(**SIZE, n_kv_head=kv_heads, **{f'{part}_residual': True})
+    gated = GPT(config)
+    gate = gated.get_submodule(f'transformer.h.1.attn.mixing.{part}.gate')
+    assert gate.out_features == reference.heads(config, part) * config.head_size
+    gated(tokens(B, T))
 
 
 def test_a_mixing_module_trains_compiles_and_decodes(gated):
@@ -211,7 +222,8 @@ def read_later(c, n):
                 keys.update((part, reference.owner(c, part, s)) for s in sources)
         if c.neutreno:
             keys.add(('v', 0))
-    return {(part, layer) for part, layer in keys if layer <= n}
+    # A source that is no layer is there from the start.
+    return {(part, source) for part, source in keys if not isinstance(source, int) or source <= n}
 
 
 def test_a_source_that_is_no_layer_is_mixed_in_and_dropped_after_its_last_reader(monkeypatch):
@@ -235,8 +247,8 @@ def test_a_source_that_is_no_layer_is_mixed_in_and_dropped_after_its_last_reader
 class LowRankGate(Mixing):
     """One factor is zero, so that it starts neutral; the other is random, or it could not learn."""
 
-    def __init__(self, config, n_sources):
-        super().__init__(config, n_sources)
+    def __init__(self, config, n_sources, heads):
+        super().__init__(config, n_sources, heads)
         self.down = nn.Linear(config.n_embd, 2, bias=False)
         self.up = nn.Linear(2, 1, bias=False)
         nn.init.zeros_(self.up.weight)

@@ -41,7 +41,7 @@ def test_the_loss_has_at_most_eight_chunks(monkeypatch, rows):
 def test_a_learned_weight_has_a_finite_gradient_in_float16():
     """Its gradient is a sum over all positions, far beyond what a half-precision number holds."""
     config = GPTConfig(n_layer=2, v_residual=True, residual_learned=True, vocab_size=64, n_embd=64)
-    mixing = Mixing(config, 1)
+    mixing = Mixing(config, 1, config.kv_heads)
     learned = torch.tensor([0.5, 0.5], requires_grad=True)
     shape = (4, 8, 1024, 8)
     source, own = torch.full(shape, 2.0).half(), torch.full(shape, 3.0).half()
