@@ -1,34 +1,26 @@
 """compare.py: arms, rates, seeds and plan; what it trains, collects, refuses and reports."""
 
-import contextlib
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import comparisons
 import pytest
 import runs
-import torch
 from comparisons import (
     ARMS,
     chain,
     collect,
     compare_command,
-    make_place,
     make_plan,
     pretend,
     pretend_all,
     scatter,
 )
-from conftest import ROOT, write_dataset
+from conftest import write_dataset
 
 import compare
 import train
@@ -408,27 +400,6 @@ def test_an_arm_may_be_evaluated_more_often(place):
     assert intervals == [0, 5]
 
 
-def test_the_reason_of_a_failure_is_the_programs_own_line(tmp_path):
-    lines = ['step 1', 'error: out of memory', 'error: out of memory', 'Root Cause', '=' * 60]
-    (tmp_path / 'train.log').write_text('\n'.join(lines) + '\n')
-    done = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(1)'])
-    done.wait()
-    launch.record(launch.Job('name', [], tmp_path, done))
-    assert launch.failure_file(tmp_path).read_text() == 'out of memory\n'
-
-    # Only what this attempt has written counts.
-    begin = (tmp_path / 'train.log').stat().st_size
-    with open(tmp_path / 'train.log', 'a') as log:
-        log.write('no disk\n')
-    launch.record(launch.Job('name', [], tmp_path, done, log_start=begin))
-    assert launch.failure_file(tmp_path).read_text() == 'no disk\n'
-
-    killed = SimpleNamespace(returncode=-signal.SIGKILL)
-    launch.record(launch.Job('name', [], tmp_path, killed))
-    reason = launch.failure_file(tmp_path).read_text()
-    assert reason == 'killed by SIGKILL, perhaps for lack of memory\n'
-
-
 def test_one_seed_says_what_it_cannot_say(place):
     plan = make_plan(ARMS, '--seeds=1')
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
@@ -647,58 +618,6 @@ def test_commands_for_any_scheduler(place):
     assert status == 0 and 'small: vanilla, resformer, svformer\n' in text
 
 
-def test_on_a_cpu_each_training_has_one_thread():
-    assert launch.find_slots('cpu', 3) == [{'OMP_NUM_THREADS': '1'}] * 3
-    assert len(launch.find_slots('cpu')) == len(os.sched_getaffinity(0))
-    with pytest.raises(ValueError, match='sees no GPU'):
-        launch.find_slots('cpu', gpus=2)
-
-
-def test_a_run_that_another_process_trains_is_left_alone(tmp_path):
-    assert not launch.busy_elsewhere(tmp_path / 'new')
-    with locked(tmp_path, 'training in'):
-        assert launch.busy_elsewhere(tmp_path)
-    assert not launch.busy_elsewhere(tmp_path)
-
-
-def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
-    """As after a compare.py that was killed, and whose trainings went on."""
-    started, looks = [], []
-    job = launch.Job('mine', [], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
-    monkeypatch.setattr(launch, 'start', lambda job, *more: started.append(len(looks)))
-    with contextlib.ExitStack() as holding:
-        holding.enter_context(locked(tmp_path, 'training in'))
-
-        def wait(seconds):
-            looks.append(seconds)
-            if len(looks) == 3:
-                holding.close()
-
-        monkeypatch.setattr(launch, 'time', SimpleNamespace(sleep=wait))
-        launch.launch(lambda: [] if started else [job], [{}])
-    assert started == [3] and not launch.failure_file(tmp_path).exists()
-
-
-def test_the_gpus_are_those_that_the_environment_lists(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5')
-    assert launch.visible_gpus() == ['4', '5']
-    monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
-    assert launch.visible_gpus() == ['0', '1']
-
-
-def test_gpus_are_dealt_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(launch, 'visible_gpus', lambda: ['4', '5', '6', '7'])
-    name = 'CUDA_VISIBLE_DEVICES'
-    assert [slot[name] for slot in launch.find_slots('auto')] == ['4', '5', '6', '7']
-    assert [slot[name] for slot in launch.find_slots('cuda', gpus=2)] == ['4,5', '6,7']
-    assert len(launch.find_slots('auto', jobs=2)) == 2
-    # More trainings than GPUs share them.
-    assert [slot[name] for slot in launch.find_slots('auto', jobs=6)] == list('456745')
-
-
 # --- really run -----------------------------------------------------------------------------------
 
 
@@ -716,62 +635,3 @@ def test_vanilla_is_vanilla_and_a_third_of_the_best_rate_is_worse(place):
     before = runs.snapshot('out/compare/small')
     assert compare_command(arms, '--seeds=3') == (0, text)
     assert runs.snapshot('out/compare/small') == before
-
-
-def without_times(folder):
-    """A report's text without its times: the last section, dates; nor what code the tests are part of,
-    which somebody may be changing right now."""
-    texts = []
-    for name in ('report.md', 'report.html'):
-        text = (folder / name).read_text()
-        text = re.sub(r'written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d', '', text)
-        text = re.sub(r'## Time\n.*|<h2>Time</h2><dl>.*?</dl>', '', text, flags=re.DOTALL)
-        text = re.sub(r'- The code was changed.*\n|- code: .*\n', '', text)
-        text = re.sub(r'<li>The code was changed.*?</li>', '', text)
-        text = re.sub(r'<dt>code</dt><dd>.*?</dd>|<details>.*</details>', '', text, flags=re.DOTALL)
-        texts.append(text)
-    return texts
-
-
-def kill_trainings(folder):
-    """Those that a killed compare.py has left behind: as if the machine had crashed."""
-    for process in Path('/proc').glob('[0-9]*'):
-        with contextlib.suppress(OSError):
-            if (process / 'cwd').resolve() == folder:
-                if b'train.py' in (process / 'cmdline').read_bytes():
-                    os.kill(int(process.name), signal.SIGKILL)
-
-
-def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory, monkeypatch):
-    """Processes as a user starts them; one arm fails, and the others stand."""
-    words = ['small.py', '--timing=False', '--seeds=1', '--max_iters=120']
-    words.append('--arms=vanilla; resformer: v_residual=True; broken: vocab_size=63')
-    assert runs.call(compare.main, *words)[0] == 0
-    whole = without_times(Path('out/compare/small'))
-
-    other = tmp_path_factory.mktemp('killed')
-    monkeypatch.chdir(other)
-    make_place(other)
-    folder = Path('out/compare/small')
-    for number in (signal.SIGKILL, signal.SIGTERM, None):
-        jobs = 1 if number else 2  # fewer processes to start
-        process = runs.start(ROOT / 'compare.py', *words, f'--jobs={jobs}')
-        process.stderr.readline()  # the first word of its progress: it has begun
-        deadline = time.time() + 60
-        while number and time.time() < deadline and process.poll() is None:
-            steps = [launch.last_step(log.parent) for log in folder.glob('*/log.jsonl')]
-            if any(5 < step < 100 for step in steps):
-                process.send_signal(number)
-                break
-            time.sleep(0.05)
-        status, _, err = runs.finish(process)
-        if number == signal.SIGKILL:
-            kill_trainings(other)
-        if number == signal.SIGTERM:
-            assert status == 75 and 'the same command goes on' in err
-    assert status == 0, err
-    assert without_times(folder) == whole
-    assert 'broken_lr0.02_seed1: failed: ' in whole[0]
-    assert 'vocab_size=63' in whole[0]
-    (contrast,) = [c for c in whole[0].splitlines() if c.startswith('- **resformer against')]
-    assert '1 of at least 3 seeds' in contrast

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import comparisons
 import pytest
-import torch
 from comparisons import ARMS, collect, compare_command, make_plan, pretend, pretend_all, scatter
 
 import compare
@@ -171,76 +170,6 @@ def test_a_run_that_has_just_begun_does_not_refuse_the_others(place, log):
 def test_only_a_seed_is_cut_off_the_name_of_a_run(names, expected):
     states = [State(Path(name), 'finished', config={'seed': seed}) for name, seed in names]
     assert group_name(states, {}) == expected
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-
-def test_as_many_trainings_as_cores_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(launch.os, 'sched_getaffinity', lambda process: {3, 5, 7})
-    assert len(launch.find_slots('cpu')) == 3
-    monkeypatch.delattr(launch.os, 'sched_getaffinity')
-    monkeypatch.setattr(launch.os, 'cpu_count', lambda: 4)
-    assert len(launch.find_slots('cpu')) == 4
-
-
-def test_a_mac_trains_one_run_at_a_time_on_its_gpu(monkeypatch):
-    monkeypatch.setattr(launch, 'cores', lambda: 8)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
-    slots = {device: len(launch.find_slots(device)) for device in ('auto', 'mps', 'cpu')}
-    assert slots == {'auto': 1, 'mps': 1, 'cpu': 8}
-    with pytest.raises(ValueError, match="device='cuda', but torch .* sees only mps and cpu here"):
-        launch.find_slots('cuda')
-
-
-class Process:
-    """What looks like a training that ends when somebody waits for it, unless Ctrl-C comes first."""
-
-    def __init__(self, waits=True):
-        self.waits = waits
-        self.returncode = None
-        self.terminated = False
-
-    def poll(self):
-        return self.returncode
-
-    def terminate(self):
-        self.terminated = True
-
-    def wait(self):
-        if not self.waits:
-            raise KeyboardInterrupt
-        self.returncode = 75
-
-
-def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatch):
-    def start(job, *more):
-        job.process = Process()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, 'start', start)
-    job = launch.Job('mine', [], tmp_path)
-    never = launch.Job('never', [], tmp_path / 'never')
-    with pytest.raises(KeyboardInterrupt):
-        launch.launch(lambda: [job, never], [{}, {}])
-    assert job.process.terminated and never.process is None
-
-
-def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, capsys):
-    jobs = [launch.Job(name, [], tmp_path / name) for name in ('saved', 'slow', 'slower')]
-    for job in jobs:
-        job.process = Process(waits=job.name == 'saved')
-    monkeypatch.setattr(launch.signal, 'signal', lambda *ignored: None)
-    with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == 'interrupted: every run is saved\n'
-    with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
-        launch.stop(jobs)
-    assert all(job.process.terminated for job in jobs)
-    text = capsys.readouterr().err
-    slow = f'{tmp_path / "slow"}, {tmp_path / "slower"}'
-    assert f'not waiting for the trainings in {slow}: ' in text and 'every run' not in text
 
 
 # --- reports --------------------------------------------------------------------------------------
