@@ -103,11 +103,17 @@ def early_difference(baseline, run):
 
 def last_loss(run, window):
     """The mean training loss of the last `window` steps, as far as they were logged."""
+    points, losses = points_and_losses(run, window)
+    return float(np.mean(losses[-points:]))
+
+
+def points_and_losses(run, window):
+    """(how many of its logged steps lie in `window` steps, all training losses of a run)"""
     losses = read_losses(run)
     points = points_in(list(losses), window)
     if len(losses) < points:
         raise ValueError(f'{run} has {len(losses)} logged steps, fewer than the {window} of a mean')
-    return float(np.mean(list(losses.values())[-points:]))
+    return points, list(losses.values())
 
 
 def parameters_of(run):
@@ -140,19 +146,25 @@ def falls_at_every_size(parameters, losses):
     return all(later < earlier for (n, earlier), (m, later) in itertools.pairwise(points) if m > n)
 
 
-def tokens_saved(baseline, run, window):
-    """The share of its steps that `run` can do without and still reach the baseline's last loss.
+ROUNDING = 1e-9  # relative: means of the same losses may differ in their last bits
 
-    The paper's way, on one run's middle: it understates the saving, because the learning rate has not
-    decayed yet where the run first reaches that loss. None where it does not reach it.
+
+def tokens_saved(baseline, run, window):
+    """The share of its steps that `run` can do without and still end at the baseline's last loss.
+
+    The paper's way, on one run's middle: a run needs its steps until no mean over `window` of them is
+    above that loss any more. The first mean below it would not do, because noise touches a loss long
+    before the run stays there. None where the run ends above that loss.
+
+    The learning rate has not decayed in the middle: trained for fewer steps, the run might save more.
     """
     target = last_loss(baseline, window)
-    losses = read_losses(run)
-    points = points_in(list(losses), window)
-    hits = np.flatnonzero(running_mean(list(losses.values()), points) <= target)
-    if not len(hits):
+    points, losses = points_and_losses(run, window)
+    is_above = running_mean(losses, points) > target * (1 + ROUNDING)
+    if is_above[-1]:
         return None
-    return 1 - (hits[0] + points) / len(losses)
+    last_above = max(np.flatnonzero(is_above), default=-1)
+    return float(1 - (last_above + 1 + points) / len(losses))
 
 
 def savings(models, name, window):

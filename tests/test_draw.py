@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from programs import assert_one_line, program
 from runs import good, log
 from variants import VARIANTS, config_of
@@ -222,6 +223,24 @@ def test_savings_at_equal_loss(tmp_path):
     assert axes.get_legend().get_texts()[0].get_text() == 'vanilla: 9 $N^{-0.1}$'
     # Its own last loss, from step 50 on.
     assert losses.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)
+
+
+def test_noise_that_touches_a_loss_before_the_run_has_reached_it_saves_nothing(tmp_path):
+    """Against itself, each kept run of vanilla saves less than 0.5% of its tokens."""
+    for seed in range(1, 6):
+        run = ROOT / 'results' / 'claims' / 'main' / f'vanilla_lr0.006_seed{seed}'
+        assert losses.tokens_saved(run, run, 50) < 0.005
+
+    falling = np.linspace(4, 3, 100) + 0.1 * np.random.default_rng(0).normal(size=100)
+    faster = falling - 0.2
+    base = write_run(tmp_path / 'base', falling.tolist())
+    run = write_run(tmp_path / 'run', faster.tolist())
+    target = falling[-10:].mean()
+    needed = 100
+    while faster[needed - 10 : needed].mean() <= target:
+        needed -= 1
+    assert losses.tokens_saved(base, run, 10) == pytest.approx(1 - (needed + 1) / 100)
+    assert losses.tokens_saved(run, base, 10) is None
 
 
 def test_two_wirings_of_one_name_are_not_fitted_together(tmp_path):
