@@ -21,6 +21,7 @@ Everything is computed per sequence, in float32 without TF32, then averaged over
 """
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -33,12 +34,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import model as architecture
+from comparison.plan import recorded_settings
 from configurator import choose, first_line, one_line_errors
 from data import Dataset
 from files import write_whole
 from hub.read import load as load_hub
 from machine import Machine
-from paper import draw
+from paper import draw, losses
 from rundir import check_tokenizer, load_run, provenance
 
 BLOCK = 2**24  # attention weights in memory at once: 64 MB
@@ -267,9 +269,13 @@ ANALYSES = {
 
 
 def load(run, settings):
-    """(model, rows) of a run, or of --hf; rows: the sequences to read, int64 arrays of T ids."""
+    """(model, rows, checkpoint) of a run, or of --hf, which has no checkpoint: None.
+
+    rows: the sequences to read, int64 arrays of T ids.
+    """
     if settings.hf:
         model, encode = open_hub(run)
+        checkpoint = None
     else:
         model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
         encode = tokenizer.encode
@@ -289,7 +295,7 @@ def load(run, settings):
         raise ValueError(
             f'{origin} contains the token id {highest}, but {run} has only {model.config.vocab_size} ids'
         )
-    return model, rows
+    return model, rows, checkpoint
 
 
 def open_hub(path):
@@ -349,11 +355,12 @@ def analyze(kind, runs, settings, machine):
     """What an analysis says of runs, ready for JSON.
 
     {'analysis': kind, ..., 'runs': {run: {'series': {name: {'mean', 'standard_error'}}, ...}}}; means
-    (layers, ...) and their standard errors are over sequences.
+    (layers, ...) and their standard errors are over sequences. A run of train.py has its 'step' and its
+    'settings', too.
     """
     reports = {}
     for run in runs:
-        model, rows = load(run, settings)
+        model, rows, checkpoint = load(run, settings)
         model.to(machine.device).eval()
         series = {}
         for name, values in measure(kind, model, rows, settings.batch_size, str(run)).items():
@@ -363,10 +370,20 @@ def analyze(kind, runs, settings, machine):
             'sequences': len(rows),
             'length': len(rows[0]),
             'config': asdict(model.config),
+            **origin_of(checkpoint),
         }
     numbers = {'analysis': kind, **provenance(machine), 'runs': reports}
     # JSON has no NaN: it becomes null.
     return json.loads(json.dumps(numbers), parse_constant=lambda name: None)
+
+
+def origin_of(checkpoint):
+    """Which run a checkpoint is of, and how far it was trained: {'step', 'settings'}; {} without one."""
+    if checkpoint is None:
+        return {}
+    values = {**checkpoint['settings'], **checkpoint['model_config']}
+    values['origin'] = checkpoint.get('origin')
+    return {'step': checkpoint['step'], 'settings': recorded_settings(values)}
 
 
 @torch.no_grad()
@@ -429,23 +446,53 @@ def curve_of(kind, title, series):
 def over_seeds(numbers):
     """analyze()'s numbers with one report for all runs of a model, under the model's name.
 
-    Means are over runs, and so are standard errors: the spread of seeds, not of sequences.
+    Means are over runs, and so are standard errors: the spread of seeds, not of sequences. Raises
+    ValueError where the runs of a model are not further seeds of one another. A report that does not
+    say its seed makes them `runs`.
     """
     by_model = {}
-    for report in numbers['runs'].values():
+    for run, report in numbers['runs'].items():
         name = draw.model_name(architecture.GPTConfig(**report['config']))
-        by_model.setdefault(name, []).append(report)
+        by_model.setdefault(name, {})[run] = report
+    known = all('settings' in report for report in numbers['runs'].values())
+    what = 'seeds' if known else 'runs'
     pooled = {}
     for name, reports in by_model.items():
-        if any(report['config'] != reports[0]['config'] for report in reports):
-            raise ValueError(f'--seeds=True: {name} is there with several sizes or settings')
+        for pair in itertools.combinations(reports.items(), 2):
+            check_seeds(name, *pair)
+        first, *others = reports.values()
         series = {}
-        for key in reports[0]['series']:
-            means = [np.array(report['series'][key]['mean'], dtype=float) for report in reports]
-            series[key] = summary(np.stack(means))
-        label = f'{name}, {len(reports)} seeds' if len(reports) > 1 else name
-        pooled[label] = {**reports[0], 'series': series}
-    return {**numbers, 'errors_over': 'seeds', 'runs': pooled}
+        for key in first['series']:
+            means = [report['series'][key]['mean'] for report in reports.values()]
+            series[key] = summary(np.array(means, dtype=float))
+        label = f'{name}, {len(reports)} {what}' if others else name
+        pooled[label] = {**first, 'series': series}
+    return {**numbers, 'errors_over': what, 'runs': pooled}
+
+
+def check_seeds(name, one, other):
+    """Raise ValueError where two (run, report) of a model are not two seeds of it, as far as they say."""
+    (run, report), (again, later) = one, other
+    if report['config'] != later['config']:
+        raise ValueError(f'--seeds=True: {name} is there with several sizes or settings')
+    if report['series'] == later['series']:
+        raise ValueError(f'--seeds=True: {run} and {again} have the same numbers: name one of them')
+    if not ('settings' in report and 'settings' in later):
+        return
+    if report['step'] != later['step']:
+        raise ValueError(
+            f'--seeds=True: {run} is at step {report["step"]}, {again} at step {later["step"]}'
+        )
+    ours, theirs = report['settings'], later['settings']
+    if ours['seed'] == theirs['seed']:
+        raise ValueError(f'--seeds=True: {run} and {again} have the same seed: name one of them')
+    difference = losses.settings_difference({**ours, 'seed': theirs['seed']}, theirs)
+    if difference:
+        name, value, other_value = difference
+        raise ValueError(
+            f'--seeds=True: {run} has {name}={value!r} and {again} has {other_value!r}: they are not '
+            'seeds of one model'
+        )
 
 
 def figure_of(numbers, title='', names=None):

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from comparison.plan import recorded_settings
 from comparison.results import changes_on_the_way, different_data, read_state
 from comparison.verdict import judge
 from configurator import first_line
@@ -98,21 +99,50 @@ def as_key(config):
 def finished_run(state, config, analyses):
     series = {}
     for kind, runs in analyses.items():
-        analysed, arrays = runs.get(state.folder.name, (None, None))
-        if analysed is None:
-            continue
-        if analysed != config:
-            raise ValueError(
-                f'the analysis of {kind} for {state.folder.name} is of another model than {state.folder}'
-            )
-        series[kind] = arrays
+        analysis = runs.get(state.folder.name)
+        if analysis:
+            check_analysis(kind, analysis, state, config)
+            series[kind] = analysis.series
     seed, rate = state.config['seed'], state.config['learning_rate']
     return FinishedRun(state.folder, seed, rate, state.losses, series)
 
 
+@dataclass
+class Analysis:
+    """What an analysis found inside the model of one run."""
+
+    config: GPTConfig
+    series: dict  # {series: array (layers, ...)}
+    step: int | None  # of the checkpoint; None in older analyses
+    settings: dict  # of the run, from comparison.plan.recorded_settings(); {} in older ones
+
+
+def check_analysis(kind, analysis, state, config):
+    """Raise ValueError where an analysis is of another run of that name, as far as it says, or of a
+    checkpoint before the last."""
+    what = f'the analysis of {kind} for {state.folder.name}'
+    if analysis.config != config:
+        raise ValueError(f'{what} is of another model than {state.folder}')
+    if not analysis.settings:
+        return
+    difference = losses.settings_difference(
+        recorded_settings(analysis.settings), recorded_settings(state.config)
+    )
+    if difference:
+        name, value, own = difference
+        raise ValueError(
+            f'{what} is of a run with {name}={value!r}, but {state.folder} has {own!r}'
+        )
+    steps = state.config['max_iters']
+    if analysis.step != steps:
+        raise ValueError(f'{what} is of step {analysis.step}, but {state.folder} has {steps} steps')
+
+
 def read_analyses(folder):
-    """{analysis: {name of a run's folder: (GPTConfig, {series: array (layers, ...)})}}; {} without a
-    folder. Raises FileNotFoundError where the folder has no analysis, ValueError for a damaged one."""
+    """{analysis: {name of a run's folder: Analysis}}; {} without a folder.
+
+    Raises FileNotFoundError where the folder has no analysis, ValueError for a damaged one.
+    """
     analyses = {}
     for kind in analyze.ANALYSES if folder else ():
         path = Path(folder, f'{kind}.json')
@@ -132,7 +162,8 @@ def read_analysis(path):
             name = Path(run).name
             if name in found:
                 raise ValueError(f'it has two runs named {name}')
-            found[name] = GPTConfig(**report['config']), insides.as_arrays(report)
+            config, series = GPTConfig(**report['config']), insides.as_arrays(report)
+            found[name] = Analysis(config, series, report.get('step'), report.get('settings') or {})
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f'{path}: {first_line(error)}') from error
     return found

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from comparison.plan import recorded_settings
+from comparison.plan import recorded_settings, same_value
 from model import GPT
 from rundir import gpt_config, read_losses, read_run_config
 
@@ -29,6 +29,14 @@ def common_settings(values, config):
     """
     own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
     return {name: value for name, value in recorded_settings(values).items() if name not in own}
+
+
+def settings_difference(ours, theirs):
+    """The first (setting, value, other value) in which two runs differ, of {setting: value}, or None."""
+    for name, value in ours.items():
+        if not same_value(value, theirs[name]):
+            return name, value, theirs[name]
+    return None
 
 
 def tokens_per_step(run):

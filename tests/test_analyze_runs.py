@@ -63,6 +63,7 @@ def folder(tmp_path_factory):
         model = reference.perturb(GPT(config), seed)
         Path('out', name).mkdir()
         new = {'model': model.state_dict(), 'model_config': config.__dict__}
+        new['settings'] = {**checkpoint['settings'], 'seed': seed}
         torch.save({**checkpoint, **new}, f'out/{name}/ckpt.pt')
     yield folder
     os.chdir(before)
@@ -409,6 +410,49 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at)
     numbers['runs']['out/vanilla2']['config']['norm_eps'] = 1e-6
     with pytest.raises(ValueError, match='vanilla is there with several sizes or settings'):
         analyze.over_seeds(numbers)
+
+
+def test_a_report_says_of_which_run_and_step_it_is(at):
+    (found,) = report('entropy', 'vanilla2', sequences=2)['runs'].values()
+    checkpoint = load('out/vanilla2/ckpt.pt')
+    assert found['step'] == checkpoint['step'] > 0
+    for name in ('seed', 'learning_rate', 'max_iters', 'dataset'):
+        assert found['settings'][name] == checkpoint['settings'][name]
+    assert found['settings']['n_layer'] == checkpoint['model_config']['n_layer']
+
+
+def seed_report(seed, **changes):
+    """The report of a run with a mean of its own; changes: of its settings."""
+    series = {'entropy': {'mean': [3.0, 2.0 + seed], 'standard_error': [0.1, 0.1]}}
+    report = {'series': series, 'length': 8, 'config': vars(GPTConfig()), 'step': 20}
+    return report | {'settings': {'seed': seed, 'learning_rate': 6e-3, **changes}}
+
+
+def pooled(**reports):
+    return analyze.over_seeds({'analysis': 'entropy', 'runs': reports})
+
+
+def test_runs_that_are_not_seeds_of_one_model_are_not_pooled():
+    assert list(pooled(a=seed_report(1), b=seed_report(2))['runs']) == ['vanilla, 2 seeds']
+    for other, message in (
+        (seed_report(1), 'a and b have the same numbers'),
+        (seed_report(2) | {'settings': seed_report(1)['settings']}, 'a and b have the same seed'),
+        (seed_report(2) | {'step': 10}, 'a is at step 20, b at step 10'),
+        (seed_report(2, learning_rate=3e-3), 'a has learning_rate=0.006 and b has 0.003'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pooled(a=seed_report(1), b=other)
+
+
+def test_older_reports_which_do_not_say_their_seed_are_runs_and_none_counts_twice():
+    older = {name: seed_report(seed) for seed, name in enumerate('ab')}
+    for report in older.values():
+        del report['step'], report['settings']
+    numbers = pooled(**older)
+    assert list(numbers['runs']) == ['vanilla, 2 runs']
+    assert analyze.figure_of(numbers).get_suptitle().endswith('over runs')
+    with pytest.raises(ValueError, match='a and c have the same numbers'):
+        pooled(**older, c=older['a'])
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ import scipy.stats
 from test_draw import write_run
 
 from comparison import charts
-from comparison.plan import CompareConfig, Plan, decisive_settings
+from comparison.plan import CompareConfig, Plan, decisive_settings, recorded_settings
 from configurator import configure
 from model import GPTConfig
 from paper import insides, judging, verdicts
 from paper.claims import CLAIMS, NAMES, SIGNS, Claim
 from paper.figures import R, S, V
 from paper.runs import Run
+from rundir import gpt_config
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -161,6 +162,30 @@ def test_an_analysis_of_another_model_with_the_same_name_is_refused(tmp_path):
     write_analysis(tmp_path, 'entropy', {folders[0].name: {'entropy': [4.0, 3.0]}}, GPTConfig())
     with pytest.raises(ValueError, match='analysis of entropy .* is of another model'):
         judging.read_groups(folders, judging.read_analyses(tmp_path))
+
+
+def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refused(tmp_path):
+    """Comparisons at one learning rate name their runs alike."""
+    (folder,) = write_runs(tmp_path, V, {1: 2.0})
+    config = json.loads((folder / 'config.json').read_text())
+    settings = recorded_settings(config)
+
+    def read(**facts):
+        series = {'entropy': {'mean': [4.0, 3.0]}}
+        report = {'series': series, 'config': asdict(gpt_config(config, folder)), **facts}
+        text = json.dumps({'runs': {f'elsewhere/{folder.name}': report}})
+        (tmp_path / 'entropy.json').write_text(text)
+        return judging.read_groups([folder], judging.read_analyses(tmp_path))
+
+    for facts in ({}, {'step': 20, 'settings': settings}):  # {}: as older files
+        ((arms,),) = (group.values() for group in read(**facts).values())
+        assert list(arms[1].series['entropy']['entropy']) == [4.0, 3.0]
+    with pytest.raises(ValueError, match='of a run with seed=2, but .*_seed1 has 1'):
+        read(step=20, settings={**settings, 'seed': 2})
+    with pytest.raises(ValueError, match='of a run with dataset=.*, but'):
+        read(step=20, settings={**settings, 'dataset': 'another'})
+    with pytest.raises(ValueError, match='is of step 10, but .* has 20 steps'):
+        read(step=10, settings=settings)
 
 
 def test_seeds_at_several_learning_rates_are_no_arm(tmp_path):
