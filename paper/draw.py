@@ -181,7 +181,8 @@ def scaling_of(runs, window):
     """{model: {'parameters', 'loss', 'runs', ...}} of runs of several sizes, from small to large.
 
     A model has a 'power_law' or says under 'no_law' why not; all but vanilla have losses.savings().
-    Raises ValueError where two wirings have one name.
+    Raises ValueError where two wirings have one name, and where the runs differ in more than their
+    models, sizes and learning rates.
     """
     points, wirings = {}, {}
     for run in runs:
@@ -191,6 +192,7 @@ def scaling_of(runs, window):
         wired = {**config.variant(), 'n_kv_head': None, 'residual_layers': None}
         if wirings.setdefault(name, wired) != wired:
             raise ValueError(f'{run} and another run are both {name}, but differ in their wiring')
+        losses.check_sizes(runs[0], run)
         point = losses.parameters_of(run), losses.last_loss(run, window), str(run)
         points.setdefault(name, []).append(point)
 

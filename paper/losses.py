@@ -31,6 +31,41 @@ def common_settings(values, config):
     return {name: value for name, value in recorded_settings(values).items() if name not in own}
 
 
+def shared_settings(run):
+    """common_settings() of a run, and its seed."""
+    values = read_run_config(run)
+    return {**common_settings(values, gpt_config(values, run)), 'seed': values.get('seed')}
+
+
+def check_pair(baseline, run):
+    """Raise ValueError where two runs differ in more than their models and learning rates."""
+    check_same(run, shared_settings(run), baseline, shared_settings(baseline))
+
+
+# Sizes may differ in these, but see the same tokens in a step.
+OF_SIZE = {'n_layer', 'n_head', 'n_embd', 'n_inner', 'batch_size', 'gradient_accumulation_steps'}
+
+
+def check_sizes(baseline, run):
+    """check_pair() of runs of which the sizes may differ, too."""
+    check_same(run, settings_of_any_size(run), baseline, settings_of_any_size(baseline))
+
+
+def settings_of_any_size(run):
+    shared = shared_settings(run)
+    values = {name: value for name, value in shared.items() if name not in OF_SIZE}
+    return {**values, 'tokens of a step': tokens_per_step(run)}
+
+
+def check_same(run, ours, baseline, theirs):
+    difference = settings_difference(ours, theirs)
+    if difference:
+        name, value, other = difference
+        raise ValueError(
+            f'{run} has {name}={value!r} and {baseline} has {other!r}, so the two cannot be compared'
+        )
+
+
 def settings_difference(ours, theirs):
     """The first (setting, value, other value) in which two runs differ, of {setting: value}, or None."""
     for name, value in ours.items():
@@ -49,7 +84,12 @@ def tokens_per_step(run):
 
 
 def differences(baseline, run, window):
-    """(steps, loss - baseline's loss) of the steps that both have; there must be `window` of them."""
+    """(steps, loss - baseline's loss) of the steps that both have.
+
+    Raises ValueError where that are fewer than `window`, and where the two runs differ in more than
+    their models and learning rates.
+    """
+    check_pair(baseline, run)
     base, losses = read_losses(baseline), read_losses(run)
     steps = sorted(losses.keys() & base.keys())
     if len(steps) < points_in(steps, window):

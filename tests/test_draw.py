@@ -14,7 +14,7 @@ from runs import good, log
 from variants import VARIANTS, config_of
 
 from model import GPTConfig
-from paper import draw, losses
+from paper import crossings, draw, losses
 from rundir import read_losses
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
@@ -57,6 +57,34 @@ def test_relative_loss_is_the_mean_difference_to_the_baseline(trained):
     for step, value in zip(steps, values, strict=True):
         window = slice(step - 4, step + 1)
         assert value == pytest.approx(np.mean(resformer[window]) - np.mean(vanilla[window]))
+
+
+@pytest.mark.parametrize('name, value', [('seed', 2), ('max_iters', 50), ('block_size', 64)])
+def test_runs_that_differ_in_more_than_their_models_and_rates_are_refused(tmp_path, name, value):
+    rate = {'learning_rate': 1.0, 'min_lr': 0.1}
+    base = write_run(tmp_path / 'base', [5.0] * 20, **rate)
+    twice = {'learning_rate': 2.0, 'min_lr': 0.2, 'share_v': True}
+    run = write_run(tmp_path / 'run', [4.0] * 20, **twice)
+    assert losses.final_difference(base, run, 5) == -1
+    write_run(run, [4.0] * 20, **twice, **{name: value})
+    for measure in (losses.final_difference, losses.relative, crossings.crossing):
+        with pytest.raises(ValueError, match=f'has {name}={value} and .* cannot be compared'):
+            measure(base, run, 5)
+    with pytest.raises(ValueError, match=f'has {name}={value} and .* cannot be compared'):
+        losses.early_difference(base, run)
+
+
+def test_a_fit_over_sizes_is_of_runs_that_differ_in_nothing_else(tmp_path):
+    models = {'vanilla': ({}, lambda n: falling_to(9 * n**-0.1))}
+    *others, last = write_sizes(tmp_path, models)
+    shape = json.loads(Path(last, 'config.json').read_text())
+    for changes in ({'gradient_accumulation_steps': 2}, {'batch_size': 2}):
+        write_run(Path(last), [3.0] * 100, **{**shape, **changes})
+        with pytest.raises(ValueError, match='has tokens of a step=16 and .* has 8'):
+            draw.scaling_of([*others, last], 10)
+    write_run(Path(last), [3.0] * 100, **shape, weight_decay=0.5)
+    with pytest.raises(ValueError, match='has weight_decay=0.5 and .* has 0.1'):
+        draw.scaling_of([*others, last], 10)
 
 
 def test_draw_writes_a_picture_and_a_table(trained):
