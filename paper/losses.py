@@ -23,12 +23,21 @@ def model_config(run, *needed):
 
 def common_settings(values, config):
     """{name: value} of what runs that are compared must share: all that decides a result but the
-    variant, the seed and the learning rate, which each model has its own.
+    variant, the seed and the learning rate, which each model has its own. The share of the rate that
+    is left at the end is the same for all, as in compare.py.
 
     values: of a config.json; config: its GPTConfig.
     """
     own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
-    return {name: value for name, value in recorded_settings(values).items() if name not in own}
+    recorded = recorded_settings(values)
+    shared = {name: value for name, value in recorded.items() if name not in own}
+    return {**shared, 'min_lr / learning_rate': min_lr_share(recorded)}
+
+
+def min_lr_share(settings):
+    """min_lr as a share of the learning rate; the last bits of a product do not tell runs apart."""
+    rate = settings['learning_rate']
+    return float(f'{settings["min_lr"] / rate:.6g}') if rate else 0.0
 
 
 def shared_settings(run):

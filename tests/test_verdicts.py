@@ -212,6 +212,23 @@ def test_only_runs_that_share_their_settings_are_compared_and_most_seeds_count(t
     assert row.rates == {'ResFormer': [6e-3], 'vanilla': [3e-3]}
 
 
+def test_runs_whose_rates_fall_to_another_share_are_another_group(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.5))
+    for folder in folders[:2]:
+        config = json.loads((folder / 'config.json').read_text())
+        constant = {**config, 'min_lr': config['learning_rate']}
+        (folder / 'config.json').write_text(json.dumps(constant))
+    (row,) = rows_of([BELOW], folders)
+    assert list(row.numbers['differences']) == [3, 4, 5]
+
+
+def test_each_learning_rate_has_its_own_end_in_proportion(tmp_path):
+    folders = write_runs(tmp_path, V, {1: 2.0}, rate=3e-3)
+    folders += write_runs(tmp_path, R, {1: 1.5}, rate=7e-3)
+    folders += write_runs(tmp_path, S, {1: 1.5}, rate=2e-3 / 3)
+    assert len(judging.read_groups(folders, {})) == 1
+
+
 def test_runs_that_began_with_other_weights_are_another_group(tmp_path):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.5))
     for folder in folders[:2]:
