@@ -169,14 +169,13 @@ def forest(rows):
     printed.
 
     Losses share an axis in nats. What was found inside models has many units: there, each row is drawn
-    in halves of its interval, so that 0 lies outside where |mean| > 1. Below, what was not tested.
+    in halves of its interval, so that 0 lies outside where |mean| > 1; one seed has none and is only in
+    the table. Below, what was not tested.
     """
     tested = [row for row in rows if row.numbers]
-    parts = [
-        [row for row in tested if (measure_of(row.metric) in LOSSES) == of_losses]
-        for of_losses in (True, False)
-    ]
-    parts = [part for part in parts if part]
+    of_losses = [row for row in tested if measure_of(row.metric) in LOSSES]
+    inside = [row for row in tested if row not in of_losses and row.numbers['low'] is not None]
+    parts = [part for part in (of_losses, inside) if part]
     if not parts:
         return ''
     footer = untested_lines(rows)
@@ -221,9 +220,7 @@ def draw_rows(axes, rows):
             continue
         shade = charts.color(COLORS[row.verdict])
         numbers = row.numbers
-        unit = 1.0
-        if not of_losses and numbers['low'] is not None:
-            unit = half_width(numbers)
+        unit = 1.0 if of_losses else half_width(numbers)
         direction = (-1 if row.sign == '<' else 1) / unit
         dots = [direction * value for value in numbers['differences'].values()]
         axes.plot(dots, [y + 0.22] * len(dots), 'o', color=shade, markersize=2.5, alpha=0.6)

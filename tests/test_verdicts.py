@@ -333,6 +333,23 @@ def test_in_the_picture_what_is_as_printed_lies_right_of_0(tmp_path):
     charts.pyplot().close(drawing)
 
 
+def test_what_has_no_interval_is_not_drawn_in_halves_of_it(tmp_path, monkeypatch):
+    folders = write_runs(tmp_path, V, {1: 2.0, 2: 2.0}) + write_runs(tmp_path, R, {1: 1.9})
+    layers = {folder.name: {'entropy': [4.0, 3.0 + i]} for i, folder in enumerate(folders)}
+    configs = [GPTConfig(), GPTConfig(), GPTConfig(v_residual=True)]
+    write_analysis(tmp_path, 'entropy', layers, *configs)
+    claims = [claim for claim in CLAIMS if claim.metric in ('entropy', 'entropy with depth')]
+    rows = rows_of([BELOW, *claims], folders, judging.read_analyses(tmp_path))
+    loss, depth, entropy = rows
+    assert [row.numbers['seeds'] for row in rows] == [1, 2, 1]
+    assert entropy.label() in verdicts.markdown(rows)
+
+    parts = []
+    monkeypatch.setattr(verdicts, 'draw_rows', lambda axes, part: parts.append(part))
+    verdicts.forest(rows)
+    assert parts == [[loss], [depth]]
+
+
 def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_claims(monkeypatch):
     monkeypatch.chdir(ROOT)
     usual = [claim for claim in CLAIMS if not judging.beyond(claim)]
