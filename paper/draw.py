@@ -463,15 +463,26 @@ def draw_scaling(settings):
         words = [f'{n:,} parameters {loss:.4f}' for n, loss in points]
         if model['no_law']:
             words.append(f'no power law: {model["no_law"]}')
-        for key in ('parameters_saved', 'tokens_saved'):
-            if model.get(key) is not None:
-                words.append(f'{key}: {model[key]:.1%}')
-        if model.get('why'):
-            words.append(f'no saving can be read: {model["why"]}')
+        words += savings_in_words(model)
         print(f'{name}: {", ".join(words)}')
     figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
     scaling_axes(axes, models, settings.window)
     return figure
+
+
+def savings_in_words(model):
+    """What losses.savings() says of a model of scaling_of(): each saving, and why one has none."""
+    kinds = {'parameters_saved': 'parameters', 'tokens_saved': 'tokens'}
+    words, unknown = [], []
+    for key, what in kinds.items():
+        share = model.get(key)
+        if share is None:
+            unknown.append(what)
+        else:
+            words.append(f'{what} saved: {share:.1%}')
+    if model.get('why'):
+        words.append(f'no saving of {" or ".join(unknown)} can be read: {model["why"]}')
+    return words
 
 
 def draw_critical(settings):

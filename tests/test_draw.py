@@ -253,6 +253,21 @@ def test_savings_at_equal_loss(tmp_path):
     assert losses.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)
 
 
+def test_a_saving_that_cannot_be_read_is_named():
+    parameters, tokens = {'parameters_saved': 0.1}, {'tokens_saved': 0.6}
+    none = {'parameters_saved': None, 'tokens_saved': None}
+    for model, expected in (
+        ({**parameters, **tokens, 'why': ''}, ['parameters saved: 10.0%', 'tokens saved: 60.0%']),
+        (
+            {**none, **tokens, 'why': 'no law'},
+            ['tokens saved: 60.0%', 'no saving of parameters can be read: no law'],
+        ),
+        ({**none, 'why': 'x'}, ['no saving of parameters or tokens can be read: x']),
+        ({}, []),  # vanilla
+    ):
+        assert draw.savings_in_words(model) == expected
+
+
 def test_noise_that_touches_a_loss_before_the_run_has_reached_it_saves_nothing(tmp_path):
     """Against itself, each kept run of vanilla saves less than 0.5% of its tokens."""
     for seed in range(1, 6):
