@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from comparison.report import signed
+from comparison.report import seeds_text, signed
 from comparison.verdict import describe, half_width
 from paper import draw, losses
 from paper.claims import NAMES
@@ -119,15 +119,14 @@ def picture_of(name, arms):
     for column, (run, arm) in enumerate(arms.items()):
         words = f'{draw_end(right, column, arm["end"], look[run])}  {look[run]["label"]}'
         if len(counts) > 1:
-            words += f', {arm["end"]["seeds"]} seeds'
+            words += f', {seeds_text(arm["end"]["seeds"])}'
         ends.append((arm['end']['mean'], words, look[run]))
     right.set_xlim(-0.7, len(arms) - 0.3)
     right.set_xticks([])
-    below = '95% interval'
+    below = [] if counts == {1} else ['95% interval']
     if len(counts) == 1:
-        (count,) = counts
-        below += f'\n{count} seeds'
-    right.set_xlabel(below, fontsize=draw.FONT)
+        below.append(seeds_text(*counts))
+    right.set_xlabel('\n'.join(below), fontsize=draw.FONT)
     right.set_title('validation loss', fontsize=draw.FONT)
     draw.end_labels(right, ends, gap=0.3)
     picture.suptitle(f'{number_of(name)}: {title}', fontsize=11)
