@@ -69,7 +69,9 @@ class Claim:
     `mapping`, ours equals theirs: such a metric is a difference within one run.
     """
 
-    figure: str  # of figures.FIGURES, from whose runs it can be tested; '': from none of them
+    figure: (
+        str  # of figures.FIGURES, from whose runs it can be tested; or a later version of the paper
+    )
     where: str  # the place where it is printed
     says: str  # the claim in our words
     ours: Run
@@ -252,7 +254,7 @@ CLAIMS = [
         (R, '<', ALL),
     ),
     *statement(
-        '',
+        'the revision',
         'the revision, Fig. 8 and Section 4.2',
         'V_n + lambda V_1 is better than vanilla at any lambda, and best at 2',
         (with_lambda(0.2), '<', V),
@@ -260,7 +262,7 @@ CLAIMS = [
         (with_lambda(2.0), '<', with_lambda(5.0)),
     ),
     *statement(
-        '',
+        'v5',
         'v5, validation losses at 82M: 2.712, 2.705, 2.700, 2.687',
         'learned weights are better than uniform ones, constant (2, 1) better, sparse with 5 best',
         ('learned_resformer', '<', R),

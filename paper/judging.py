@@ -204,7 +204,9 @@ DIFFERENCES = {
 class Row:
     """A contrast, all places where the paper prints it, and what the runs say."""
 
-    figure: str  # where it is first printed: a figure, table or version. Its family for Holm
+    figure: (
+        str  # of the claim that first prints it: a figure, table or version. Its family for Holm
+    )
     ours: str
     sign: str
     theirs: str
@@ -260,7 +262,7 @@ def rows_of(claims, groups):
             row.says.append(claim.says)
             continue
         row = Row(
-            claim.figure or claim.where.partition(',')[0],
+            claim.figure,
             ours,
             claim.sign,
             theirs,
