@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from paper import crossings, insides, losses
-from paper.claims import CLAIMS, METRICS, SAVINGS, SIGNS
+from paper.claims import CLAIMS, METRICS, SIGNS
+from paper.numbers import SAVINGS
 from paper.runs import folder
 
 # --- what a claim comes to: (a difference, its error in words) ------------------------------------

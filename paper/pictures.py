@@ -15,7 +15,7 @@ from files import write_whole
 from model import GPT
 from paper import analyze, claims, draw, runs, wiring
 from paper.figures import FIGURES, number_of
-from paper.numbers import TABLE_1, TABLE_5, paper_size
+from paper.numbers import TABLE_1, TABLE_5
 from paper.runs import PAPER, SCALES, Run, folder
 from tables import markdown_table
 
@@ -207,7 +207,7 @@ def loss_table(panel, numbers, scale):
         if 'minus_first' in report:
             mean = report['minus_first']['mean']
             minus = evaluate.pm(mean['loss'], mean['standard_error'], '+')
-        paper = TABLE_5.get(table_key(run), '')
+        paper = TABLE_5.get((run.model, run.size), '')
         rows.append([Path(path).name, f'{report["mean"]["loss"]:.4f}', minus, str(paper)])
     head = ['run', 'loss (nats)', 'minus vanilla, ± s.e. over windows', 'the paper']
     return markdown_table(head, rows) + '\n'
@@ -221,7 +221,7 @@ def tasks_table(panel, numbers, scale):
         scores = report['tasks'].values()
         cells = [accuracy(score['acc'], score['acc_stderr']) for score in scores]
         cells.append(accuracy(report['average'], report['average_stderr']))
-        paper = TABLE_1.get((*table_key(run), run.length or PAPER.length), {})
+        paper = TABLE_1.get((run.model, run.size, run.length or PAPER.length), {})
         rows.append([Path(path).name, *cells, str(paper.get('average', ''))])
     tasks = reports[paths[0]]['tasks']
     head = ['acc ± s.e. over items', *tasks, 'average', 'the paper']
@@ -230,12 +230,6 @@ def tasks_table(panel, numbers, scale):
 
 def accuracy(value, error):
     return evaluate.pm(value, error, digits=3)
-
-
-def table_key(run):
-    """The (model, size) under which Tables 1 and 5 have a run; () where they do not."""
-    _, config = runs.configs_of(run, PAPER)
-    return paper_size(config) or ()
 
 
 TABLES = {'loss': loss_table, 'tasks': tasks_table}

@@ -8,7 +8,7 @@ import functools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from comparison import launch
@@ -17,15 +17,15 @@ from comparison.results import read_state
 from configurator import configure, read_settings
 from data import dataset_folder
 from model import GPTConfig
-from paper import numbers
 from train import INCIDENTAL, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / 'config'
 
-# Table 4's sizes, and the sequence lengths of Table 3.
+# Table 4's sizes, of which config/vanilla_<size>.py says what they are, and the sequence lengths of
+# Table 3.
+SIZES = ('2m', '82m', '180m', '468m')
 VANILLA = read_settings(str(CONFIG / 'vanilla_82m.py'))
-SIZES = tuple(size.lower() for size in numbers.SIZES)
 OTHER_LENGTHS = [read_settings(str(path))['block_size'] for path in CONFIG.glob('seq_*.py')]
 LENGTHS = tuple(sorted([VANILLA['block_size'], *OTHER_LENGTHS]))
 
@@ -49,6 +49,13 @@ class Scale:
     sequences: int  # of an analysis
 
 
+def shape(size):
+    """{field of GPTConfig: value} of one of SIZES, from its config file."""
+    settings = read_settings(str(CONFIG / f'vanilla_{size}.py'))
+    names = {field.name for field in fields(GPTConfig)}
+    return {name: value for name, value in settings.items() if name in names}
+
+
 def shapes(*rows):
     """{size of the paper: shape}; rows: layers, heads and width, from small to large."""
     names = ('n_layer', 'n_head', 'n_embd')
@@ -62,7 +69,7 @@ PAPER = Scale(
     tokens=VANILLA['gradient_accumulation_steps'] * VANILLA['batch_size'] * VANILLA['block_size'],
     seconds=0,
     settings={name: VANILLA[name] for name in ('dataset', 'gradient_accumulation_steps')},
-    sizes={size: numbers.shape(size) for size in SIZES},
+    sizes={size: shape(size) for size in SIZES},
     lengths=LENGTHS,
     length=VANILLA['block_size'],
     rates=(VANILLA['learning_rate'], 3e-4, 1e-4),

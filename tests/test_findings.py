@@ -8,9 +8,9 @@ from test_draw import write_run
 from test_reproduce import write_finished
 
 from paper import analyze, findings, losses, runs
-from paper.claims import BASES, CLAIMS, METRICS, SAVINGS, SIGNS
+from paper.claims import BASES, CLAIMS, METRICS, SIGNS
 from paper.figures import FIGURES
-from paper.numbers import TABLE_1, TABLE_5, paper_size
+from paper.numbers import SAVINGS, TABLE_1, TABLE_5
 from paper.runs import LENGTHS, SCALES, Run
 
 TINY, PAPER = SCALES['tiny'], SCALES['paper']
@@ -51,7 +51,7 @@ def test_claims_from_tables_have_the_sign_of_their_numbers():
     for claim in CLAIMS:
         if claim.figure not in ('table1', 'table5'):
             continue
-        keys = [paper_size(runs.configs_of(run, PAPER)[1]) for run in (claim.ours, claim.theirs)]
+        keys = [(run.model, run.size) for run in (claim.ours, claim.theirs)]
         if claim.figure == 'table1':
             length = claim.ours.length or PAPER.length
             ours, theirs = (TABLE_1[(*key, length)]['average'] for key in keys)
