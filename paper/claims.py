@@ -28,6 +28,7 @@ from paper.figures import (
     R,
     S,
     V,
+    with_lambda,
 )
 from paper.runs import LENGTHS, Run
 
@@ -91,44 +92,6 @@ def statement(figure, where, says, *contrasts, metric='final loss', basis='text'
         pair = [arm if isinstance(arm, Run) else Run(arm, **more) for arm in (ours, theirs)]
         result.append(Claim(figure, where, says, pair[0], sign, pair[1], metric, basis))
     return result
-
-
-LAMBDAS = (0.2, 1.0, 2.0, 5.0)
-
-
-def with_lambda(value):
-    """V_n + lambda V_1 in place of their mean."""
-    if value == 2.0:
-        return 'constant_resformer'
-    return f'resformer+residual_lambda=({value},1.0)'
-
-
-# What a reader calls each model.
-NAMES = {
-    V: 'vanilla',
-    R: 'ResFormer',
-    S: 'SVFormer',
-    'neutreno': 'NeuTRENO',
-    'neutreno_resformer': 'NeuTRENO + ResFormer',
-    'denseformer': 'DenseFormer',
-    'gqa': 'GQA',
-    'cla': 'CLA',
-    ON_QUERIES: 'residual on queries',
-    ON_KEYS: 'residual on keys',
-    IDENTITY: 'identity map',
-    EQ_6: 'identity map of all sources (Eq. 6)',
-    CROSS: 'cross-layer attention',
-    PREVIOUS: 'source: previous layer',
-    ALL: 'source: all earlier layers',
-    **{with_lambda(value): f'V_n + {value:g} V_1' for value in LAMBDAS},
-    'learned_resformer': 'ResFormer, learned weights',
-    'sparse_resformer': 'ResFormer, sparse with 5',
-    KEYS_OF_2: 'keys shared by twos',
-    VALUES_OF_2: 'values shared by twos',
-    TWO_ANCHORS: 'SVFormer, two anchors',
-    FIRST_QUERIES: "all share the first layer's queries",
-    FIRST_KEYS: "all share the first layer's keys",
-}
 
 
 CLAIMS = [

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from comparison.verdict import describe, half_width
 from configurator import configure, one_line_errors
 from paper import losses
-from paper.claims import CLAIMS, NAMES
-from paper.figures import R, S, V
+from paper.claims import CLAIMS
+from paper.figures import NAMES, R, S, V
 from paper.judging import early_loss, read_groups, validation_loss, variant_of
 from paper.runs import Run
 from tables import markdown_table
@@ -46,7 +46,7 @@ class DifferencesConfig:
 
 def arms_of(folders):
     """{model: {seed: FinishedRun}}, in the order of NAMES. Raises ValueError for runs that cannot be
-    compared, and for models that the paper's claims do not name."""
+    compared, and for models that the paper does not have."""
     groups = read_groups(folders, {})
     if len(groups) > 1:
         raise ValueError(
@@ -60,7 +60,7 @@ def arms_of(folders):
             arms[model] = dict(sorted(seeds.items()))
     for seeds in variants.values():
         folder = next(iter(seeds.values())).folder
-        raise ValueError(f"{folder} is no model of the paper's claims")
+        raise ValueError(f'{folder} is no model of the paper')
     return arms
 
 

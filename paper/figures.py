@@ -27,7 +27,7 @@ class Panel:
 class Figure:
     title: str  # what is seen
     panels: list
-    names: dict = field(default_factory=dict)  # {model: its name here}, in place of claims.NAMES
+    names: dict = field(default_factory=dict)  # {model: its name here}, in place of NAMES
     is_ordered: bool = False  # whether its models are steps of one thing: shades instead of dashes
 
     def runs(self):
@@ -64,6 +64,47 @@ FIRST_QUERIES, FIRST_KEYS = 'vanilla+share_q=True', 'vanilla+share_k=True'
 TWO_ANCHORS, FOUR_ANCHORS = 'svformer+share_v_every=4', VALUES_OF_2
 GPT2_R, GPT2_S = 'gpt2+v_residual=True', 'gpt2+share_v=True'
 HALF, EIGHTH = (S, 'gqa', 'cla'), ('svformer_gqa', 'mqa', 'cla_gqa')
+
+LAMBDAS = (0.2, 1.0, 2.0, 5.0)
+
+
+def with_lambda(value):
+    """V_n + lambda V_1 in place of their mean."""
+    if value == 2.0:
+        return 'constant_resformer'
+    return f'resformer+residual_lambda=({value},1.0)'
+
+
+# What a reader calls each model.
+NAMES = {
+    V: 'vanilla',
+    R: 'ResFormer',
+    S: 'SVFormer',
+    'neutreno': 'NeuTRENO',
+    'neutreno_resformer': 'NeuTRENO + ResFormer',
+    'denseformer': 'DenseFormer',
+    'gqa': 'GQA',
+    'cla': 'CLA',
+    ON_QUERIES: 'residual on queries',
+    ON_KEYS: 'residual on keys',
+    IDENTITY: 'identity map',
+    EQ_6: 'identity map of all sources (Eq. 6)',
+    CROSS: 'cross-layer attention',
+    PREVIOUS: 'source: previous layer',
+    ALL: 'source: all earlier layers',
+    **{with_lambda(value): f'V_n + {value:g} V_1' for value in LAMBDAS},
+    'learned_resformer': 'ResFormer, learned weights',
+    'sparse_resformer': 'ResFormer, sparse with 5',
+    KEYS_OF_2: 'keys shared by twos',
+    VALUES_OF_2: 'values shared by twos',
+    TWO_ANCHORS: 'SVFormer, two anchors',
+    FIRST_QUERIES: "all share the first layer's queries",
+    FIRST_KEYS: "all share the first layer's keys",
+    'svformer_gqa': 'SVFormer, two KV heads',
+    'mqa': 'MQA',
+    'cla_gqa': 'CLA, two KV heads',
+    'gpt2': 'GPT-2',
+}
 
 LONGEST = LENGTHS[-1]
 

@@ -14,7 +14,8 @@ from comparison.verdict import judge
 from configurator import first_line
 from model import GPTConfig
 from paper import analyze, insides, losses
-from paper.claims import BASES, METRICS, NAMES, SIGNS
+from paper.claims import BASES, METRICS, SIGNS
+from paper.figures import NAMES
 from paper.runs import PAPER, configs_of
 from rundir import gpt_config
 

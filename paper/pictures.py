@@ -13,8 +13,8 @@ import torch
 import evaluate
 from files import write_whole
 from model import GPT
-from paper import analyze, claims, draw, runs, wiring
-from paper.figures import FIGURES, number_of
+from paper import analyze, draw, runs, wiring
+from paper.figures import FIGURES, NAMES, number_of
 from paper.numbers import TABLE_1, TABLE_5
 from paper.runs import PAPER, SCALES, Run, folder
 from tables import markdown_table
@@ -132,14 +132,6 @@ def smoothing(scale):
 
 
 # --- names ----------------------------------------------------------------------------------------
-
-NAMES = {
-    **claims.NAMES,
-    'svformer_gqa': 'SVFormer, two KV heads',
-    'mqa': 'MQA',
-    'cla_gqa': 'CLA, two KV heads',
-    'gpt2': 'GPT-2',
-}
 
 
 def folders(panel, scale):

@@ -12,8 +12,7 @@ import numpy as np
 from comparison.report import seeds_text, signed
 from comparison.verdict import describe, half_width
 from paper import draw, losses
-from paper.claims import NAMES
-from paper.figures import FIGURES, number_of
+from paper.figures import FIGURES, NAMES, number_of
 from paper.judging import fullest, pairs_in, validation_loss
 from paper.runs import PAPER, configs_of
 

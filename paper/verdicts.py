@@ -38,8 +38,8 @@ from comparison.verdict import half_width
 from configurator import choose, one_line_errors, read_settings
 from files import write_whole
 from paper import draw, seeds
-from paper.claims import CLAIMS, METRICS, NAMES
-from paper.figures import FIGURES, V, number_of
+from paper.claims import CLAIMS, METRICS
+from paper.figures import FIGURES, NAMES, V, number_of
 from paper.judging import (
     LARGER,
     MISSING,

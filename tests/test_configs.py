@@ -6,7 +6,7 @@ from conftest import ROOT
 
 from configurator import configure
 from model import GPT, GPTConfig
-from paper.claims import LAMBDAS, with_lambda
+from paper.figures import LAMBDAS, with_lambda
 from paper.runs import PAPER, Run, configs_of
 from train import TrainConfig
 

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from paper import differences, verdicts
-from paper.claims import NAMES
+from paper.figures import NAMES
 
 CLAIMS = Path(__file__).parent.parent / 'results' / 'claims'
 MAIN = sorted(CLAIMS.glob('main/*'))

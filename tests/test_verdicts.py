@@ -15,8 +15,8 @@ from comparison.plan import CompareConfig, Plan, decisive_settings, recorded_set
 from configurator import configure
 from model import GPTConfig
 from paper import insides, judging, verdicts
-from paper.claims import CLAIMS, NAMES, SIGNS, Claim
-from paper.figures import R, S, V
+from paper.claims import CLAIMS, SIGNS, Claim
+from paper.figures import NAMES, R, S, V
 from paper.runs import Run
 from rundir import gpt_config
 from train import TrainConfig
