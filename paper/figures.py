@@ -29,6 +29,7 @@ class Figure:
     panels: list
     names: dict = field(default_factory=dict)  # {model: its name here}, in place of NAMES
     is_ordered: bool = False  # whether its models are steps of one thing: shades instead of dashes
+    has_outside_panel: bool = False  # about checkpoints from elsewhere, which is left out here
 
     def runs(self):
         """Each run that must be trained, once, in the order of the panels."""
@@ -111,9 +112,6 @@ LONGEST = LENGTHS[-1]
 BY_SIZE = at_each('size', SIZES, V, R)
 SOME_LENGTHS = (2048, 32000, LONGEST)  # of Fig. 5
 
-# Figures with panels about checkpoints from outside, which are left out here.
-WITH_OUTSIDE_PANELS = ('fig1', 'fig3', 'fig15')
-
 FIGURES = {
     'table1': Figure(
         'Zero-shot tasks', [Panel('tasks', runs_of(V, R) + runs_of(V, R, length=LONGEST))]
@@ -133,12 +131,17 @@ FIGURES = {
                 'How evenly attention is spread over tokens',
             ),
         ],
+        has_outside_panel=True,
     ),
     'fig2': Figure(
         'Whose queries, keys and values a layer uses',
         [Panel('wiring', runs_of(V, 'neutreno', 'denseformer', R, S))],
     ),
-    'fig3': Figure('Cross-layer attention and its approximations', [Panel('mapping', runs_of(V))]),
+    'fig3': Figure(
+        'Cross-layer attention and its approximations',
+        [Panel('mapping', runs_of(V))],
+        has_outside_panel=True,
+    ),
     'fig4': Figure(
         'Sharing keys or values every two layers',
         panel_of_curves(V, KEYS_OF_2, VALUES_OF_2, 'cla'),
@@ -220,7 +223,9 @@ FIGURES = {
         {FOUR_ANCHORS: 'four anchors', TWO_ANCHORS: 'two anchors', S: 'one anchor'},
         is_ordered=True,
     ),
-    'fig15': Figure('Similarity of tokens', [Panel('similarity', runs_of(V, R, S))]),
+    'fig15': Figure(
+        'Similarity of tokens', [Panel('similarity', runs_of(V, R, S))], has_outside_panel=True
+    ),
 }
 
 

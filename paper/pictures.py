@@ -66,7 +66,7 @@ def panel_of(name, entry):
 
 def title_of(name, what, scale):
     title = f'{number_of(name)}: {what}'
-    if name == 'fig2':  # no run, and the same at every scale
+    if not FIGURES[name].runs():  # it is the same at every scale
         return title
     return f'{title} ({scale.name}, one seed)'
 

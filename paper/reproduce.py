@@ -30,7 +30,7 @@ from files import write_whole
 from machine import Machine
 from model import GPT
 from paper import analyze, crossings, draw, runs, wiring
-from paper.figures import FIGURES, WITH_OUTSIDE_PANELS
+from paper.figures import FIGURES
 from paper.findings import against_the_paper
 from paper.pictures import draw_figure, folders, smoothing, wired
 from paper.runs import PAPER, SCALES, Run, folder
@@ -130,7 +130,7 @@ def reproduce(name, settings, machine):
         entries.append({'how': panel.how, 'title': panel.title, 'numbers': numbers})
     entries = json.loads(json.dumps(entries))  # as redraw() will read them
 
-    if besides(name) == OUTSIDE:
+    if figure.has_outside_panel:
         kinds = [panel.how for panel in figure.panels if panel.how in analyze.ANALYSES]
         print(
             f"{name}: the paper's panel of other checkpoints is left out; python -m paper.analyze "
@@ -208,14 +208,11 @@ def print_list(names, settings):
     )
 
 
-OUTSIDE = 'outside weights*'
-
-
 def besides(name):
     """What a figure needs apart from its runs."""
     if any(panel.how == 'tasks' for panel in FIGURES[name].panels):
         return 'task data'
-    return OUTSIDE if name in WITH_OUTSIDE_PANELS else 'nothing'
+    return 'outside weights*' if FIGURES[name].has_outside_panel else 'nothing'
 
 
 def hours(run, tok_per_s):
