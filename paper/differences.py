@@ -102,14 +102,13 @@ def mean(values):
 def difference_table(arms):
     rows = []
     for ours, theirs in pairs_of(arms):
-        seeds = arms[ours].keys() & arms[theirs].keys()
+        seeds = sorted(arms[ours].keys() & arms[theirs].keys())
+        pairs = {seed: (arms[ours][seed], arms[theirs][seed]) for seed in seeds}
         cells = []
         for difference in COLUMNS.values():
-            values = {
-                seed: difference(arms[ours][seed], arms[theirs][seed]) for seed in sorted(seeds)
-            }
+            values = {seed: difference(*pair) for seed, pair in pairs.items()}
             cells.append(in_words(describe(values)))
-        each = ' '.join(f'{value:+.3f}' for value in values.values())
+        each = ' '.join(f'{validation_loss(*pair):+.3f}' for pair in pairs.values())
         rows.append([f'{NAMES[ours]} - {NAMES[theirs]}', str(len(seeds)), *cells, each])
     head = ['difference', 'seeds', *COLUMNS, 'of each seed']
     return markdown_table(head, rows, (0, len(head) - 1))

@@ -20,14 +20,14 @@ from paper.runs import folder
 
 
 def final_loss(claim, scale, panels):
-    return losses.final_difference(*folders(claim, scale), scale.window), ''
+    return losses.final_difference(*claim_folders(claim, scale), scale.window), ''
 
 
 def early_loss(claim, scale, panels):
-    return losses.early_difference(*folders(claim, scale)), ''
+    return losses.early_difference(*claim_folders(claim, scale)), ''
 
 
-def folders(claim, scale):
+def claim_folders(claim, scale):
     """(theirs, ours): the baseline comes first."""
     return folder(claim.theirs, scale), folder(claim.ours, scale)
 
@@ -48,12 +48,12 @@ def validation_loss(claim, scale, panels):
 
 def accuracy(claim, scale, panels):
     reports = panels['tasks']['runs']
-    theirs, ours = (reports[str(path)] for path in folders(claim, scale))
+    theirs, ours = (reports[str(path)] for path in claim_folders(claim, scale))
     error = np.hypot(ours['average_stderr'], theirs['average_stderr'])
     return ours['average'] - theirs['average'], f'± {error:.4f} over items'
 
 
-def inside(metric):
+def inside_of_claim(metric):
     """The difference of what an analysis found inside two models."""
     kind, difference = insides.DIFFERENCES[metric]
 
@@ -65,14 +65,14 @@ def inside(metric):
 
 
 # All of claims.METRICS but the critical step, which describe_crossings() reports as a whole.
-DIFFERENCES = {
+CLAIM_DIFFERENCES = {
     'final loss': final_loss,
     'overtaken': final_loss,
     'early loss': early_loss,
     'lead': lead,
     'validation loss': validation_loss,
     'accuracy': accuracy,
-    **{metric: inside(metric) for metric in insides.DIFFERENCES},
+    **{metric: inside_of_claim(metric) for metric in insides.DIFFERENCES},
 }
 
 # --- in words -------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def against_the_paper(name, panels, scale):
     panels = {panel['how']: panel['numbers'] for panel in panels}
     lines = []
     for claim in CLAIMS:
-        if claim.figure == name and claim.metric in DIFFERENCES:
+        if claim.figure == name and claim.metric in CLAIM_DIFFERENCES:
             lines.append(describe(claim, scale, panels))
     if 'ResFormer' in panels.get('scaling', {}):
         lines.append(describe_savings(panels['scaling']['ResFormer']))
@@ -95,7 +95,7 @@ def against_the_paper(name, panels, scale):
 
 
 def describe(claim, scale, panels):
-    difference, error = DIFFERENCES[claim.metric](claim, scale, panels)
+    difference, error = CLAIM_DIFFERENCES[claim.metric](claim, scale, panels)
     names = [claim.ours.name(scale)]
     if claim.theirs != claim.ours:
         names.append(claim.theirs.name(scale))

@@ -183,7 +183,7 @@ def early_loss(ours, theirs):
     return losses.early_difference(theirs.folder, ours.folder)
 
 
-def inside(metric):
+def inside_of_seed(metric):
     """The difference of what an analysis found inside two models."""
     kind, difference = insides.DIFFERENCES[metric]
     return lambda ours, theirs: float(difference(ours.series[kind], theirs.series[kind]))
@@ -191,11 +191,11 @@ def inside(metric):
 
 # {metric: (the difference of one seed, the analysis that it needs)}. A loss at the end is judged by the
 # validation loss, as in compare.py, also where the paper draws the training loss.
-DIFFERENCES = {
+SEED_DIFFERENCES = {
     'final loss': (validation_loss, None),
     'validation loss': (validation_loss, None),
     'early loss': (early_loss, None),
-    **{metric: (inside(metric), kind) for metric, (kind, _) in insides.DIFFERENCES.items()},
+    **{metric: (inside_of_seed(metric), kind) for metric, (kind, _) in insides.DIFFERENCES.items()},
 }
 
 # --- rows: one for each contrast that the paper prints, however often it does ---------------------
@@ -277,7 +277,7 @@ def rows_of(claims, groups):
         if row.reason:
             row.lacks = LARGER
             continue
-        _, analysis = DIFFERENCES[claim.metric]
+        _, analysis = SEED_DIFFERENCES[claim.metric]
         pairs = find_pairs(claim.ours, claim.theirs, groups, analysis)
         if pairs:
             tested[key] = pairs
@@ -294,7 +294,7 @@ def rows_of(claims, groups):
 
 def beyond(claim):
     """Why no runs of the usual size and length could test a claim, or ''."""
-    if claim.metric not in DIFFERENCES:
+    if claim.metric not in SEED_DIFFERENCES:
         return f'needs {METRICS[claim.metric]}'
     for run in (claim.ours, claim.theirs):
         unusual = unusual_words(run)
@@ -348,7 +348,7 @@ def why_no_pair(claim, groups):
             missing[NAMES[run.model]] = True
     if missing:
         return f'no runs of {" and ".join(missing)}'
-    _, analysis = DIFFERENCES[claim.metric]
+    _, analysis = SEED_DIFFERENCES[claim.metric]
     return f'no analysis of {analysis}' if analysis else 'no runs with the same settings and seeds'
 
 
@@ -361,7 +361,7 @@ def judge_family(rows, family):
     """Give the rows of one figure their numbers and verdicts."""
     differences = {}
     for key, pairs in family.items():
-        difference, _ = DIFFERENCES[rows[key].metric]
+        difference, _ = SEED_DIFFERENCES[rows[key].metric]
         differences[key] = {seed: difference(*pair) for seed, pair in pairs.items()}
     for key, numbers in judge(differences).items():
         row, pairs = rows[key], family[key]

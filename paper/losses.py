@@ -176,8 +176,13 @@ def points_and_losses(run, window):
 def parameters_of(run):
     """All weights of a run's model, from its config.json."""
     config = model_config(run, 'n_layer', 'n_head', 'n_embd', 'vocab_size')
+    return without_weights(config).num_params(non_embedding=False)
+
+
+def without_weights(config):
+    """The model of a GPTConfig, to count what it has and what it computes."""
     with torch.device('meta'):
-        return GPT(config).num_params(non_embedding=False)
+        return GPT(config)
 
 
 MIN_POINTS = 3  # of a fit: a curve of two parameters goes through any two points

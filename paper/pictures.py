@@ -8,12 +8,9 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 import evaluate
 from files import write_whole
-from model import GPT
-from paper import analyze, draw, runs, wiring
+from paper import analyze, draw, losses, runs, wiring
 from paper.figures import FIGURES, NAMES, number_of
 from paper.numbers import TABLE_1, TABLE_5
 from paper.runs import PAPER, SCALES, Run, folder
@@ -134,7 +131,7 @@ def smoothing(scale):
 # --- names ----------------------------------------------------------------------------------------
 
 
-def folders(panel, scale):
+def panel_folders(panel, scale):
     return [str(folder(run, scale)) for run in panel.runs]
 
 
@@ -162,7 +159,7 @@ def names_of(figure, panel, scale):
 def settings_in_words(run, scale):
     """(size, length, learning rate, warm-up) of a run; its size is vanilla's."""
     return (
-        f'{parameters_of(run.size, scale.name) / 1e6:.2g}M parameters',
+        f'{vanilla_parameters(run.size, scale.name) / 1e6:.2g}M parameters',
         f'{run.scaled_length(scale):,} tokens',
         f'learning rate {scale.rates[run.rate]:g}',
         f'{scale.warmups[run.warmup]:,} warm-up steps',
@@ -170,11 +167,10 @@ def settings_in_words(run, scale):
 
 
 @functools.cache
-def parameters_of(size, scale_name):
+def vanilla_parameters(size, scale_name):
     """All weights of vanilla at a size."""
     _, config = runs.configs_of(Run('vanilla', size), SCALES[scale_name])
-    with torch.device('meta'):
-        return GPT(config).num_params(non_embedding=False)
+    return losses.without_weights(config).num_params(non_embedding=False)
 
 
 def baseline_of(panel):
@@ -193,7 +189,7 @@ def baseline_of(panel):
 
 def loss_table(panel, numbers, scale):
     rows = []
-    for run, path in zip(panel.runs, folders(panel, scale), strict=True):
+    for run, path in zip(panel.runs, panel_folders(panel, scale), strict=True):
         report = numbers['runs'][path]
         minus = ''
         if 'minus_first' in report:
@@ -207,7 +203,7 @@ def loss_table(panel, numbers, scale):
 
 def tasks_table(panel, numbers, scale):
     reports, rows = numbers['runs'], []
-    paths = folders(panel, scale)
+    paths = panel_folders(panel, scale)
     for run, path in zip(panel.runs, paths, strict=True):
         report = reports[path]
         scores = report['tasks'].values()

@@ -21,18 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import evaluate
 from comparison import launch
 from configurator import choose, one_line_errors
 from files import write_whole
 from machine import Machine
-from model import GPT
-from paper import analyze, crossings, draw, runs, wiring
+from paper import analyze, crossings, draw, losses, runs, wiring
 from paper.figures import FIGURES
 from paper.findings import against_the_paper
-from paper.pictures import draw_figure, folders, smoothing, wired
+from paper.pictures import draw_figure, panel_folders, smoothing, wired
 from paper.runs import PAPER, SCALES, Run, folder
 from rundir import provenance
 from train import TrainConfig
@@ -77,9 +75,9 @@ def measure(panel, scale, settings, machine):
     if panel.how in analyze.ANALYSES:
         sizes = {'sequences': scale.sequences, 'length': scale.length, 'batch_size': 10}
         options = analyze.AnalyzeConfig(**sizes)
-        return analyze.analyze(panel.how, folders(panel, scale), options, machine)['runs']
+        return analyze.analyze(panel.how, panel_folders(panel, scale), options, machine)['runs']
 
-    paths = folders(panel, scale)
+    paths = panel_folders(panel, scale)
     smooth = smoothing(scale)
     if panel.how == 'relative':
         baseline, *others = paths
@@ -98,7 +96,7 @@ def measure(panel, scale, settings, machine):
 def measure_losses(panel, scale, machine):
     """The validation losses, each pair of runs on the same windows."""
     reports = {}
-    for pair in draw.in_pairs(folders(panel, scale)):
+    for pair in draw.in_pairs(panel_folders(panel, scale)):
         numbers = evaluate.compare_losses(pair, evaluate.LossConfig(batch_size=32), machine)
         evaluate.print_losses(numbers)
         reports |= numbers['runs']
@@ -109,7 +107,7 @@ def measure_tasks(panel, scale, data_dir, machine):
     """The zero-shot accuracies; their standard errors are over items."""
     limit = 0 if scale is PAPER else 200
     options = evaluate.TasksConfig(data_dir=data_dir, limit=limit)
-    numbers, _ = evaluate.evaluate_tasks(folders(panel, scale), options, machine)
+    numbers, _ = evaluate.evaluate_tasks(panel_folders(panel, scale), options, machine)
     evaluate.print_tasks(numbers)
     for report in numbers['runs'].values():
         errors = [score['acc_stderr'] for score in report['tasks'].values()]
@@ -225,8 +223,7 @@ def hours(run, tok_per_s):
 def flops(run):
     """Training FLOPs per token at the paper's scale."""
     _, config = runs.configs_of(run, PAPER)
-    with torch.device('meta'):
-        return GPT(config).flops_per_token(config.block_size)
+    return losses.without_weights(config).flops_per_token(config.block_size)
 
 
 # --- the program ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_a_claim_is_of_a_metric_a_sign_and_a_basis_that_are_explained():
         assert claim.metric in METRICS and claim.sign in SIGNS and claim.basis in BASES, claim
         assert claim.where and claim.says, claim
     assert {claim.metric for claim in CLAIMS} == set(METRICS)
-    assert findings.DIFFERENCES.keys() == METRICS.keys() - {'critical step'}
+    assert findings.CLAIM_DIFFERENCES.keys() == METRICS.keys() - {'critical step'}
 
 
 @pytest.mark.parametrize('scale', SCALES.values(), ids=SCALES)
