@@ -277,7 +277,10 @@ def job_of(run, scale, device):
 
 
 def prepare(scale):
-    """Prepare the dataset if it is the standard library; any other must exist already."""
+    """Prepare the dataset if it is the standard library; any other must exist already.
+
+    Raises OSError if it cannot be prepared, or does not exist.
+    """
     dataset = scale.settings['dataset']
     if (dataset_folder(dataset) / 'meta.json').exists():
         return
@@ -285,4 +288,10 @@ def prepare(scale):
         raise FileNotFoundError(f'there is no data/{dataset}: see prepare_slimpajama.py')
     command = [sys.executable, str(ROOT / 'prepare_slimpajama.py'), '--source=stdlib']
     command += ['--tokenizer=bytes', '--tokens=0', '--out=data/stdlib']
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    except subprocess.CalledProcessError as error:
+        raise OSError(
+            f'data/{dataset} could not be prepared: prepare_slimpajama.py ended with exit status '
+            f'{error.returncode}; what it said stands above'
+        ) from error

@@ -163,6 +163,15 @@ def test_the_standard_library_is_prepared_once(here, monkeypatch):
     assert '--source=stdlib' in words and '--out=data/stdlib' in words
 
 
+def test_a_preparation_that_fails_is_one_line(here, monkeypatch):
+    command = [runs.sys.executable, '-c', 'raise SystemExit(3)']
+    run = runs.subprocess.run
+    monkeypatch.setattr(runs.subprocess, 'run', lambda _, **options: run(command, **options))
+    monkeypatch.setattr(runs, 'train', lambda *_: pytest.fail('there is nothing to train on'))
+    status, _, _ = program(reproduce.main, 'fig3', '--device=cpu')
+    assert_one_line(status, 'data/stdlib could not be prepared', 'exit status 3')
+
+
 def test_a_training_that_fails_is_one_line(here):
     splits = {'train': {'A': 2000}, 'validation': {'A': 2000}}
     write_dataset(here / 'data/stdlib', splits, n_vocab=257)
