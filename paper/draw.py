@@ -28,7 +28,7 @@ from comparison import charts
 from comparison.report import signed
 from configurator import choose, one_line_errors
 from paper import crossings, losses, wiring
-from paper.runs import PAPER, Run, configs_of
+from paper.runs import PAPER, Run, config_file, configs_of
 from tables import markdown_table
 
 # --- names and colors -----------------------------------------------------------------------------
@@ -400,7 +400,11 @@ def pyplot():
 
 
 def save(figure, out):
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    """Write a picture; without an ending, it is a PNG."""
+    out = Path(out)
+    if not out.suffix:
+        out = out.with_suffix('.png')
+    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
     pyplot().close(figure)
     print(f'\nwrote {out}')
@@ -526,6 +530,12 @@ def wired_config(word):
     """The GPTConfig of a run's folder, or of a model of config/, with +setting=value."""
     if Path(word, 'config.json').exists():
         return losses.model_config(word)
+    model, *flags = word.split('+')
+    if not config_file(model).exists():
+        raise ValueError(f'{model} is neither the folder of a run nor a model of config/')
+    for flag in flags:
+        if '=' not in flag:
+            raise ValueError(f'{word}: {flag} has no value; give it as {flag}=VALUE')
     _, config = configs_of(Run(word), PAPER)
     return config
 

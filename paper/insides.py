@@ -61,6 +61,15 @@ DIFFERENCES = {
 }
 
 
+# {analysis: the series of it that the differences read}
+SERIES = {
+    'entropy': ['entropy'],
+    'mapping': [analyze.EQ_3, analyze.EQ_6],
+    'spectrum': [analyze.ATTENDED, analyze.PROJECTED],
+    'similarity': ['hidden states'],
+}
+
+
 def as_arrays(report):
     """The series of one run in analyze()'s numbers."""
     means = {name: values['mean'] for name, values in report['series'].items()}

@@ -148,14 +148,14 @@ def read_analyses(folder):
     for kind in analyze.ANALYSES if folder else ():
         path = Path(folder, f'{kind}.json')
         if path.exists():
-            analyses[kind] = read_analysis(path)
+            analyses[kind] = read_analysis(path, kind)
     if folder and not analyses:
         names = ', '.join(f'{kind}.json' for kind in analyze.ANALYSES)
         raise FileNotFoundError(f'{folder} has none of {names}')
     return analyses
 
 
-def read_analysis(path):
+def read_analysis(path, kind):
     found = {}
     try:
         reports = json.loads(path.read_text())['runs']
@@ -164,6 +164,11 @@ def read_analysis(path):
             if name in found:
                 raise ValueError(f'it has two runs named {name}')
             config, series = GPTConfig(**report['config']), insides.as_arrays(report)
+            missing = [
+                series_name for series_name in insides.SERIES[kind] if series_name not in series
+            ]
+            if missing:
+                raise ValueError(f'{run} has no series {missing[0]!r}')
             found[name] = Analysis(config, series, report.get('step'), report.get('settings') or {})
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f'{path}: {first_line(error)}') from error

@@ -188,8 +188,11 @@ class Run:
 @functools.cache
 def wiring_of(model):
     """{field of GPTConfig: value} that makes a model, from its config file."""
-    file = 'gpt2_78m.py' if model == 'gpt2' else f'{model}_82m.py'
-    return read_wiring(str(CONFIG / file))
+    return read_wiring(str(config_file(model)))
+
+
+def config_file(model):
+    return CONFIG / ('gpt2_78m.py' if model == 'gpt2' else f'{model}_82m.py')
 
 
 @functools.cache

@@ -481,6 +481,28 @@ def test_draw_refuses_bad_input_in_one_line(trained, arguments, message):
     assert 'Traceback' not in err
 
 
+@pytest.mark.parametrize(
+    'word, message',
+    [
+        (
+            'out/no_such_run',
+            'out/no_such_run is neither the folder of a run nor a model of config/',
+        ),
+        ('resformer+residual_from', 'residual_from has no value; give it as residual_from=VALUE'),
+    ],
+)
+def test_a_word_that_is_no_model_is_refused(word, message):
+    status, *_ = program(draw.main, 'wiring', word)
+    assert_one_line(status, message)
+
+
+def test_the_picture_that_the_program_names_is_the_one_it_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, written in (('plain', 'plain.png'), ('drawing.svg', 'drawing.svg')):
+        _, out, _ = program(draw.main, 'wiring', 'vanilla', '--layers=2', f'--out={name}')
+        assert f'wrote {written}\n' in out and Path(written).exists()
+
+
 def test_an_unknown_drawing_is_answered_with_the_usage_and_exit_status_2():
     status, out, _ = program(draw.main, 'pie', 'out/vanilla')
     assert status == 2

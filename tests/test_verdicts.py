@@ -143,7 +143,8 @@ def test_a_run_is_described_by_what_is_unusual():
 
 
 def test_two_analyses_of_runs_with_one_name_are_refused(tmp_path):
-    report = {'series': {}, 'config': asdict(GPTConfig())}
+    series = {'entropy': {'mean': [4.0, 3.0]}}
+    report = {'series': series, 'config': asdict(GPTConfig())}
     runs = {f'{name}/ckpt_120.pt': report for name in ('one', 'other')}
     (tmp_path / 'entropy.json').write_text(json.dumps({'runs': runs}))
     with pytest.raises(ValueError, match='entropy.json: it has two runs named ckpt_120.pt'):
@@ -157,6 +158,10 @@ def test_a_folder_without_analyses_and_a_damaged_one_are_named(tmp_path):
         (tmp_path / 'mapping.json').write_text(text)
         with pytest.raises(ValueError, match='mapping.json: '):
             judging.read_analyses(tmp_path)
+    (tmp_path / 'mapping.json').unlink()
+    write_analysis(tmp_path, 'similarity', {'run': {'keys': [0.5, 0.5]}}, GPTConfig())
+    with pytest.raises(ValueError, match="similarity.json: .*run has no series 'hidden states'"):
+        judging.read_analyses(tmp_path)
 
 
 def test_an_analysis_of_another_model_with_the_same_name_is_refused(tmp_path):
