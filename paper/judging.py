@@ -311,7 +311,7 @@ def beyond(claim):
 def find_pairs(ours, theirs, groups, analysis=None):
     """{seed: (our FinishedRun, theirs)} of the group of runs with the most seeds in common.
 
-    ours, theirs: claims' Runs. analysis: what both must have been analysed for, if anything.
+    ours, theirs: claims' Runs. analysis: what both must have been analyzed for, if anything.
     """
     candidates = [pairs_in(variants, ours, theirs, analysis) for variants in groups.values()]
     return fullest(candidates, len, f'seeds of {describe_run(ours)} and {describe_run(theirs)}')
