@@ -70,9 +70,7 @@ class Claim:
     `mapping`, ours equals theirs: such a metric is a difference within one run.
     """
 
-    figure: (
-        str  # of figures.FIGURES, from whose runs it can be tested; or a later version of the paper
-    )
+    figure: str  # of figures.FIGURES, whose runs can test it; or a later version of the paper
     where: str  # the place where it is printed
     says: str  # the claim in our words
     ours: Run

@@ -210,9 +210,7 @@ SEED_DIFFERENCES = {
 class Row:
     """A contrast, all places where the paper prints it, and what the runs say."""
 
-    figure: (
-        str  # of the claim that first prints it: a figure, table or version. Its family for Holm
-    )
+    figure: str  # of the claim that first prints it, or a table or version. Its family for Holm
     ours: str
     sign: str
     theirs: str

@@ -244,7 +244,7 @@ def train(runs, scale, jobs=1, gpus=1, device='auto'):
     else:
         gpus = 1
     if jobs > 1:
-        threads = max(1, (os.cpu_count() or 1) // jobs)
+        threads = max(1, launch.cores() // jobs)
         environment['OMP_NUM_THREADS'] = os.environ.get('OMP_NUM_THREADS', str(threads))
     trainings = [job_of(run, scale, device) for run in runs]
     steps = scale.settings.get('max_iters', TrainConfig.max_iters)
