@@ -49,17 +49,21 @@ def configure(*schemas, argv=None, plain='', mode=''):
         hints |= typing.get_type_hints(schema)
 
     files, words, options = sort_arguments(argv, plain)
-    values = {plain: tuple(words)} if words else {}
-    for path in files:
-        for key, value in read_settings(path).items():
-            check_key(key, fields, path)
-            values[key] = convert(value, hints[key], f'{key} in {path}')
+    # Before the files: the value of an option typed as `--key VALUE` would be taken for one.
+    overrides = {}
     for option in options:
         key, equals, text = option[2:].partition('=')
         check_key(key, fields, 'command line')
         if not equals:
             raise ValueError(f'{option} has no value: write --{key}=VALUE')
-        values[key] = convert(parse(text), hints[key], f'--{key}', text)
+        overrides[key] = convert(parse(text), hints[key], f'--{key}', text)
+
+    values = {plain: tuple(words)} if words else {}
+    for path in files:
+        for key, value in read_settings(path).items():
+            check_key(key, fields, path)
+            values[key] = convert(value, hints[key], f'{key} in {path}')
+    values |= overrides
 
     instances = []
     for schema in schemas:
@@ -103,7 +107,7 @@ def choose(modes, doc, argv=None, plain=''):
 def read_settings(path):
     """The values that a config file assigns: its public names, without modules and functions."""
     if not os.path.isfile(path):
-        hint = f'; for a setting, write --{path}' if '=' in path else ''
+        hint = f'; for a setting, write --{path.lstrip("-")}' if '=' in path else ''
         raise FileNotFoundError(f'no config file {path!r}{hint}')
     try:
         names = runpy.run_path(path)

@@ -203,8 +203,15 @@ def test_a_key_without_a_value_says_how_to_give_one():
     assert '--on=VALUE' in refusal('--on')
 
 
-def test_a_setting_without_its_dashes_is_not_taken_for_a_missing_file_without_a_hint():
-    assert '--steps=3' in refusal('steps=3')
+def test_a_key_whose_value_stands_apart_is_told_to_write_the_equals_sign(write):
+    config = write('a.py', 'steps = 1 / 0\n')
+    for argv in (['--rate', '3e-4'], ['3e-4', '--rate'], [config, '--rate', '3e-4']):
+        assert refusal(*argv) == '--rate has no value: write --rate=VALUE', argv
+
+
+@pytest.mark.parametrize('word', ['steps=3', '-steps=3'])
+def test_a_setting_without_its_dashes_is_not_taken_for_a_missing_file_without_a_hint(word):
+    assert refusal(word).endswith('write --steps=3')
 
 
 def test_several_schemas_share_one_command_line_and_each_gets_its_own_fields():
