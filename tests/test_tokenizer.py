@@ -287,13 +287,22 @@ def test_what_is_not_there_is_said(tmp_path):
         tokenizer.load(tmp_path / 'empty')
 
 
-def test_a_hub_id_is_fetched_and_failure_is_one_line(folders, monkeypatch):
+def test_a_hub_id_is_fetched(folders, monkeypatch):
     hub = pytest.importorskip('huggingface_hub')
     monkeypatch.setattr(hub, 'hf_hub_download', lambda name, file: str(folders['neox'] / file))
     assert tokenizer.load('someone/something').name == 'gpt-neox'
 
+
+class ProxyError(Exception):
+    """Like that of the hub's HTTP client: an Exception, and of no kind that Python itself has."""
+
+
+@pytest.mark.parametrize('kind', [ConnectionError, ImportError, RuntimeError, ProxyError])
+def test_a_hub_that_fails_is_one_line(kind, monkeypatch):
+    hub = pytest.importorskip('huggingface_hub')
+
     def fail(*_):
-        raise ConnectionError('no network\nsecond line')
+        raise kind('no network\nsecond line')
 
     monkeypatch.setattr(hub, 'hf_hub_download', fail)
     message = r'someone/something.*no network\).*download it once'
