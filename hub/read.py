@@ -64,23 +64,54 @@ def read(path_or_hub_id):
 
 
 def fetch(path_or_hub_id):
-    """The folder of a checkpoint; a hub id is downloaded, safetensors where there are any."""
+    """The folder of a checkpoint. A hub id is downloaded, or if the hub fails, read from its cache."""
     name = str(path_or_hub_id)
     folder = Path(name)
     if folder.is_dir():
         return folder
     try:
-        from huggingface_hub import HfApi, snapshot_download
-
-        files = HfApi().list_repo_files(name)
-        has_safetensors = any(file.endswith('.safetensors') for file in files)
-        weights = '*.safetensors*' if has_safetensors else '*.bin*'
-        return Path(snapshot_download(name, allow_patterns=['*.json', weights]))
+        return download(name)
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
             f'{name} is not a folder, and it could not be downloaded from the hub ({first_line(error)}); '
             'download it once and give its folder'
         ) from error
+
+
+# What is downloaded of a hub repository, besides its .json files: weights that weight_files() reads,
+# and no others, such as the copy of all weights in Mistral's consolidated.safetensors.
+SAFETENSORS = 'model*.safetensors*'
+BIN = 'pytorch_model*.bin*'
+
+
+def download(name):
+    """The folder of a hub repository, with the safetensors of its root, else with its .bin files."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        files = HfApi().list_repo_files(name)
+    except Exception:
+        folder = downloaded_before(name)
+        if folder is None:
+            raise
+        return folder
+    has_safetensors = {'model.safetensors', 'model.safetensors.index.json'} & set(files)
+    weights = SAFETENSORS if has_safetensors else BIN
+    return Path(snapshot_download(name, allow_patterns=['*.json', weights]))
+
+
+def downloaded_before(name):
+    """The folder of a hub repository in the hub's cache; None where its weights are not there."""
+    from huggingface_hub import snapshot_download
+
+    # The hub's client checks that no file of these patterns is missing. Of a repository with .bin
+    # files, those are not checked.
+    patterns = ['*.json', SAFETENSORS]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except Exception:
+        return None
+    return folder if holds_weights(folder) else None
 
 
 def read_weight(tensors, name, parts, shape, transposed):

@@ -1,6 +1,7 @@
 """hub/read.py: checkpoints of transformers, from a folder or the hub, become a GPT."""
 
 import functools
+import json
 import os
 import shutil
 import socket
@@ -20,6 +21,7 @@ from checkpoints import (
 )
 from conftest import ROOT
 from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 from programs import BYTES, tokens
 from runs import finish, start
 from safetensors.torch import load_file, save_file
@@ -278,22 +280,74 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_one_line(name, monkeypatch):
     assert_not_to_be_had(name)
 
 
-REPOSITORIES = [
-    (['model.safetensors', 'pytorch_model.bin'], '*.safetensors*'),
-    (['pytorch_model.bin', 'config.json'], '*.bin*'),
-]
+# Files of a repository, and those of them that hold its weights.
+REPOSITORIES = {
+    'safetensors': (
+        ['model.safetensors', 'pytorch_model.bin', 'consolidated.safetensors', 'onnx/model.bin'],
+        ['model.safetensors'],
+    ),
+    'sharded safetensors': (
+        ['consolidated.safetensors', 'model-1-of-1.safetensors', 'model.safetensors.index.json'],
+        ['model-1-of-1.safetensors', 'model.safetensors.index.json'],
+    ),
+    'bin': (
+        ['adapter_model.safetensors', 'pytorch_model.bin', 'small/model.safetensors', 'args.bin'],
+        ['pytorch_model.bin'],
+    ),
+    'sharded bin': (
+        ['original/all.bin', 'pytorch_model-1-of-1.bin', 'pytorch_model.bin.index.json'],
+        ['pytorch_model-1-of-1.bin', 'pytorch_model.bin.index.json'],
+    ),
+}
 
 
-@pytest.mark.parametrize('files, weights', REPOSITORIES)
-def test_from_the_hub_come_json_and_safetensors_or_else_bin(files, weights, monkeypatch, tmp_path):
-    requests = []
+@pytest.mark.parametrize('form', REPOSITORIES)
+def test_from_the_hub_come_json_and_the_weights_that_are_read(form, monkeypatch, tmp_path):
+    files, weights = REPOSITORIES[form]
+    files = ['README.md', 'config.json', *files]
+    downloaded = []
 
     def download(name, allow_patterns):
-        requests.append((name, allow_patterns))
+        assert name == 'someone/something'
+        downloaded.extend(filter_repo_objects(files, allow_patterns=allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(HfApi, 'list_repo_files', lambda self, name, **options: files)
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     model = written(tmp_path)
     assert_equal_logits(load('someone/something'), model)
-    assert requests == [('someone/something', ['*.json', weights])]
+    assert downloaded == ['config.json', *weights]
+
+
+def cached(cache, model, form):
+    """someone/something, as an earlier download left it in the hub's cache."""
+    commit = '0' * 40
+    repository = cache / 'models--someone--something'
+    snapshot = repository / 'snapshots' / commit
+    model.save_pretrained(snapshot)
+    if form in FORMATS:
+        FORMATS[form](snapshot, model)
+    (repository / 'refs').mkdir()
+    (repository / 'refs/main').write_text(commit)
+
+    # The repository also has files that were not downloaded.
+    files = [path.name for path in snapshot.iterdir()] + ['README.md', 'consolidated.safetensors']
+    entries = {file: {'size': 1, 'blob_id': ''} for file in files}
+    (repository / 'trees').mkdir()
+    listing = {'format_version': 1, 'files': entries}
+    (repository / 'trees' / f'{commit}.json').write_text(json.dumps(listing))
+    return snapshot
+
+
+@pytest.mark.parametrize('form', ['safetensors', 'bin'])
+def test_in_offline_mode_an_earlier_download_is_read(form, monkeypatch, tmp_path):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
+    model = theirs()
+    snapshot = cached(tmp_path, model, form)
+    assert_equal_logits(load('someone/something'), model)
+
+    # Without its weights, as where only its tokenizer was downloaded, it is no checkpoint.
+    for path in [*snapshot.glob('*.safetensors'), *snapshot.glob('*.bin')]:
+        path.unlink()
+    assert 'offline' in assert_not_to_be_had().lower()
