@@ -145,7 +145,7 @@ def check_tied_head(tensors, embedding):
 
 def check_leftover(tensors):
     # Tables that old checkpoints carry along are not weights.
-    tables = ('rotary_emb.inv_freq', 'attn.bias', 'masked_bias')
+    tables = ('.rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias')
     names = sorted(name for name in tensors.places if not name.endswith(tables))
     if names:
         raise ValueError(

@@ -226,6 +226,14 @@ def test_gpt2s_matrices_of_a_wrong_shape_are_refused(tmp_path):
         assert_refused(tmp_path, name)
 
 
+def test_a_weight_whose_name_ends_almost_like_a_tables_is_refused(tmp_path):
+    written(tmp_path, 'gpt2')
+    path = tmp_path / 'model.safetensors'
+    name = 'transformer.h.3.attn.c_attn.bias'  # a table is attn.bias
+    save_file({**load_file(path), name: torch.ones(96)}, path)
+    assert_refused(tmp_path, name)
+
+
 NO_TENSORS = [[1, 2], {'model.norm.weight': [1.0]}, {3: torch.ones(2)}, torch.ones(3)]
 
 
