@@ -136,18 +136,15 @@ def to_row(task, item, label=None):
 def harness_tasks(names, data_dir, folder, manager=None):
     """The harness's tasks of these names, on the data of the hub or of `data_dir`.
 
-    Local data go through files in `folder`, which must outlive the tasks. Raises ValueError for
-    a name that is not a task of multiple choice, ConnectionError where the hub cannot be reached.
+    names: those that check_names() lets through. Local data go through files in `folder`, which must outlive
+    the tasks. Raises ValueError for a name that is not a task of multiple choice, ConnectionError where
+    the hub cannot be reached.
     """
     import datasets
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
     manager = manager or TaskManager()
-    unknown = [name for name in names if name not in manager.task_index]
-    if unknown:
-        raise ValueError(f'lm-evaluation-harness has no task {", ".join(unknown)}')
-
     specs = names
     if data_dir:
         specs = []

@@ -320,16 +320,14 @@ def test_a_mistake_about_tasks_is_one_line(harness, run, published, monkeypatch)
 def test_a_task_without_given_answers_is_refused_by_name(harness, kind):
     piqa = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'acc': None})
     other = SimpleNamespace(OUTPUT_TYPE=kind)
-    manager = SimpleNamespace(
-        task_index=['piqa', 'other'], load=lambda names: {'tasks': {'piqa': piqa, 'other': other}}
-    )
+    manager = SimpleNamespace(load=lambda names: {'tasks': {'piqa': piqa, 'other': other}})
     with pytest.raises(ValueError, match=f'^other asks for {kind}; only tasks .* given answers'):
         tasks.harness_tasks(['piqa', 'other'], '', None, manager)
 
 
 def test_a_task_without_accuracy_is_refused_by_name(harness):
     odd = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'pct': None})
-    manager = SimpleNamespace(task_index=['odd'], load=lambda names: {'tasks': {'odd': odd}})
+    manager = SimpleNamespace(load=lambda names: {'tasks': {'odd': odd}})
     with pytest.raises(ValueError, match='^odd has no accuracy; only tasks with acc'):
         tasks.harness_tasks(['odd'], '', None, manager)
 
