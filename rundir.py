@@ -399,7 +399,10 @@ def load_tokenizer(path, checkpoint, where):
                 'of it with --tokenizer'
             )
     encoder = tokenizers.load(where)
-    check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.name)
+    owner = encoder.path or encoder.name
+    if encoder.name == trained['name']:
+        owner = f'{owner}: both are {encoder.name}, but the files differ'
+    check_tokenizer(path, trained['sha256'], encoder.sha256, owner)
     return encoder
 
 

@@ -240,6 +240,23 @@ def test_a_runs_missing_dataset_is_named_and_not_looked_for_on_the_hub(trained, 
     assert_one_line(status, 'data/gone', run)
 
 
+def test_another_tokenizer_than_the_runs_is_refused_with_its_place(trained, tmp_path):
+    run = run_with(ours(), trained, 'out/of-gpt2')
+    checkpoint = load(f'{run}/ckpt.pt')
+    checkpoint['data']['tokenizer'] = {'name': 'gpt2', 'sha256': '0' * 64}
+    torch.save(checkpoint, f'{run}/ckpt.pt')
+
+    refusal = f'error: {run} was trained with another tokenizer than'
+    folder = tmp_path / 'tokenizer'
+    path = small_bpe(folder).path
+    status, _, _ = sampled(run, '', f'--tokenizer={folder}')
+    assert status == f'{refusal} {path}: both are gpt2, but the files differ'
+    status, _, _ = sampled(run, '', '--tokenizer=bytes')
+    assert status == f'{refusal} bytes'
+    status, _, _ = sampled(trained, '', f'--tokenizer={folder}')
+    assert status == f'error: {trained} was trained with another tokenizer than {path}'
+
+
 @pytest.mark.parametrize(
     'word, message',
     [
