@@ -21,7 +21,7 @@ from rundir import load_run
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # a run's folder, one checkpoint file, or a Hugging Face folder
-    start: str = ''  # the prompt; FILE:path: a file, -: standard input, '': a document begins
+    start: str = ''  # the prompt; FILE:path or - (stdin), less one line break at its end; '': a document begins
     num_samples: int = 1  # continuations, made as one batch; one alone is printed as it comes
     max_new_tokens: int = 200  # of each; fewer at <|endoftext|> or where the context is full
     temperature: float = 0.8  # 0: greedy
@@ -37,12 +37,14 @@ class SampleConfig:
 
 
 def read_prompt(start):
+    """The prompt. A file or standard input loses one line break at its end: an editor or `echo` put it
+    there."""
     if start == '-':
-        return sys.stdin.read()
+        return sys.stdin.read().removesuffix('\n')
     if start.startswith('FILE:'):
         path = start.removeprefix('FILE:')
         try:
-            return Path(path).read_text()
+            return Path(path).read_text().removesuffix('\n')
         except UnicodeDecodeError as error:
             raise ValueError(f'{path} is not a text file: {error}; save it as UTF-8') from None
     return start

@@ -1,5 +1,6 @@
 """sample.py: text from runs and from Hugging Face folders, as a person sees it."""
 
+import io
 import re
 import shutil
 import subprocess
@@ -108,8 +109,8 @@ def test_bytes_that_are_no_text_are_printed_as_decoded(trained, raw):
 
 
 def test_a_dash_reads_the_prompt_from_standard_input(trained):
-    """As a process: the text passes through pipes."""
-    out_dir = run_with(parrot(SCRIPT, len('né\n'.encode())), trained, 'out/pipe')
+    """As a process: the text passes through pipes. What it continues ends before echo's line break."""
+    out_dir = run_with(parrot(SCRIPT, len('né'.encode())), trained, 'out/pipe')
     words = f'--out_dir={out_dir}', '--start=-', '--temperature=0', '--device=cpu'
     done = subprocess.run(
         [sys.executable, str(ROOT / 'sample.py'), *words],
@@ -118,13 +119,24 @@ def test_a_dash_reads_the_prompt_from_standard_input(trained):
         env={**ENVIRONMENT, 'PYTHONUTF8': '1'},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.decode() == f'né\n{SAYS}\n'
+    assert done.stdout.decode() == f'né{SAYS}\n'
     assert done.stderr.count(b'\n') == 1 and b'tokens/s' in done.stderr
 
-    Path('prompt.txt').write_text('né\n')
-    for start, stdin in (('-', 'né\n'), ('FILE:prompt.txt', '')):
-        status, out, _ = sampled(out_dir, start, stdin=stdin)
-        assert (status, out) == (0, f'né\n{SAYS}\n')
+
+@pytest.mark.parametrize(
+    'text, prompt', [('a', 'a'), ('\na\n', '\na'), ('a\n\n', 'a\n'), ('\n', '')]
+)
+def test_a_prompt_from_elsewhere_loses_one_line_break_at_its_end(
+    text, prompt, monkeypatch, tmp_path
+):
+    path = tmp_path / 'prompt.txt'
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(text))
+    assert sample.read_prompt('-') == prompt
+    for end in (b'\n', b'\r\n'):
+        path.write_bytes(text.encode().replace(b'\n', end))
+        assert sample.read_prompt(f'FILE:{path}') == prompt
+    # A prompt on the command line is as typed.
+    assert sample.read_prompt(text) == text
 
 
 def test_without_a_prompt_a_document_begins(trained):
