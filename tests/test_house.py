@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import sys
 import tokenize
 
@@ -109,6 +110,16 @@ def test_the_foundation_imports_only_what_the_design_allows(name):
 def test_packages_that_training_does_not_need_are_imported_where_they_are_used(name):
     top = imports(TREES[name].body) & LAZY
     assert not top, f'{name} imports {", ".join(top)} for every program that imports it'
+
+
+def test_every_package_that_is_imported_is_in_a_file_of_requirements():
+    packages = set()
+    for name in ('requirements.txt', 'requirements-dev.txt'):
+        packages |= set(re.findall(r'^(\w+)==', (ROOT / name).read_text(), re.MULTILINE))
+    for name, tree in TREES.items():
+        modules = imports(ast.walk(tree), relative=name == MODELING)
+        missing = modules - set(TREES) - set(sys.stdlib_module_names) - packages
+        assert not missing, f'{name} imports {missing}, which no file of requirements names'
 
 
 # --- form ----------------------------------------------------------------------------------------
