@@ -1,12 +1,13 @@
 """
-Hugging Face checkpoints in (Llama, Mistral, GPT-2; a folder or a hub id) and out.
+Hugging Face checkpoints in (Llama, Mistral, GPT-2, our exports; a folder or a hub id) and out.
 
 $ python -m hub.convert export --out_dir=out/run --to=folder
 $ python train.py config/yours.py --init_from=folder       # goes on from a checkpoint's weights
 
 Out: for AutoModelForCausalLM.from_pretrained(folder). Vanilla is a plain LlamaForCausalLM (gpt2:
 GPT2LMHeadModel). Every other variant takes its code along, model.py and modeling_nanoresformer.py,
-and loads with trust_remote_code=True. In: only tensors are read; no file can run code.
+and loads with trust_remote_code=True. In: only tensors are read; no file can run code, not even an
+export's own.
 
 >>> model = load('folder')
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from configurator import choose, one_line_errors
-from hub.read import BOTH, GPT2, LLAMA, ROPE_SCALING, is_transposed, layout, load
+from hub.read import BOTH, GPT2, LLAMA, ROPE_SCALING, VARIANT, is_transposed, layout, load
 from model import GPT
 from rundir import load_run
 
@@ -182,7 +183,7 @@ def plain_state(model):
     state = {}
     for ours, parts in names.items():
         weight = weights[ours]
-        if is_transposed(config, ours):
+        if is_transposed(config.arch, ours):
             weight = weight.T
         rows = [number or len(weight) for number in parts.values()]
         for theirs, part in zip(parts, weight.split(rows), strict=True):
@@ -196,7 +197,7 @@ def plain_state(model):
 def remote_settings(config):
     """The config.json of a variant; modeling_nanoresformer.py reads it."""
     return {
-        'model_type': 'nanoresformer',
+        'model_type': VARIANT,
         'architectures': ['NanoResFormerForCausalLM'],
         'gpt': asdict(config),
         'auto_map': {

@@ -1,5 +1,6 @@
 """
-Hugging Face checkpoints in: Llama, Mistral and GPT-2, from a folder or a hub id.
+Hugging Face checkpoints in: Llama, Mistral, GPT-2, and every variant that hub/convert.py exports, from
+a folder or a hub id.
 
 >>> model = load('folder')
 
@@ -47,14 +48,15 @@ def read(path_or_hub_id):
     cannot be read or downloaded.
     """
     folder = fetch(path_or_hub_id)
-    config = read_config(folder)
-    tensors = Tensors(folder, 'transformer.' if config.arch == 'gpt2' else 'model.')
+    kind, config = read_config(folder)
+    tensors = Tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.')
     with torch.device('meta'):
         shapes = {name: t.shape for name, t in GPT(config).state_dict().items()}
 
     state = {}
-    for name, parts in layout(config).items():
-        transposed = is_transposed(config, name)
+    names = variant_layout(config, shapes) if kind == VARIANT else layout(config)
+    for name, parts in names.items():
+        transposed = is_transposed(kind, name)
         state[name] = read_weight(tensors, name, parts, shapes[name], transposed)
     if config.tie_embeddings:
         state['lm_head.weight'] = state['transformer.wte.weight']
@@ -215,6 +217,9 @@ GPT2_COMPUTED = {
 }
 COMPUTED = {'llama': LLAMA_COMPUTED, 'mistral': LLAMA_COMPUTED, 'gpt2': GPT2_COMPUTED}
 
+# The model_type of a variant that hub/convert.py exports.
+VARIANT = 'nanoresformer'
+
 
 class Settings:
     """The values of a config.json. One that does not fit raises a ValueError that names it."""
@@ -244,7 +249,8 @@ class Settings:
 
 
 def read_config(folder):
-    """The GPTConfig of a checkpoint; ValueError where its config.json is not what GPT computes."""
+    """(model_type, GPTConfig) of a checkpoint; ValueError where GPT does not compute what its
+    config.json says."""
     try:
         values = json.loads((folder / 'config.json').read_text())
         kind = values['model_type']
@@ -253,8 +259,12 @@ def read_config(folder):
             f'{folder} has no config.json that names its model_type: not a Hugging Face checkpoint, '
             'or half of one'
         ) from error
+    if kind == VARIANT:
+        return kind, variant_config(Settings(folder, values))
     if kind not in ('llama', 'mistral', 'gpt2'):
-        raise ValueError(f'{folder} is a {kind}; only llama, mistral and gpt2 are read')
+        raise ValueError(
+            f'{folder} is a {kind}; only llama, mistral and gpt2 are read, and what hub.convert exported'
+        )
 
     settings = Settings(folder, {**DEFAULTS[kind], **values})
     for name, allowed in COMPUTED[kind].items():
@@ -262,12 +272,27 @@ def read_config(folder):
     if kind == 'mistral':
         bound_positions(settings)
     if kind == 'gpt2':
-        return GPTConfig(arch='gpt2', **take_fields(settings, GPT2))
+        return kind, GPTConfig(arch='gpt2', **take_fields(settings, GPT2))
 
     scaling = read_rope(settings)
     config = GPTConfig(rope_scaling=scaling, **take_fields(settings, LLAMA))
     settings.expect('head_dim', None, config.head_size)
-    return config
+    return kind, config
+
+
+def variant_config(settings):
+    """The GPTConfig of a variant: its config.json has all fields, under our names."""
+    hints = typing.get_type_hints(GPTConfig)
+    fields = settings.take('gpt', dict)
+    foreign = fields.keys() - hints.keys()
+    if foreign:
+        raise ValueError(
+            f'{settings.path}: GPTConfig has no {", ".join(sorted(foreign))}; the model was exported '
+            'with another model.py, and only that one computes it'
+        )
+    for name, value in fields.items():
+        fields[name] = convert(value, hints[name], f'{settings.path}: {name}')
+    return GPTConfig(**fields)
 
 
 def take_fields(settings, names):
@@ -358,10 +383,18 @@ def gpt2_layout(config):
     return {name: {name: None} for name in names}
 
 
-def is_transposed(config, name):
+def variant_layout(config, names):
+    """Likewise in an export's names, which are ours with a prefix. A tied head is left out."""
+    result = {name: {f'model.{name}': None} for name in names}
+    if config.tie_embeddings:
+        del result['lm_head.weight']
+    return result
+
+
+def is_transposed(kind, name):
     """Whether transformers keeps a matrix of ours transposed: GPT-2's linear layers in its blocks."""
     matrices = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-    return config.arch == 'gpt2' and name.endswith(matrices)
+    return kind == 'gpt2' and name.endswith(matrices)
 
 
 # --- its tensors ---------------------------------------------------------------------------------

@@ -81,6 +81,40 @@ def test_llama_settings_are_those_of_the_export(name, tmp_path):
             assert getattr(settings, key) == getattr(expected, key), key
 
 
+VARIANTS = {
+    'ResFormer, learned': dict(
+        RES, residual_learned=True, residual_layers=(2,), residual_lambda=(2.0, 1.0)
+    ),
+    'SVFormer, scaled': dict(SV, n_kv_head=2, rope_scaling=(8.0, 1.0, 4.0, 16), dropout=0.1),
+    'DenseFormer, tied': dict(denseformer=True, tie_embeddings=True),
+    'gpt2 ResFormer, tied': dict(GPT2, **RES, tie_embeddings=True),
+    'gpt2 GQA': dict(GPT2, n_kv_head=2, n_inner=0),
+}
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_a_variant_comes_back_as_it_went_out_and_its_code_is_not_run(name, tmp_path):
+    model = ours(**VARIANTS[name])
+    export(model, BYTES, tmp_path)
+    for path in tmp_path.glob('*.py'):
+        path.write_text('raise RuntimeError')
+    back = load(tmp_path)
+    assert back.config == model.config
+    assert_same_weights(back, model)
+    assert torch.equal(back(tokens())[0], model(tokens())[0])
+    assert (back.lm_head.weight is back.transformer.wte.weight) == model.config.tie_embeddings
+
+
+@pytest.mark.parametrize('shards', [1, 3])
+def test_a_variant_comes_back_from_what_transformers_saves_of_it(shards, tmp_path):
+    model = ours(**SV, tie_embeddings=True)
+    export(model, BYTES, tmp_path / 'ours')
+    size = '5GB' if shards == 1 else '40KB'
+    load_remote(tmp_path / 'ours').save_pretrained(tmp_path / 'theirs', max_shard_size=size)
+    assert len(list((tmp_path / 'theirs').glob('*.safetensors'))) >= shards
+    assert_same_weights(load(tmp_path / 'theirs'), model)
+
+
 # --- no weight is lost ---------------------------------------------------------------------------
 
 # What a fork would change in model.py: a field, a weight, and the line that uses it.
@@ -143,6 +177,13 @@ def test_a_weight_that_a_fork_adds_goes_out_with_its_code(arch, fork):
     plain = load_plain(fork / f'{arch}-False')(tokens()).logits
     assert (plain - torch.load(fork / f'{arch}-False.logits')).abs().max() < 1e-4
     assert (plain - logits).abs().max() > 0.01
+
+
+@pytest.mark.parametrize('arch', ['llama', 'gpt2'])
+def test_a_model_with_a_field_that_only_a_fork_has_is_refused_by_the_field(arch, fork):
+    with pytest.raises(ValueError, match='GPTConfig has no my_gate; .* another model.py') as caught:
+        load(fork / f'{arch}-True')
+    assert '\n' not in str(caught.value)
 
 
 @pytest.mark.parametrize('changes', [{}, GPT2, SV, dict(tie_embeddings=True)], ids=str)

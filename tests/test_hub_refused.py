@@ -2,14 +2,16 @@
 
 import contextlib
 import json
+from dataclasses import asdict
 
 import checkpoints
 import pytest
 import torch
 from checkpoints import FORMATS, assert_equal_logits, edit, written
-from programs import MALICE, Evil, cut
+from programs import BYTES, MALICE, Evil, cut, ours
 from safetensors.torch import load_file, save_file
 
+from hub.convert import export
 from hub.read import load
 from rundir import load_checkpoint, load_run
 
@@ -43,6 +45,7 @@ NOT_COMPUTED = [
     ('llama', dict(model_type='qwen2'), ['qwen2', 'only llama, mistral and gpt2']),
     ('llama', dict(model_type='bert'), ['bert']),
     ('llama', dict(model_type=None), ['config.json', 'model_type']),
+    ('llama', dict(model_type=['llama']), ["['llama']"]),
     ('llama', dict(attention_bias=True), ['attention_bias=True']),
     ('llama', dict(mlp_bias=True), ['mlp_bias=True']),
     ('llama', dict(head_dim=16), ['head_dim=16']),
@@ -100,6 +103,36 @@ def test_a_config_with_a_value_of_a_wrong_kind_is_refused_by_name(name, value, t
         config['rope_parameters'] = {'rope_theta': config.pop(name)}
     path.write_text(json.dumps(config))
     assert_refused(tmp_path, name, value)
+
+
+WRONG_VARIANTS = [
+    (dict(n_layer='3'), ['n_layer', "'3'"]),
+    (dict(share_v=1), ['share_v', '1']),
+    (dict(n_head=5), ['n_head=5']),
+    (dict(residual_from='first', gate=True, bias=0), ['GPTConfig has no bias, gate;']),
+    (dict(n_layer=4), ['lacks model.transformer.h.3.ln_1.weight']),
+    (dict(n_layer=2), ['no place for: model.transformer.h.2.']),
+    (dict(share_v=False), ['model.transformer.h.1.attn.c_attn.weight', '(64, 32)', '(96, 32)']),
+]
+
+
+@pytest.mark.parametrize('changes, words', WRONG_VARIANTS, ids=str)
+def test_a_variant_whose_config_does_not_fit_is_refused_by_what_differs(changes, words, tmp_path):
+    model = ours(share_v=True)
+    export(model, BYTES, tmp_path)
+    edit(tmp_path, gpt={**asdict(model.config), **changes})
+    assert_refused(tmp_path, *words)
+    edit(tmp_path, gpt=None)
+    assert_refused(tmp_path, "lacks 'gpt'")
+
+
+def test_a_field_that_an_older_export_lacks_has_its_default(tmp_path):
+    model = ours(share_v=True)
+    export(model, BYTES, tmp_path)
+    fields = asdict(model.config)
+    del fields['residual_map']
+    edit(tmp_path, gpt=fields)
+    assert load(tmp_path).config == model.config
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path):

@@ -93,6 +93,18 @@ def test_training_from_an_export_begins_with_its_loss(whole):
     assert parsed(line) == pytest.approx(evaluations(whole)[-1]['val'], abs=6e-5)
 
 
+def test_training_from_an_exported_variant_begins_with_its_loss(work):
+    svformer = dict(share_v=True)
+    good('out/svformer', **svformer, max_iters=2)
+    checkpoint = load('out/svformer/ckpt.pt')
+    model = GPT(GPTConfig(**checkpoint['model_config']))
+    model.load_state_dict(checkpoint['model'])
+    hub.convert.export(model, BYTES, 'from/svformer')
+    line = evaluated('from/svformer', **svformer)
+    assert line == evaluated('out/svformer/ckpt.pt', **svformer)
+    refused('from/svformer', 'c_attn', init_from='from/svformer')
+
+
 def test_training_goes_on_from_a_folder(work):
     written(Path('from/to-train'), **SOURCE)
     good('out/from-folder', init_from='from/to-train', max_iters=2, eval_interval=1)

@@ -194,10 +194,13 @@ def test_a_hugging_face_folder_with_a_bin_file_is_sampled(tmp_path):
     assert (status, out) == (0, f'abc{SAYS}\n')
 
 
-def test_a_variants_folder_is_refused_in_one_line(tmp_path):
-    export(ours(**SV), small_bpe(tmp_path / 'tokenizer'), tmp_path / 'folder')
-    status, _, _ = sampled(tmp_path / 'folder', '')
-    assert_one_line(status, 'nanoresformer')
+def test_a_variants_folder_is_sampled_as_its_run(trained, tmp_path):
+    model = ours(**SV)
+    run = run_with(model, trained, 'out/svformer')
+    export(model, BYTES, tmp_path / 'folder')
+    status, out, _ = sampled(tmp_path / 'folder', 'abc')
+    assert status == 0 and len(out) > len('abc\n')
+    assert out == sampled(run, 'abc')[1]
 
 
 # --- refused -------------------------------------------------------------------------------------
