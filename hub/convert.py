@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from configurator import choose, one_line_errors
+from files import write_whole
 from hub.read import BOTH, GPT2, LLAMA, ROPE_SCALING, VARIANT, is_transposed, layout, load
 from model import GPT
 from rundir import load_run
@@ -70,10 +71,16 @@ def replaceable(folder):
         return True
     if not folder.is_dir():
         return False
-    names = {path.name for path in folder.iterdir()}
+    paths = set(folder.iterdir())
+    names = {path.name for path in paths.difference(partial_weights(folder))}
     if 'config.json' not in names or not names <= FILE_NAMES:
-        return not names
+        return not paths
     return MARK in (folder / 'config.json').read_text(errors='replace')
+
+
+def partial_weights(folder):
+    """What safetensors was writing when an export was killed: a file such as .tmpAbCdEf."""
+    return [*folder.glob('.tmp??????')]
 
 
 # --- out -----------------------------------------------------------------------------------------
@@ -82,7 +89,8 @@ def replaceable(folder):
 def export(model, tokenizer, to):
     """Write `model` and its tokenizer as a Hugging Face folder.
 
-    Raises ValueError, before anything is written, if one of its weights would be lost.
+    Raises ValueError, before anything is written, if one of its weights would be lost, and OSError if
+    the folder cannot be written.
     """
     config = model.config
     if is_plain(config):
@@ -98,10 +106,15 @@ def export(model, tokenizer, to):
     settings['bos_token_id'] = settings['eos_token_id'] = tokenizer.eot
     settings[MARK] = True
 
+    # config.json is written first: its mark allows an export that stopped half way to be repeated.
+    # The weights of an earlier export go before that, and the new ones come last, so that nobody
+    # can load half an export.
     to = Path(to)
     to.mkdir(parents=True, exist_ok=True)
-    write_model(to, settings, state, code)
+    remove_model(to)
+    write_json(to / 'config.json', settings)
     write_tokenizer(to, tokenizer, config.block_size)
+    write_model(to, state, code)
 
 
 def is_plain(config):
@@ -221,24 +234,32 @@ def remote_state(model):
 # --- the files -----------------------------------------------------------------------------------
 
 
-def write_model(to, settings, state, code):
+def remove_model(to):
+    # Unlinked, not written over: another process may have it mapped.
+    for name in (WEIGHTS, *CODE_NAMES):
+        (to / name).unlink(missing_ok=True)
+    for path in partial_weights(to):
+        path.unlink()
+
+
+def write_model(to, state, code):
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # Unlinked, not written over: another process may have it mapped.
-    for name in (*CODE_NAMES, WEIGHTS):
-        (to / name).unlink(missing_ok=True)
     for path in code:
         shutil.copy(path, to)
-    save_file(state, to / WEIGHTS, metadata={'format': 'pt'})
-    write_json(to / 'config.json', settings)
+    try:
+        save_file(state, to / WEIGHTS, metadata={'format': 'pt'})
+    except SafetensorError as error:  # the disk is full, say
+        raise OSError(f'cannot write {to / WEIGHTS}: {error}') from error
 
 
 def write_tokenizer(to, tokenizer, block_size):
     if tokenizer.path:
-        shutil.copy(tokenizer.path, to / 'tokenizer.json')
+        raw = tokenizer.path.read_bytes()  # not copied: it may lie in `to`
     else:
-        text = json.dumps(tokenizer.json(), ensure_ascii=False)
-        (to / 'tokenizer.json').write_text(text)
+        raw = json.dumps(tokenizer.json(), ensure_ascii=False).encode()
+    write_whole(to / 'tokenizer.json', raw)
 
     eot = tokenizer.decode([tokenizer.eot])
     settings = {
@@ -252,7 +273,7 @@ def write_tokenizer(to, tokenizer, block_size):
 
 
 def write_json(path, settings):
-    path.write_text(json.dumps(settings, indent=1) + '\n')
+    write_whole(path, json.dumps(settings, indent=1) + '\n')
 
 
 def main():
