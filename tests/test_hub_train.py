@@ -83,11 +83,15 @@ def test_training_from_a_folder_begins_with_its_loss(work, name):
     assert max(losses.values()) > 4.3
 
 
-def test_training_from_an_export_begins_with_its_loss(whole):
-    checkpoint = load(f'{whole}/ckpt.pt')
+def export(run, to):
+    checkpoint = load(f'{run}/ckpt.pt')
     model = GPT(GPTConfig(**checkpoint['model_config']))
     model.load_state_dict(checkpoint['model'])
-    hub.convert.export(model, BYTES, 'from/export')
+    hub.convert.export(model, BYTES, to)
+
+
+def test_training_from_an_export_begins_with_its_loss(whole):
+    export(whole, 'from/export')
     line = evaluated('from/export')
     assert line == evaluated(f'{whole}/ckpt.pt')
     assert parsed(line) == pytest.approx(evaluations(whole)[-1]['val'], abs=6e-5)
@@ -96,10 +100,7 @@ def test_training_from_an_export_begins_with_its_loss(whole):
 def test_training_from_an_exported_variant_begins_with_its_loss(work):
     svformer = dict(share_v=True)
     good('out/svformer', **svformer, max_iters=2)
-    checkpoint = load('out/svformer/ckpt.pt')
-    model = GPT(GPTConfig(**checkpoint['model_config']))
-    model.load_state_dict(checkpoint['model'])
-    hub.convert.export(model, BYTES, 'from/svformer')
+    export('out/svformer', 'from/svformer')
     line = evaluated('from/svformer', **svformer)
     assert line == evaluated('out/svformer/ckpt.pt', **svformer)
     refused('from/svformer', 'c_attn', init_from='from/svformer')
