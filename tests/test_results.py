@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from paper import differences, verdicts
+from paper import crossings, differences, verdicts
 from paper.figures import NAMES
 
 CLAIMS = Path(__file__).parent.parent / 'results' / 'claims'
@@ -149,3 +149,47 @@ def test_losses_of_the_domains_and_their_mean_are_those_of_one_evaluation():
         domains = [loss for name, loss in losses.items() if name != 'mean']
         assert len(domains) == 7
         assert losses['mean'] == pytest.approx(np.mean(domains))
+
+
+# --- the longer run -------------------------------------------------------------------------------
+
+LONG = CLAIMS.parent / 'long'
+
+
+def read_long(name):
+    """([training loss of each step], {step: validation loss}) of a run of results/long."""
+    lines = [json.loads(line) for line in (LONG / name / 'log.jsonl').read_text().splitlines()]
+    training = {line['step']: line['loss'] for line in lines if line.get('loss') is not None}
+    assert sorted(training) == list(range(len(training)))
+    validation = {line['step']: line['val']['mean'] for line in lines if 'val' in line}
+    return np.array([training[step] for step in sorted(training)]), validation
+
+
+def test_the_numbers_of_the_longer_run_are_those_of_its_logs():
+    page = (LONG / 'README.md').read_text()
+    vanilla, losses = read_long('vanilla_256_cooldown')
+    svformer, our_losses = read_long('svformer_256_cooldown')
+    for name, whole in (('vanilla_256', vanilla), ('svformer_256', svformer)):
+        constant, _ = read_long(name)
+        assert np.array_equal(constant, whole[:11719])
+
+    difference = svformer - vanilla
+    edges = [(0, 1172), (1250, 2000), (2000, 4000), (4000, 6000), (6000, 8000), (8000, 9719)]
+    edges += [(9719, 11719), (12919, 12969)]
+    means = [f'{difference[begin:end].mean():+.4f}' for begin, end in edges]
+    assert f'| training loss, mean over these steps | {" | ".join(means)} |' in page
+    steps = (2000, 4000, 6000, 8000, 10000, 11719, 12969)
+    assert f'| vanilla | {" | ".join(f"{losses[step]:.4f}" for step in steps)} |' in page
+    assert f'| SVFormer | {" | ".join(f"{our_losses[step]:.4f}" for step in steps)} |' in page
+    differences_of_steps = [f'{our_losses[step] - losses[step]:+.4f}' for step in steps]
+    assert f'| difference | {" | ".join(differences_of_steps)} |' in page
+
+    # Where means of 100 steps have the lowest sum, the lead ends.
+    means = np.convolve(difference[:11719], np.full(100, 0.01), mode='valid')
+    assert means.argmin() + 99 == 234 and means.min() == pytest.approx(-0.104, abs=5e-4)
+    assert np.cumsum(means).argmin() + 100 == 1597
+    assert 1597 * 4096 / 1e6 == pytest.approx(6.5, abs=0.05)
+    found = crossings.crossing(LONG / 'vanilla_256', LONG / 'svformer_256', 100)
+    assert (found.kind, found.step) == ('overtaken', 1597)
+    low, high = found.interval
+    assert f'by {found.mean:.4f} (95% interval {low:.4f} to {high:.4f})' in page
