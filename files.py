@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -38,6 +39,11 @@ def write_whole(path, data, shared=False):
         raise
 
     sync_folder(path.parent)
+
+
+def write_json(path, value):
+    """write_whole() a value as JSON, for people to read, too."""
+    write_whole(path, json.dumps(value, indent=1) + '\n')
 
 
 def sync_folder(folder):

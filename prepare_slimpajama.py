@@ -59,7 +59,7 @@ from tqdm import tqdm
 import sources
 import tokenizer
 from configurator import configure, first_line, one_line_errors
-from files import DATASET_FORMAT, locked, sha256_of, write_whole
+from files import DATASET_FORMAT, locked, sha256_of, write_json, write_whole
 
 # Characters shuffled together: they bound a worker's memory, whatever the size of a file.
 BLOCK = 64 * 2**20
@@ -588,10 +588,7 @@ def finish(plan, state):
         else:
             part.unlink()
 
-    raw = json.dumps(tokenizer.Bytes.json(), ensure_ascii=False).encode()
-    if encoder.path:
-        raw = encoder.path.read_bytes()
-    write_whole(out / 'tokenizer.json', raw)
+    write_whole(out / 'tokenizer.json', encoder.as_file())
     meta = {
         'format': DATASET_FORMAT,
         'source': settings.source,
@@ -658,10 +655,6 @@ def print_table(plan, state):
         row += f'{plan.shares[domain]:8.1%}{validation[domain]["tokens"]:14,}'
         print(f'{row}{remark}')
     print(f'{plan.out} is complete')
-
-
-def write_json(path, value):
-    write_whole(path, json.dumps(value, indent=1) + '\n')
 
 
 def main():

@@ -33,7 +33,7 @@ import torch
 import tokenizer as tokenizers
 from configurator import first_line
 from data import dataset_folder
-from files import locked, sync_folder, write_whole
+from files import locked, sync_folder, write_json, write_whole
 from hub.read import holds_weights
 from hub.read import load as load_hub
 from model import BASE, GPT, MAY_BE_MISSING, GPTConfig
@@ -546,7 +546,7 @@ def provenance(machine):
 def save_numbers(numbers, settings, machine):
     """Write a program's numbers so far as JSON to its --out, if it has one."""
     if settings.out and machine.is_first:
-        write_whole(settings.out, json.dumps(numbers, indent=1) + '\n')
+        write_json(settings.out, numbers)
 
 
 def known_commit(commit):

@@ -66,7 +66,7 @@ def load(name_or_path):
             )
         path = path / 'tokenizer.json'
     if path.exists():
-        ours = json.dumps(Bytes.json(), ensure_ascii=False).encode()
+        ours = Bytes.as_file()
         return Bytes() if path.read_bytes() == ours else BytePairs(path)
 
     if path.suffix == '.json' or not HUB_ID.fullmatch(name):
@@ -128,6 +128,10 @@ class BytePairs:
             # encode_to_numpy needs a special token to look for; encode() below turns it off.
             special_tokens={EOT: self.eot},
         )
+
+    def as_file(self):
+        """The bytes of a tokenizer.json that makes it."""
+        return self.path.read_bytes()
 
     def encode(self, text):
         """str -> (n,) uint16 ids, without <|endoftext|>.
@@ -198,6 +202,10 @@ class Bytes:
         if i < 256:
             return bytes([i])
         return EOT.encode() if i == 256 else b'\xff'
+
+    @staticmethod
+    def as_file():
+        return json.dumps(Bytes.json(), ensure_ascii=False).encode()
 
     @staticmethod
     def json():

@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import gc
 import importlib.util
-import json
 import math
 import os
 import subprocess
@@ -31,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
-from files import write_whole
+from files import write_json
 from hub.read import load as load_hub
 from machine import INTERRUPTED, Machine, Signals, check_compiler
 from model import GPT, GPTConfig, refuse
@@ -537,7 +536,7 @@ class Reporter:
         is_new_part = not resumes or start.changed or start.step < settings.max_iters
         if is_new_part:
             # config.json holds what the newest part of a run was made with, the log of all others.
-            write_whole(out / 'config.json', json.dumps(everything, indent=1) + '\n')
+            write_json(out / 'config.json', everything)
         if is_new_part and resumes:
             entry = {
                 'changed': start.changed,

@@ -226,10 +226,7 @@ def problems(states):
 
 
 # What a run was made with.
-ORIGINS = (
-    *('commit', 'device', 'cpu', 'threads', 'world_size', 'torch', 'load'),
-    *('dtype', 'compile', 'attention_kernel'),
-)
+ORIGINS = 'commit device cpu threads world_size torch load dtype compile attention_kernel'.split()
 
 
 def origins(states):

@@ -19,7 +19,7 @@ import torch
 from bench import BenchConfig, Row, attempt, compile_rows_apart
 from comparison.plan import decisive_settings
 from comparison.verdict import LEAST_SEEDS, t_test
-from files import write_whole
+from files import write_json
 from levers import Levers, Recipe
 from machine import Machine
 from model import GPT
@@ -77,7 +77,7 @@ def measure_steps(configs, path, gpus=1, code=''):
         'peak_bytes': peaks,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(timing, indent=1) + '\n')
+    write_json(path, timing)
     return timing
 
 

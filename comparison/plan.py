@@ -26,7 +26,7 @@ from pathlib import Path
 from comparison.verdict import LEVEL, RULE, distributions
 from configurator import configure, read_settings, sort_arguments
 from data import Dataset
-from files import write_whole
+from files import write_json
 from model import GPTConfig
 from rundir import known_commit
 from train import INCIDENTAL, TrainConfig, check_schedule, share_of_micro_steps
@@ -525,7 +525,7 @@ class Plan:
             'versions': versions(),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(plan, indent=1) + '\n')
+        write_json(path, plan)
         return plan
 
     def written(self):
@@ -561,11 +561,7 @@ def code_changes_after(old, code, results, now):
 def text_difference(settings, others):
     """The first (setting, value, other value) by which two runs' validation losses are of different
     texts, or None."""
-    ours, theirs = evaluated_text(settings), evaluated_text(others)
-    for name, value in ours.items():
-        if not same_value(value, theirs[name]):
-            return name, value, theirs[name]
-    return None
+    return settings_difference(evaluated_text(settings), evaluated_text(others))
 
 
 def evaluated_text(settings):
@@ -618,6 +614,14 @@ def same_value(a, b):
     if both_numbers and not isinstance(a, bool) and not isinstance(b, bool):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
     return a == b
+
+
+def settings_difference(ours, theirs):
+    """The first (setting, value, other value) in which two runs differ, of {setting: value}, or None."""
+    for name, value in ours.items():
+        if not same_value(value, theirs[name]):
+            return name, value, theirs[name]
+    return None
 
 
 def hash_of(contents):

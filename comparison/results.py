@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from comparison import launch
-from comparison.plan import ROUNDING, Run, recorded_settings, same_value
+from comparison.plan import ROUNDING, Run, recorded_settings, settings_difference
 from configurator import first_line
 from rundir import read_entries, read_run_config
 from train import INCIDENTAL, NOT_FINITE
@@ -100,13 +100,14 @@ def first_difference(config, settings):
     for name in ('data', *ROUNDING):
         if name in config:
             recorded[name] = config[name]
-    for name, value in settings.items():
-        if name not in recorded or same_value(recorded[name], value):
-            continue
-        if name == 'data':
-            return f'it was trained on other data than {config["dataset"]} now holds'
-        return f'a run with {name}={recorded[name]!r}, not {value!r}'
-    return ''
+    wanted = {name: value for name, value in settings.items() if name in recorded}
+    difference = settings_difference(wanted, recorded)
+    if not difference:
+        return ''
+    name, value, own = difference
+    if name == 'data':
+        return f'it was trained on other data than {config["dataset"]} now holds'
+    return f'a run with {name}={own!r}, not {value!r}'
 
 
 # What may change when a run is resumed, and yet leave it the same run: where its data are, how its

@@ -12,7 +12,6 @@ export's own.
 >>> model = load('folder')
 """
 
-import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from configurator import choose, one_line_errors
-from files import write_whole
+from files import write_json, write_whole
 from hub.read import BOTH, GPT2, LLAMA, ROPE_SCALING, VARIANT, is_transposed, layout, load
 from model import GPT
 from rundir import load_run
@@ -255,11 +254,8 @@ def write_model(to, state, code):
 
 
 def write_tokenizer(to, tokenizer, block_size):
-    if tokenizer.path:
-        raw = tokenizer.path.read_bytes()  # not copied: it may lie in `to`
-    else:
-        raw = json.dumps(tokenizer.json(), ensure_ascii=False).encode()
-    write_whole(to / 'tokenizer.json', raw)
+    # Read first, and not copied: its file may lie in `to`.
+    write_whole(to / 'tokenizer.json', tokenizer.as_file())
 
     eot = tokenizer.decode([tokenizer.eot])
     settings = {
@@ -270,10 +266,6 @@ def write_tokenizer(to, tokenizer, block_size):
         'clean_up_tokenization_spaces': False,
     }
     write_json(to / 'tokenizer_config.json', settings)
-
-
-def write_json(path, settings):
-    write_whole(path, json.dumps(settings, indent=1) + '\n')
 
 
 def main():

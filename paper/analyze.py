@@ -34,13 +34,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import model as architecture
-from comparison.plan import recorded_settings
+from comparison.plan import recorded_settings, settings_difference
 from configurator import choose, first_line, one_line_errors
 from data import Dataset
-from files import write_whole
+from files import write_json
 from hub.read import load as load_hub
 from machine import Machine
-from paper import draw, losses
+from paper import draw
 from rundir import check_tokenizer, load_run, provenance
 
 BLOCK = 2**24  # attention weights in memory at once: 64 MB
@@ -370,14 +370,14 @@ def analyze(kind, runs, settings, machine):
             'sequences': len(rows),
             'length': len(rows[0]),
             'config': asdict(model.config),
-            **origin_of(checkpoint),
+            **run_of(checkpoint),
         }
     numbers = {'analysis': kind, **provenance(machine), 'runs': reports}
     # JSON has no NaN: it becomes null.
     return json.loads(json.dumps(numbers), parse_constant=lambda name: None)
 
 
-def origin_of(checkpoint):
+def run_of(checkpoint):
     """Which run a checkpoint is of, and how far it was trained: {'step', 'settings'}; {} without one."""
     if checkpoint is None:
         return {}
@@ -486,7 +486,7 @@ def check_seeds(name, one, other):
     ours, theirs = report['settings'], later['settings']
     if ours['seed'] == theirs['seed']:
         raise ValueError(f'--seeds=True: {run} and {again} have the same seed: name one of them')
-    difference = losses.settings_difference({**ours, 'seed': theirs['seed']}, theirs)
+    difference = settings_difference({**ours, 'seed': theirs['seed']}, theirs)
     if difference:
         name, value, other_value = difference
         raise ValueError(
@@ -562,7 +562,7 @@ def main():
         numbers = analyze(kind, runs, settings, Machine(settings.device))
         out = Path(settings.out or f'results/{kind}')
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out.with_name(f'{out.name}.json'), json.dumps(numbers, indent=1) + '\n')
+        write_json(out.with_name(f'{out.name}.json'), numbers)
         if settings.seeds:
             drawn = over_seeds(numbers)
             figure = figure_of(drawn, names={name: name for name in drawn['runs']})

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comparison.plan import recorded_settings
+from comparison.plan import recorded_settings, settings_difference
 from comparison.results import changes_on_the_way, different_data, read_state
 from comparison.verdict import judge
 from configurator import first_line
@@ -126,7 +126,7 @@ def check_analysis(kind, analysis, state, config):
         raise ValueError(f'{what} is of another model than {state.folder}')
     if not analysis.settings:
         return
-    difference = losses.settings_difference(
+    difference = settings_difference(
         recorded_settings(analysis.settings), recorded_settings(state.config)
     )
     if difference:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from comparison.plan import recorded_settings, same_value
+from comparison.plan import recorded_settings, settings_difference
 from model import GPT
 from rundir import gpt_config, read_losses, read_run_config
 
@@ -73,14 +73,6 @@ def check_same(run, ours, baseline, theirs):
         raise ValueError(
             f'{run} has {name}={value!r} and {baseline} has {other!r}, so the two cannot be compared'
         )
-
-
-def settings_difference(ours, theirs):
-    """The first (setting, value, other value) in which two runs differ, of {setting: value}, or None."""
-    for name, value in ours.items():
-        if not same_value(value, theirs[name]):
-            return name, value, theirs[name]
-    return None
 
 
 def tokens_per_step(run):

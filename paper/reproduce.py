@@ -25,7 +25,7 @@ import numpy as np
 import evaluate
 from comparison import launch
 from configurator import choose, one_line_errors
-from files import write_whole
+from files import write_json
 from machine import Machine
 from paper import analyze, crossings, draw, losses, runs, wiring
 from paper.figures import FIGURES
@@ -178,7 +178,7 @@ def write_numbers(path, numbers, origin):
     new = json.loads(json.dumps(numbers))
     old = read_numbers(path) if path.exists() else {}
     if old | origin != new:
-        write_whole(path, json.dumps(new, indent=1) + '\n')
+        write_json(path, new)
 
 
 # --- the list -------------------------------------------------------------------------------------

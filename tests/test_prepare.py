@@ -467,7 +467,7 @@ def test_an_interruption_in_the_middle_of_a_file_keeps_those_before_it(
 def stop_halfway(tmp_path, monkeypatch):
     """Prepare a source until the disk is full, at the fourth state. Returns the message."""
     make_source(tmp_path / 'raw')
-    write_whole = prepare_slimpajama.write_whole
+    write_json = prepare_slimpajama.write_json
     count = 0
 
     def full(path, data):
@@ -475,10 +475,10 @@ def stop_halfway(tmp_path, monkeypatch):
         count += 1
         if count >= 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_whole(path, data)
+        write_json(path, data)
 
     with monkeypatch.context() as patch, pytest.raises(OSError) as error:
-        patch.setattr(prepare_slimpajama, 'write_whole', full)
+        patch.setattr(prepare_slimpajama, 'write_json', full)
         patch.setattr(prepare_slimpajama, 'SAVE_SECONDS', 0)
         prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
     return str(error.value)
