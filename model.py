@@ -46,7 +46,7 @@ class GPTConfig:
     rope_theta: float = 10000.0  # RoPE's base
     rope_scaling: tuple = ()  # llama3's (factor, low_freq, high_freq, original_length)
     norm_eps: float = 1e-5  # epsilon of the norms
-    dropout: float = 0.0  # on embeddings, attention weights and block outputs
+    dropout: float = 0.0  # on embeddings, attention weights, and what attention and MLP add
     tie_embeddings: bool = False  # lm_head shares wte's weight
     # residuals: what is mixed into v, q or k
     v_residual: bool = False  # ResFormer (Eq. 7): V_n <- (V_1 + V_n) / 2 for n >= 2
@@ -103,8 +103,8 @@ class GPTConfig:
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 
-# Fields that, with the shape, give a checkpoint's weights their meaning: with other values of these
-# fields, the same weights compute something else.
+# Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
+# these, even its embeddings and projections would mean something else.
 BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
 # Parameters that a checkpoint may lack, because they start neutral or as the settings say.
@@ -150,7 +150,7 @@ def wire(config):
             owners = [layers[s].owner for s in before] + owners
         pairs = [(o['k'], o['v']) for o in owners]
 
-        raw = {(part, n) for part in 'qkv'}
+        raw = {(part, n) for part in 'qkv' if owner[part] == n}
         for part in 'qkv':
             raw.update(sources[part])
         if config.neutreno:
@@ -215,8 +215,11 @@ class Mixing(nn.Module):
 
     def forward(self, own, sources, x, learned=None):
         """own (B, heads, T, hs), sources [(B, heads, T, hs)] -> (B, heads, T, hs)"""
-        weights = self.weights(x, learned)
         dtype = own.dtype
+        # Not in half precision: a gate's product with a learned weight would be in it, too, and so
+        # would the gradient of that weight.
+        with torch.autocast(own.device.type, enabled=False):
+            weights = self.weights(x, learned)
         if learned is not None:
             # Multiply in fp32. Half precision would also round the weights, and the gradient of a
             # weight, a sum over all positions, would overflow long before any other.
@@ -290,9 +293,9 @@ class Attention(nn.Module):
 
         # Attend with the owners' tensors: in SVFormer, owner['v'] is layer 0 everywhere.
         dropout = self.dropout if self.training else 0.0
-        seen = attended if cache is None else cache
-        keys = [seen['k', k] for k, _ in pairs]
-        values = [seen['v', v] for _, v in pairs]
+        kv = attended if cache is None else cache
+        keys = [kv['k', k] for k, _ in pairs]
+        values = [kv['v', v] for _, v in pairs]
         y = attend_cross(attended['q', owner['q']], keys, values, dropout, mask)  # (B, nh, T, hs)
 
         # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V_n (Eq. 8).
@@ -304,9 +307,9 @@ class Attention(nn.Module):
             y = y + to_query_heads(self.neutreno * difference, y)
 
         for key in self.last_raw:
-            raw.pop(key, None)
+            del raw[key]
         for key in self.last_attended:
-            attended.pop(key, None)
+            del attended[key]
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -447,16 +450,16 @@ class GPT(nn.Module):
             T > self.config.block_size,
             f'{T} tokens are more than block_size={self.config.block_size}',
         )
-        rows, mask = slice(T), None
+        positions, mask = slice(T), None
         if cache is not None:
-            rows, mask = cache.begin(T)
+            positions, mask = cache.begin(T)
 
         x = self.transformer.wte(idx)  # (B, T, C)
         rope = None
         if self.config.arch == 'llama':
-            rope = self.cos[rows], self.sin[rows]
+            rope = self.cos[positions], self.sin[positions]
         else:
-            x = x + self.transformer.wpe.weight[rows]
+            x = x + self.transformer.wpe.weight[positions]
         x = F.dropout(x, self.config.dropout, self.training)
 
         raw, attended = {}, {}  # see the top of this file
@@ -749,8 +752,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     nothing is computed twice (as in Liger's fused kernel). FP16-safe: the loss scale is applied
     in backward, in fp32.
 
-    x (N, C), weight (V, C), targets (N,) int64 with -1 ignored; returns a fp32 scalar (float64 for
-    float64 inputs).
+    x (N, C), weight (V, C), targets (N,) int64 with -1 ignored; want_grad: whether gradients are
+    wanted, which forward() itself cannot see; returns a fp32 scalar (float64 for float64 inputs).
     """
 
     @staticmethod
@@ -798,7 +801,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # --- what is refused -----------------------------------------------------------------------------
 
-# Settings that choose the weights of a mixture. Only residual_map='current' has a mixture.
+# Settings that choose the weights of a mixture. They go with residual_map='current' only.
 WEIGHT_SETTINGS = (
     'residual_lambda',
     'residual_learned',
@@ -968,6 +971,17 @@ def check_wiring(config):
             f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
             'set its share_*_every',
         )
+    check_residual_layers(config, layers, residuals)
+    for part in residuals:
+        refuse(
+            not any(wiring.sources[part] for wiring in layers),
+            f'{part}_residual does nothing: with n_layer={config.n_layer} and '
+            f'residual_from={config.residual_from!r}, no layer has a source',
+        )
+
+
+def check_residual_layers(config, layers, residuals):
+    """Refuse a residual_layers that names what is no layer, or a layer without a residual."""
     numbers = config.residual_layers
     for n in numbers:
         refuse(
@@ -995,9 +1009,3 @@ def check_wiring(config):
                 f'residual_layers names layer {n}, which gets no source with '
                 f'residual_from={config.residual_from!r}; name layers that get one',
             )
-    for part in residuals:
-        refuse(
-            not any(wiring.sources[part] for wiring in layers),
-            f'{part}_residual does nothing: with n_layer={config.n_layer} and '
-            f'residual_from={config.residual_from!r}, no layer has a source',
-        )
