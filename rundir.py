@@ -271,6 +271,23 @@ def compare_tokenizers(checkpoint, dataset):
     )
 
 
+def model_differences(checkpoint, config):
+    """In words, the settings in which a checkpoint's model and another one differ, among those that
+    change what the same weights compute; '' if there are none.
+
+    load_weights() refuses those in BASE. The others may be changed on purpose, as when a vanilla
+    model goes on as a ResFormer.
+    """
+    old = GPTConfig(**checkpoint['model_config'])
+    names = (old.variant() | config.variant()).keys() - {*BASE, 'dropout'}
+    differences = []
+    for name in sorted(names):
+        before, now = getattr(old, name), getattr(config, name)
+        if before != now:
+            differences.append(f'{name}={before!r}, here {now!r}')
+    return '; '.join(differences)
+
+
 def load_weights(model, checkpoint):
     """Take over a checkpoint's weights; mixing weights that it lacks keep their initial values.
 

@@ -44,6 +44,7 @@ from rundir import (
     load_state,
     load_weights,
     locked_run,
+    model_differences,
     name_misfits,
     nothing_to_resume,
     provenance,
@@ -81,7 +82,9 @@ class TrainConfig:
     eval_interval: int = 1000  # steps between evaluations with a checkpoint; 0: at the end only
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     eval_only: bool = False  # evaluate and exit
-    log_interval: int = 1  # steps between log lines; signals are looked at then, too
+    log_interval: int = (
+        1  # steps between log lines; signals and max_skipped are looked at then, too
+    )
     keep_checkpoints: int = 2  # ckpt.pt, ckpt.pt.1, ...; besides them, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
@@ -173,11 +176,17 @@ INCIDENTAL = frozenset(
 
 
 def make_optimizer(model, settings):
-    """AdamW, fused; matrices and embeddings decay; norms, biases and learned scalars do not."""
+    """AdamW, fused.
+
+    The weights of nn.Linear and nn.Embedding decay. Norms, biases and any other nn.Parameter do not,
+    whatever its shape: many a weight's neutral value is 1.
+    """
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    matrices = {module.weight for module in model.modules() if isinstance(module, kinds)}
     params = list(model.parameters())
     groups = [
-        {'params': [p for p in params if p.dim() >= 2], 'weight_decay': settings.weight_decay},
-        {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0},
+        {'params': [p for p in params if p in matrices], 'weight_decay': settings.weight_decay},
+        {'params': [p for p in params if p not in matrices], 'weight_decay': 0.0},
     ]
     assert sum(len(group['params']) for group in groups) == len(params)
     betas = (settings.beta1, settings.beta2)
@@ -293,7 +302,7 @@ def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_
     """Forward, backward and update over this process's micro-batches.
 
     Returns (mean loss, gradient norm), tensors. The norm is the same on all processes. If it is not
-    finite, there is no update; a loss that is not finite always makes it so.
+    finite, there is no update. A loss that is not finite always makes the norm not finite.
     """
     total = torch.zeros((), device=machine.device)
     for micro in range(micro_steps):
@@ -310,7 +319,7 @@ def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_
 
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    # The scaler itself skips steps that are not finite, without waiting for the device.
+    # In FP16 the scaler skips such a step without waiting for the device. Otherwise this line waits.
     if scaler.is_enabled() or norm.isfinite():
         scaler.step(optimizer)
     scaler.update()
@@ -394,7 +403,7 @@ def start_run(settings, config, machine, closing):
         optimizer = make_optimizer(model, settings)
         start = Start(dataset, rows, model, optimizer, machine.scaler())
         if checkpoint:
-            take_over(checkpoint, start, settings, config)
+            take_over(checkpoint, start, settings, config, machine.warn)
         outcome = f'{settings.init_from} from step {start.step}'
     except (ValueError, OSError) as error:
         outcome = error
@@ -473,13 +482,16 @@ def open_checkpoint(settings, config, machine):
     }
 
 
-def take_over(checkpoint, start, settings, config):
+def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
     with name_misfits(checkpoint['path']):
         if settings.init_from != 'resume':
             if 'data' in checkpoint:  # a Hugging Face folder does not say what it was trained on
                 compare_tokenizers(checkpoint, start.dataset)
             load_weights(start.model, checkpoint)
+            differences = model_differences(checkpoint, config)
+            if differences:
+                warn(f'note: {checkpoint["path"]} was trained as another model: {differences}')
             start.origin = settings.init_from
             return
         start.changed = check_resume(checkpoint, settings, config, start.dataset)
@@ -499,12 +511,16 @@ def take_over(checkpoint, start, settings, config):
 
 
 class Reporter:
-    """The log file, the terminal and wandb. On every process but the first, it does nothing."""
+    """The terminal, the log, the checkpoints and wandb. On every process but the first, it does
+    nothing."""
 
     def __init__(self, settings, config, machine, start):
         self.settings = settings
+        self.config = config
         self.machine = machine
+        self.start = start
         self.active = machine.is_first
+        self.best = start.best  # lowest validation loss so far
         self.tracker = None
         self.wandb_id = start.wandb_id
         resumes = settings.init_from == 'resume'
@@ -526,7 +542,7 @@ class Reporter:
         everything |= self.provenance
         for name, value in everything.items():
             print(f'{name:28} {value}')
-        inner, total = start.model.num_params(), start.model.num_params(False)
+        inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
         print(f'{inner:,} parameters without embeddings, {total:,} with\n')
 
         self.log = Log(out / 'log.jsonl', self.saved)
@@ -621,6 +637,51 @@ class Reporter:
         words.append(f'{datetime.timedelta(seconds=round(seconds * steps_left))} left')
         print(' | '.join(words), flush=True)
 
+    def checkpoint(self, step, losses, skipped):
+        """Write the checkpoint of a step. losses: of its evaluation, or None."""
+        if not self.active:
+            return
+        # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
+        self.log.flush()
+        if losses and not math.isfinite(losses['mean']):
+            print(
+                'warning: the validation loss is not finite: no checkpoint is written, and the earlier ones stay',
+                file=sys.stderr,
+            )
+            return
+
+        names = []
+        if step in self.settings.save_steps:
+            names.append(f'ckpt_{step}.pt')
+        if losses and losses['mean'] < self.best:
+            self.best = losses['mean']
+            names.append('ckpt_best.pt')
+
+        start = self.start
+        tokenizer = start.dataset.meta['tokenizer']
+        checkpoint = {
+            'model': start.model.state_dict(),
+            'optimizer': start.optimizer.state_dict(),
+            'scaler': start.scaler.state_dict(),
+            'step': step,
+            'settings': asdict(self.settings),
+            'model_config': asdict(self.config),
+            'data': {
+                'row': step * self.settings.rows_per_step,
+                'sha256': start.dataset.hashes(),
+                'tokenizer': {name: tokenizer[name] for name in ('name', 'sha256')},
+            },
+            'best': self.best,
+            'evaluated': losses is not None,
+            'skipped': skipped.tolist(),
+            'origin': start.origin,
+            'wandb_id': self.wandb_id,
+            'provenance': self.provenance,
+        }
+        folder = Path(self.settings.out_dir)
+        save_checkpoint(folder, checkpoint, self.settings.keep_checkpoints, names)
+        self.saved = step
+
     def finish(self, step, interrupted):
         if not self.active:
             return
@@ -677,7 +738,6 @@ def train(settings, config, machine, micro_steps, closing):
     reporter = Reporter(settings, config, machine, start)
     signals = closing.enter_context(Signals())
     loader = open_loader(start, settings, machine)
-    best = start.best
     skipped = torch.tensor(start.skipped, device=machine.device)
     save = stop = False
     clock = Clock()
@@ -685,22 +745,21 @@ def train(settings, config, machine, micro_steps, closing):
     for step in range(start.step, settings.max_iters + 1):
         last = step == settings.max_iters
         at_interval = settings.eval_interval > 0 and step % settings.eval_interval == 0
-        is_new = settings.init_from != 'resume' or step > start.step
         # A run that is shortened to the step where it was interrupted lacks its last evaluation.
-        evaluates = (last or at_interval) and (is_new or not start.evaluated)
-        if evaluates or save or (is_new and step in settings.save_steps):
+        evaluates = (last or at_interval) and (step > start.step or not start.evaluated)
+        keeps = step in settings.save_steps and step != reporter.saved
+        if evaluates or keeps or save:
             losses = None
             if evaluates:
                 losses = evaluate(compiled, start.dataset, settings, machine)
                 reporter.evaluation(step, losses, model)
-            best = write_checkpoint(step, losses, best, skipped, start, settings, config, reporter)
+            reporter.checkpoint(step, losses, skipped)
             save = False
             clock.restart()
         if last or stop:
             break
 
-        if config.dropout:
-            seed_dropout(step, settings, machine)
+        seed_step(step, settings, machine)
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group['lr'] = lr
@@ -742,8 +801,9 @@ def open_loader(start, settings, machine):
     )
 
 
-def seed_dropout(step, settings, machine):
-    """Let dropout's random numbers follow from the step, so that a resumed run repeats them."""
+def seed_step(step, settings, machine):
+    """Let the model's random numbers, such as dropout's, follow from the step, so that a resumed run
+    repeats them."""
     number = (settings.seed * 1_000_003 + step) * machine.world_size + machine.rank
     torch.manual_seed(number % 2**63)
 
@@ -769,55 +829,6 @@ def share_of_micro_steps(settings, processes):
         '(change batch_size, too, so that a step keeps its tokens)',
     )
     return total // processes
-
-
-def write_checkpoint(step, losses, best, skipped, start, settings, config, reporter):
-    """On the first process, write the checkpoint of a step, after its log lines.
-
-    Returns the lowest validation loss so far, which is kept there alone.
-    """
-    if not reporter.active:
-        return best
-
-    # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
-    reporter.log.flush()
-    if losses and not math.isfinite(losses['mean']):
-        print(
-            'warning: the validation loss is not finite: no checkpoint is written, and the earlier ones stay',
-            file=sys.stderr,
-        )
-        return best
-
-    names = []
-    if step in settings.save_steps:
-        names.append(f'ckpt_{step}.pt')
-    if losses and losses['mean'] < best:
-        best = losses['mean']
-        names.append('ckpt_best.pt')
-
-    tokenizer = start.dataset.meta['tokenizer']
-    checkpoint = {
-        'model': start.model.state_dict(),
-        'optimizer': start.optimizer.state_dict(),
-        'scaler': start.scaler.state_dict(),
-        'step': step,
-        'settings': asdict(settings),
-        'model_config': asdict(config),
-        'data': {
-            'row': step * settings.rows_per_step,
-            'sha256': start.dataset.hashes(),
-            'tokenizer': {name: tokenizer[name] for name in ('name', 'sha256')},
-        },
-        'best': best,
-        'evaluated': losses is not None,
-        'skipped': skipped.tolist(),
-        'origin': start.origin,
-        'wandb_id': reporter.wandb_id,
-        'provenance': reporter.provenance,
-    }
-    save_checkpoint(Path(settings.out_dir), checkpoint, settings.keep_checkpoints, names)
-    reporter.saved = step
-    return best
 
 
 # How compare.py tells a training that diverged from one that was killed or is mistaken.

@@ -84,7 +84,7 @@ def test_each_process_drops_other_units_at_each_step():
     settings, numbers = train.TrainConfig(), set()
     for step in range(3):
         for rank in range(4):
-            train.seed_dropout(step, settings, SimpleNamespace(world_size=4, rank=rank))
+            train.seed_step(step, settings, SimpleNamespace(world_size=4, rank=rank))
             numbers.add(torch.rand(1).item())
     assert len(numbers) == 12
 

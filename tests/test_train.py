@@ -28,12 +28,13 @@ from runs import (
     start,
     training_steps,
 )
+from torch import nn
 from variants import VARIANTS, config_of, tokens
 
 import train
 from data import Dataset, validation_batches
 from machine import Machine
-from model import GPT, GPTConfig
+from model import GPT, MLP, GPTConfig
 
 # --- what a run writes ---------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ def test_learned_mixing_weights_are_logged_at_evaluations(work):
 
 def test_only_the_first_process_asks_what_produced_the_run(monkeypatch):
     monkeypatch.setattr(train, 'provenance', lambda machine: pytest.fail('asked'))
-    start_at_0 = SimpleNamespace(step=0, wandb_id=None)
+    start_at_0 = train.Start(None, None, None, None, None)
     machine = SimpleNamespace(is_first=False)
     assert not train.Reporter(train.TrainConfig(), GPTConfig(), machine, start_at_0).active
 
@@ -214,6 +215,21 @@ def test_resume_is_bitwise_equal(work, options):
     assert (load(f'{name}/ckpt.pt')['scaler'] != {}) == (options['dtype'] == 'float16')
 
 
+def test_a_forks_random_numbers_are_those_of_the_seed_and_the_step(work, monkeypatch):
+    """They are repeated on resume, though there is no dropout."""
+    forward = MLP.forward
+
+    def noisy(mlp, x):
+        noise = torch.rand(x.shape) if mlp.training else 0
+        return forward(mlp, x) + noise
+
+    monkeypatch.setattr(MLP, 'forward', noisy)
+    good('out/noisy')
+    good('out/noisy-resumed', max_iters=6)
+    good('out/noisy-resumed', init_from='resume')
+    assert_same_run('out/noisy', 'out/noisy-resumed')
+
+
 def test_init_from_auto_starts_a_run_and_then_resumes_it(work, whole):
     good('out/auto', init_from='auto', max_iters=6)
     text = good('out/auto', init_from='auto')
@@ -274,10 +290,15 @@ def test_precision_may_change_on_resume(work, before, after):
     assert steps[-1]['scale'] == (65536.0 if after == 'float16' else None)
 
 
-def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole):
+def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys):
     # A neutral start: the vanilla model's loss.
     neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))
     good('out/weights', init_from=f'{whole}/ckpt.pt', max_iters=1, seed=7, **neutral)
+    note = (
+        f'note: {whole}/ckpt.pt was trained as another model: residual_lambda=(), here (0.0, 1.0); '
+        'residual_learned=False, here True; v_residual=False, here True'
+    )
+    assert note in capsys.readouterr().err
     first = log('out/weights')[0]
     assert first['step'] == 0 and first['val'] == log(whole)[-1]['val']
     checkpoint = load('out/weights/ckpt.pt')
@@ -298,6 +319,11 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole):
     (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)
     assert resumed['step'] == 1 and resumed['changed'] == {'max_iters': [1, 2]}
     assert resumed['provenance']['commit'] == config['commit']
+    assert 'note:' not in capsys.readouterr().err
+
+    # The same model is taken without a note.
+    good('out/same', init_from=f'{whole}/ckpt.pt', max_iters=1, dropout=0.1)
+    assert 'note:' not in capsys.readouterr().err
     assert {'date', 'load', 'commit'} <= resumed['before'].keys()
     assert all(first_part[name] == value for name, value in resumed['before'].items())
 
@@ -421,6 +447,22 @@ def test_the_learning_rate_is_the_papers():
     assert train.learning_rate(3, train.TrainConfig(decay_lr=False)) == 6e-4
     assert train.learning_rate(0, train.TrainConfig(warmup_iters=0)) == 6e-4
     assert train.learning_rate(500, train.TrainConfig(lr_decay_iters=500)) == pytest.approx(6e-5)
+
+
+def test_matrices_decay_and_what_a_fork_adds_beside_them_does_not():
+    model = GPT(config_of('gpt2 NeuTRENO DenseFormer'))
+    model.gate = nn.Parameter(torch.ones(2, 1, 1))
+    decaying, others = train.make_optimizer(model, train.TrainConfig()).param_groups
+    assert (decaying['weight_decay'], others['weight_decay']) == (0.1, 0.0)
+
+    matrices = r'.*(wte|wpe|c_attn|c_proj|c_fc)\.weight|lm_head\.weight'
+    named = model.named_parameters()
+    expected = {name: bool(re.fullmatch(matrices, name)) for name, _ in named}
+    assert not expected['gate'] and not expected['transformer.dwa.1']
+    ids = {id(parameter) for parameter in decaying['params']}
+    decays = {name: id(parameter) in ids for name, parameter in model.named_parameters()}
+    assert decays == expected
+    assert len(decaying['params']) + len(others['params']) == len(expected)
 
 
 def test_a_warm_up_that_does_not_end_is_warned_of(work, capsys):
