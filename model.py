@@ -118,7 +118,8 @@ LOGGED = ('.residual_lambda', '.dwa.')
 
 # residual_from: which layers are the sources of layer n >= 1 (0-based) in a model of L layers. A word
 # in place of a layer is a source of another kind: let hidden() put its tensor, (B, heads, T, hs), into
-# raw[part, word].
+# raw[part, word]. A table of values needs keep_init and a standard deviation of its own: values start
+# at about 0.02 sqrt(n_embd), embeddings at 0.02.
 SOURCES = {
     'first': lambda n, L: [0],  # ResFormer (Eq. 7)
     'previous': lambda n, L: [n - 1],  # Fig. 8
