@@ -34,6 +34,9 @@ from tasks import TASKS, check_names, harness_tasks
 LOSS_ERRORS = 'over windows of one run, not over seeds'
 TASK_ERRORS = 'over items of one run, not over seeds'
 
+# A task's accuracy would not show it: the argmax over NaN is the first choice.
+NOT_FINITE = 'its log-probabilities are not finite; try --dtype=float32 or --dtype=bfloat16'
+
 # Texts of the tasks are padded to a multiple of so many tokens: kernels are chosen, and memory is
 # set aside, for each new shape.
 PADDED_TO = 64
@@ -135,6 +138,8 @@ def run_losses(run, settings, machine):
         dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
+    if not all(np.isfinite(sums).all() for sums in losses.values()):
+        raise ValueError(f'{run}: {NOT_FINITE}')
     domains = {}
     for domain, sums in losses.items():
         total, tokens = sums.sum(axis=0)
@@ -347,7 +352,10 @@ def score_continuations(model, pairs, n_vocab, batch_size, machine, silent=False
 
 @torch.no_grad()
 def score_batch(model, texts, counts, n_vocab, machine):
-    """[(log-probability of the last counts[i] tokens of texts[i], whether each is the likeliest)]."""
+    """[(log-probability of the last counts[i] tokens of texts[i], whether each is the likeliest)].
+
+    Raises ValueError where a log-probability is not finite.
+    """
     longest = max(1, max(len(text) for text in texts) - 1)
     width = min(math.ceil(longest / PADDED_TO) * PADDED_TO, model.config.block_size)
     idx = torch.zeros((len(texts), width), dtype=torch.int64)
@@ -365,6 +373,8 @@ def score_batch(model, texts, counts, n_vocab, machine):
             ends.append(row[end - count : end])
         values, hits = log_probabilities(model, torch.cat(ends), targets, n_vocab)
 
+    if not values.isfinite().all():
+        raise ValueError(NOT_FINITE)
     values = values.double().cpu().split(counts)
     hits = hits.cpu().split(counts)
     return [(value.sum().item(), bool(hit.all())) for value, hit in zip(values, hits, strict=True)]

@@ -252,6 +252,18 @@ def test_a_lower_precision_changes_the_losses_little(run):
         assert 0 < abs(rounded[domain]['loss'] - exact[domain]['loss']) < 0.05
 
 
+def test_a_run_whose_losses_are_not_finite_is_refused_and_not_written(run):
+    """JSON has no NaN."""
+    outs = run('sound'), run('overflowed')
+    checkpoint = load(f'{outs[1]}/ckpt.pt')
+    checkpoint['model']['transformer.wte.weight'][1, 0] = math.nan
+    torch.save(checkpoint, f'{outs[1]}/ckpt.pt')
+
+    status, _, _ = program('loss', *outs, '--out=finite.json', '--device=cpu')
+    assert_one_line(status, outs[1], 'not finite', '--dtype=float32')
+    assert list(read_numbers('finite.json')['runs']) == [outs[0]]
+
+
 # --- which runs, on which data -------------------------------------------------------------------
 
 

@@ -177,6 +177,20 @@ def test_no_request_has_no_answer(harness, padded):
     assert make_lm(padded, 3)._loglikelihood_tokens([], disable_tqdm=True) == []
 
 
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_log_probabilities_that_are_not_finite_are_refused_and_not_scored(harness, value):
+    """The harness would take the first choice for the model's answer, and count accuracies."""
+    model = random_model()
+    with torch.no_grad():
+        model.transformer.wte.weight[5] = value
+    lm = make_lm(model, 2)
+    sound = [(None, [1, 2], [3]), (None, [2], [3, 4])]
+
+    assert len(lm._loglikelihood_tokens(sound, disable_tqdm=True)) == 2
+    with pytest.raises(ValueError, match='not finite; try --dtype=float32'):
+        lm._loglikelihood_tokens([*sound, (None, [1, 5], [3])], disable_tqdm=True)
+
+
 # --- against the harness's own wrapper -----------------------------------------------------------
 
 
