@@ -285,6 +285,8 @@ def evaluate_tasks(runs, settings, machine):
 
         samples[run] = output['samples']
         scores = {name: task_scores(output, name) for name in names}
+        for name, entry in scores.items():
+            entry |= count_cuts(output['samples'][name], lm.lengths, model.config.block_size)
         reports[run] = {
             'tasks': scores,
             'average': mean_of(scores, 'acc'),
@@ -306,18 +308,42 @@ def task_scores(output, name):
     return scores
 
 
+def count_cuts(samples, lengths, block_size):
+    """How many choices of a task there are, of how many the text was cut, and of these the answer.
+
+    lengths: those of make_lm(). The counts are of what score_continuations() does.
+    """
+    cuts = {'choices': 0, 'cut_choices': 0, 'cut_answers': 0}
+    for sample in samples:
+        for texts in sample['arguments']:
+            context, continuation = lengths[tuple(texts)]
+            cuts['choices'] += 1
+            if context + continuation > block_size + 1:
+                cuts['cut_choices'] += 1
+            if continuation > block_size:
+                cuts['cut_answers'] += 1
+    return cuts
+
+
 def make_lm(model, tokenizer, settings, machine):
-    """The model as the harness's LM."""
+    """The model as the harness's LM.
+
+    Its `lengths` are, for all texts that it has scored, {(context, continuation): their tokens}.
+    """
     from lm_eval.api.model import TemplateLM
 
     class LM(TemplateLM):
         eot_token_id = tokenizer.eot
+        lengths = {}
 
         def tok_encode(self, string, add_special_tokens=None, **_):
             return tokenizer.encode(string).tolist()
 
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-            pairs = [(context, continuation) for _, context, continuation in requests]
+            pairs = []
+            for texts, context, continuation in requests:
+                pairs.append((context, continuation))
+                self.lengths[texts] = len(context), len(continuation)
             return score_continuations(
                 model, pairs, tokenizer.n_vocab, settings.batch_size, machine, disable_tqdm
             )
@@ -334,8 +360,10 @@ def make_lm(model, tokenizer, settings, machine):
 def score_continuations(model, pairs, n_vocab, batch_size, machine, silent=False):
     """[(log-probability of a continuation, whether each of its tokens is the likeliest)].
 
-    pairs: [(tokens of the context, of the continuation)]. The model sees only the end of a text
-    longer than block_size, as in the harness's own wrapper.
+    pairs: [(tokens of the context, of the continuation)]. Of a text of more than block_size + 1
+    tokens, the model sees only the end, as in the harness's own wrapper. That wrapper refuses a
+    continuation of more than block_size tokens; here, its last block_size tokens are scored, so that
+    byte models can be evaluated. count_cuts() counts both.
     """
     longest = model.config.block_size + 1
     texts = [(context + continuation)[-longest:] for context, continuation in pairs]
@@ -431,9 +459,25 @@ def print_tasks(numbers):
 
     print('\n' + markdown_table(['', *tasks, 'average'], rows))
     print(f'\n±: standard errors {TASK_ERRORS}.')
+    print_cuts(reports)
     if 'hellaswag' in tasks and numbers['data'] != 'hub':
         advice = 'comparable with other programs on the same file only'
         print(f'HellaSwag from a preprocessed file: {advice}.')
+
+
+def print_cuts(reports):
+    """A line for each run that did not see the whole text of some choices."""
+    for run, report in reports.items():
+        parts = []
+        for name, scores in report['tasks'].items():
+            part = f'{name} {scores["cut_choices"]:,} of {scores["choices"]:,} choices'
+            if scores['cut_answers']:
+                part += f' ({scores["cut_answers"]:,} in the answer itself)'
+            if scores['cut_choices']:
+                parts.append(part)
+        if parts:
+            limit = f'to the last {report["block_size"]:,} tokens'
+            print(f'Cut for {run} {limit}: {", ".join(parts)}.')
 
 
 def pm(value, error, sign='', digits=4):

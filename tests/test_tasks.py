@@ -1,5 +1,6 @@
 """tasks.py: what is asked of each item, against questions written out by hand, and damaged files."""
 
+import collections
 import functools
 import statistics
 import sys
@@ -43,6 +44,8 @@ def judged(data_dir, items, limit=0):
         right.update(choices[index] for _, choices, index in expected)
 
     class Judge(LM):
+        lengths = collections.defaultdict(lambda: (1, 1))
+
         def loglikelihood(self, requests, disable_tqdm=False):
             return [(0.0 if request.args in right else -9.0, False) for request in requests]
 

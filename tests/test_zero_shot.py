@@ -344,12 +344,39 @@ def test_a_limit_of_one_item_has_scores_without_a_standard_error(harness, run, p
     assert f'{score["acc"]:.3f}' in out
 
 
+def test_texts_that_are_cut_are_counted_and_told(harness, run, tmp_path, monkeypatch):
+    # The model reads 32 tokens and predicts one more. A context has 19 bytes, an answer a space.
+    solutions = [['y' * 13, 'y' * 14], ['y' * 31, 'y' * 32]]
+    assert len(b'Question: x\nAnswer: ') + 13 == 33
+    items = {
+        'openbookqa': ITEMS['openbookqa'],
+        'piqa': [task_items.piqa('x', texts, 0) for texts in solutions],
+    }
+    for task, contents in items.items():
+        publish(tmp_path / 'eval', task, contents)
+        set_whole(monkeypatch, task, len(contents))
+
+    words = [f'--data_dir={tmp_path}/eval', '--tasks=openbookqa,piqa', '--out=cut.json']
+    status, out, _ = program(run('reader'), *words, '--device=cpu')
+    assert status == 0, status
+    scores = json.loads(Path('cut.json').read_text())['runs']['out/reader']['tasks']
+    counts = {}
+    for task, score in scores.items():
+        counts[task] = [score[name] for name in ('choices', 'cut_choices', 'cut_answers')]
+    assert counts == {'openbookqa': [12, 0, 0], 'piqa': [4, 3, 1]}
+
+    (line,) = [line for line in out.splitlines() if 'Cut' in line]
+    cuts = 'piqa 3 of 4 choices (1 in the answer itself)'
+    assert line == f'Cut for out/reader to the last 32 tokens: {cuts}.'
+
+
 def report_of(names):
     """A report of evaluate_tasks in which every task has the same scores."""
     scores = {}
     for name in names:
         chance = 0.5 if name in ('winogrande', 'piqa') else 0.25
         scores[name] = {'items': 100, 'chance': chance, 'acc': 0.3, 'acc_stderr': 0.01}
+        scores[name] |= {'choices': 400, 'cut_choices': 0, 'cut_answers': 0}
         if name != 'winogrande':
             scores[name] |= {'acc_norm': 0.4, 'acc_norm_stderr': 0.02}
     return {'tasks': scores, 'average': 0.3, 'block_size': 2048}
@@ -367,7 +394,7 @@ def test_a_table_of_tasks_has_two_rows_per_run_and_one_of_chance(capsys):
     assert rows[0][1:] == ['0.300 ± 0.010'] * 6 + ['0.300']
     assert rows[1][1:] == ['0.400 ± 0.020'] * 2 + [''] + ['0.400 ± 0.020'] * 3 + ['']
     assert rows[-1][1:] == ['0.250', '0.250', '0.500', '0.250', '0.250', '0.500', '0.333']
-    assert 'HellaSwag' not in text
+    assert 'HellaSwag' not in text and 'Cut' not in text
 
 
 def test_a_table_of_some_tasks_has_their_columns_in_the_order_of_the_report(capsys):
