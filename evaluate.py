@@ -26,7 +26,14 @@ from configurator import choose, one_line_errors
 from data import Dataset, read_windows, windows
 from machine import Machine
 from model import LOSS_CHUNK
-from rundir import check_tokenizer, find_weights, load_run, provenance, save_numbers
+from rundir import (
+    check_tokenizer,
+    compare_data,
+    find_weights,
+    load_run,
+    provenance,
+    save_numbers,
+)
 from tables import markdown_table
 from tasks import TASKS, check_names, harness_tasks
 
@@ -134,6 +141,10 @@ def run_losses(run, settings, machine):
     dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
     sha256 = dataset.meta['tokenizer']['sha256']
     check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
+    # A checkpoint may be older than this record.
+    if not settings.dataset and 'sha256' in checkpoint['data']:
+        advice = f'; to evaluate on it nevertheless, give --dataset={dataset.folder.name}'
+        compare_data(checkpoint, dataset, advice)
     if machine.is_first:
         dataset.verify(['validation'])
 
@@ -158,6 +169,7 @@ def run_losses(run, settings, machine):
             'standard_error': error_of_mean(domains),
         },
         'dataset': str(dataset.folder),
+        'data': dataset.fingerprint(),
         'step': checkpoint['step'] if checkpoint else None,
         'block_size': model.config.block_size,
     }

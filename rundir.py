@@ -232,8 +232,7 @@ def check_resume(checkpoint, settings, config, dataset):
             )
 
     compare_tokenizers(checkpoint, dataset)
-    if checkpoint['data']['sha256'] != dataset.hashes():
-        raise ValueError(f'{path} was trained on other data than {dataset.folder} now holds')
+    compare_data(checkpoint, dataset)
 
     old = {**asdict(type(settings)()), **checkpoint['settings']}
     old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
@@ -269,6 +268,14 @@ def compare_tokenizers(checkpoint, dataset):
     check_tokenizer(
         checkpoint['path'], ours['sha256'], theirs['sha256'], f'that of {dataset.folder}'
     )
+
+
+def compare_data(checkpoint, dataset, advice=''):
+    """ValueError where a checkpoint was trained on other token files than a dataset's."""
+    if checkpoint['data']['sha256'] != dataset.hashes():
+        raise ValueError(
+            f'{checkpoint["path"]} was trained on other data than {dataset.folder} now holds{advice}'
+        )
 
 
 def model_differences(checkpoint, config):

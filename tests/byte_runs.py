@@ -11,6 +11,8 @@ from conftest import write_dataset
 from programs import BYTES, ours
 from runs import good, load
 
+from data import Dataset
+
 # 257 ids and a padding.
 SIZE = dict(n_layer=2, n_head=2, n_embd=32, n_inner=0, block_size=32, vocab_size=272)
 RESFORMER = dict(v_residual=True)
@@ -52,6 +54,7 @@ def write_run(checkpoint, name, dataset='bytes', **changes):
         'model': model.state_dict(),
         'model_config': asdict(model.config),
         'settings': {**checkpoint['settings'], 'dataset': dataset},
+        'data': {**checkpoint['data'], 'sha256': Dataset(dataset).hashes()},
     }
     torch.save({**checkpoint, **new}, folder / 'ckpt.pt')
     return str(folder)

@@ -20,6 +20,7 @@ from runs import load, ranks
 
 import evaluate
 import tokenizer
+from data import Dataset
 from hub.convert import export
 from machine import Machine
 from rundir import load_run
@@ -349,6 +350,24 @@ def test_a_hugging_face_folder_is_compared_on_the_dataset_that_is_named(run, tmp
 
     status, _, _ = program('loss', f'--out_dir={folder}', '--device=cpu')
     assert_one_line(status, 'export', '--dataset')
+
+
+def test_another_dataset_of_the_same_name_is_refused_unless_it_is_named(run):
+    write_byte_dataset(Path('data/remade'), {'A': 100})
+    out = run('of the old data', dataset='remade')
+    before = compared(out)['runs'][out]
+
+    write_byte_dataset(Path('data/remade'), {'A': 101})
+    status, _, _ = program('loss', out, '--device=cpu')
+    assert_one_line(status, out, 'other data', 'data/remade', '--dataset=remade')
+    after = compared(out, dataset='remade')['runs'][out]
+    assert before['dataset'] == after['dataset'] and before['data'] != after['data']
+    assert after['data'] == Dataset('remade').fingerprint()
+
+    checkpoint = load(f'{out}/ckpt.pt')
+    del checkpoint['data']['sha256']  # as an older version wrote it
+    torch.save(checkpoint, f'{out}/ckpt.pt')
+    assert compared(out)['runs'][out] == after
 
 
 def test_a_missing_run_is_found_before_the_first_is_evaluated(run, monkeypatch):
