@@ -105,7 +105,7 @@ class BytePairs:
         try:
             file = json.loads(raw)
             self.name, longest_run = recognize(file)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             # The message of a KeyError is nothing but the key.
             reason = f'KeyError: {error}' if isinstance(error, KeyError) else error
             raise ValueError(
@@ -341,10 +341,17 @@ def check_added_tokens(file):
 
 
 def check_ids(file):
-    """Refuse ids that do not fit a uint16, tokens that are not bytes, and merges that tiktoken would
-    make in another order."""
+    """Refuse ids that two tokens share or that do not fit a uint16, tokens that are not bytes, and
+    merges that tiktoken would make in another order."""
     vocab = file['model']['vocab']
     added = added_ids(file)
+    # With the id of <|endoftext|> for a second token, data could inject it.
+    texts = {}
+    for text, i in itertools.chain(vocab.items(), added.items()):
+        if type(i) is not int or i < 0:
+            raise ValueError(f'its token {text!r} has the id {i!r}')
+        if texts.setdefault(i, text) != text:
+            raise ValueError(f'its tokens {texts[i]!r} and {text!r} have the same id, {i}')
     top = max([*vocab.values(), *added.values()])
     if top > 65_535:
         raise ValueError(f'it has {top + 1:,} ids, and a uint16 holds 65,536')

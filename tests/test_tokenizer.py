@@ -239,6 +239,15 @@ def add_email(file):
     file['added_tokens'].append(token)
 
 
+def give_eot_the_id_of_a_letter(file):
+    del file['model']['vocab']['<|endoftext|>']
+    file['added_tokens'][0]['id'] = file['model']['vocab']['A']
+
+
+def give_a_letter_the_id_of_another(file):
+    file['model']['vocab']['A'] = file['model']['vocab']['!']
+
+
 REFUSED = {
     'no <|endoftext|>': change('added_tokens', 0, 'content', to='</s>'),
     'not BPE': change('model', 'type', to='Unigram'),
@@ -254,9 +263,13 @@ REFUSED = {
     "adds the token '|||EMAIL|||'": add_email,
     'order of their ids': lambda file: file['model']['merges'].reverse(),
     'lacks tokens for 1 bytes': lambda file: file['model']['vocab'].pop('!'),
+    "its tokens 'A' and '<|endoftext|>' have the same id, 34": give_eot_the_id_of_a_letter,
+    "its tokens '!' and 'A' have the same id, ": give_a_letter_the_id_of_another,
+    "its token 'A' has the id 0.5": change('model', 'vocab', 'A', to=0.5),
+    "its token 'A' has the id -1": change('model', 'vocab', 'A', to=-1),
+    "its token '<|padding|>' has the id True": change('added_tokens', 1, 'id', to=True),
     "its token '中' is not spelled": change('model', 'vocab', '中', to=3000),
     'BPE model has no merges': change('model', 'merges', to=[]),
-    'model is Unigram': change('model', 'type', to='Unigram'),
     'KeyError': lambda file: file.pop('pre_tokenizer'),
 }
 
@@ -274,9 +287,10 @@ def test_foreign_tokenizer_is_refused_by_name(message, folders, tmp_path):
 
 
 def test_what_is_not_there_is_said(tmp_path):
-    (tmp_path / 'tokenizer.json').write_text('{"broken')
-    with pytest.raises(ValueError, match='not a GPT-NeoX or GPT-2 tokenizer.json'):
-        tokenizer.load(tmp_path)
+    for text in ('{"broken', '[' * 200_000):
+        (tmp_path / 'tokenizer.json').write_text(text)
+        with pytest.raises(ValueError, match='not a GPT-NeoX or GPT-2 tokenizer.json'):
+            tokenizer.load(tmp_path)
 
     for name in (tmp_path / 'none.json', tmp_path / 'none', 'none', 'a/b/c'):
         with pytest.raises(ValueError, match='no tokenizer at'):
