@@ -15,7 +15,7 @@ import pytest
 import task_items
 import torch
 from byte_runs import RESFORMER, SIZE, random_model, table
-from programs import BYTES
+from programs import BYTES, small_bpe
 from programs import program as call_program
 from runs import command_line, ranks, run_train
 from task_items import ITEMS, PUBLISHED, needs_published, publish, set_whole
@@ -38,9 +38,9 @@ run = byte_runs.run
 # --- log-likelihoods -----------------------------------------------------------------------------
 
 
-def make_lm(model, batch_size):
+def make_lm(model, batch_size, encoder=BYTES):
     settings = evaluate.TasksConfig(batch_size=batch_size)
-    return evaluate.make_lm(model, BYTES, settings, Machine('cpu'))
+    return evaluate.make_lm(model, encoder, settings, Machine('cpu'))
 
 
 @torch.no_grad()
@@ -299,6 +299,26 @@ def test_small_sets_score_as_with_the_harnesss_own_wrapper(
     assert all(continuation <= 64 for _, continuation in lengths(samples))  # HFLM asserts it
     too_long = [sum(pair) > block_size + 1 for pair in lengths(samples)]
     assert (np.mean(too_long) > 0.5) == is_cut
+
+
+def test_a_token_across_the_boundary_is_scored_as_with_the_harnesss_own_wrapper(harness, tmp_path):
+    """The text is encoded whole. Context and continuation apart would have other tokens."""
+    reason = "the harness's HFLM cannot be imported: pip install accelerate"
+    huggingface = pytest.importorskip('lm_eval.models.huggingface', reason=reason)
+    encoder = small_bpe(tmp_path / 'tokenizer')
+    texts = [('t', 'he theory'), ('the other t', 'hing'), ('the ', 'other'), ('the', ' other')]
+    for context, continuation in texts[:3]:
+        apart = [encoder.encode(context), encoder.encode(continuation)]
+        assert encoder.encode(context + continuation).tolist() != np.concatenate(apart).tolist()
+
+    model = random_model(vocab_size=encoder.n_vocab)
+    export(model, encoder, tmp_path / 'export')
+    wrapper = huggingface.HFLM(str(tmp_path / 'export'), device='cpu', dtype='float32')
+    requests = [SimpleNamespace(args=text) for text in texts]
+    expected = wrapper.loglikelihood(requests, disable_tqdm=True)
+    answers = make_lm(model, 2, encoder).loglikelihood(requests, disable_tqdm=True)
+    for (value, is_greedy), (theirs, is_best) in zip(answers, expected, strict=True):
+        assert value == pytest.approx(theirs, abs=1e-4) and is_greedy == is_best
 
 
 # --- the program and its table -------------------------------------------------------------------
