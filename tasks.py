@@ -36,7 +36,11 @@ def check_names(names, data_dir):
 
 
 def check_known(names):
-    """Raise ValueError for names that lm-evaluation-harness does not know; it takes a while to ask."""
+    """Raise ValueError for names that lm-evaluation-harness does not know, or that are no task of
+    multiple choice. It takes a while to ask.
+
+    What the index does not say, such as the metrics of a task, harness_tasks() finds out.
+    """
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -47,6 +51,19 @@ def check_known(names):
             close = difflib.get_close_matches(name, [*PUBLISHED, *known], n=1)
             hint = f'; did you mean {close[0]!r}?' if close else ''
             raise ValueError(f'lm-evaluation-harness has no task {name!r}{hint}')
+        entry = known[name]
+        if entry.kind.name in ('GROUP', 'TAG'):
+            raise ValueError(f'{name} is a group of tasks; name the tasks that are in it')
+        if entry.cfg and 'output_type' in entry.cfg:
+            check_output_type(name, entry.cfg['output_type'])
+
+
+def check_output_type(name, output_type):
+    if output_type != 'multiple_choice':
+        raise ValueError(
+            f'{name} asks for {output_type}; only tasks that let a model choose among given answers '
+            'can be evaluated here'
+        )
 
 
 # --- published files -> rows of the datasets that the harness reads ------------------------------
@@ -153,15 +170,8 @@ def harness_tasks(names, data_dir, folder, manager=None):
             rows = read_items(name, data_dir)
             specs.append(write_local_task(name, definition, rows, Path(folder)))
     tasks = manager.load(specs)['tasks']
-    if set(tasks) != set(names):
-        members = ', '.join(tasks)[:200]
-        raise ValueError(f'tasks={",".join(names)} names a group; name its tasks: {members}')
     for name, task in tasks.items():
-        if task.OUTPUT_TYPE != 'multiple_choice':
-            raise ValueError(
-                f'{name} asks for {task.OUTPUT_TYPE}; only tasks that let a model choose among '
-                'given answers can be evaluated here'
-            )
+        check_output_type(name, task.OUTPUT_TYPE)
         if 'acc' not in task.aggregation():
             raise ValueError(f'{name} has no accuracy; only tasks with acc can be evaluated here')
     return list(tasks.values())

@@ -328,6 +328,21 @@ def test_a_task_without_given_answers_is_refused_by_name(harness, kind):
         tasks.harness_tasks(['piqa', 'other'], '', None, manager)
 
 
+@pytest.mark.parametrize(
+    'name, reason',
+    [
+        ('mmlu', 'is a group'),
+        ('ai2_arc', 'is a group'),
+        ('gsm8k', 'asks for generate_until'),
+        ('lambada_openai', 'asks for loglikelihood'),
+    ],
+)
+def test_what_is_no_task_of_choices_is_refused_before_a_training(harness, name, reason):
+    tasks.check_names(['sciq', 'piqa'], '')
+    with pytest.raises(ValueError, match=f'{name} {reason}'):
+        tasks.check_names(['sciq', name], '')
+
+
 def test_a_task_without_accuracy_is_refused_by_name(harness):
     odd = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'pct': None})
     manager = SimpleNamespace(load=lambda names: {'tasks': {'odd': odd}})
