@@ -293,7 +293,10 @@ def evaluate_tasks(runs, settings, machine):
                     f'cannot get {settings.tasks} from the hub ({reason}); give local files with '
                     '--data_dir'
                 ) from error
-            output = simple_evaluate(lm, tasks=tasks, limit=limit, task_manager=manager)
+            # A task may be defined with examples, and would be called zero-shot.
+            output = simple_evaluate(
+                lm, tasks=tasks, num_fewshot=0, limit=limit, task_manager=manager
+            )
 
         samples[run] = output['samples']
         scores = {name: task_scores(output, name) for name in names}

@@ -104,6 +104,20 @@ def test_a_limit_takes_the_first_items(harness, published, limit, items):
     assert score['chance'] == pytest.approx(np.mean([1 / 3, 1 / 4, 1 / 5][:items]))
 
 
+def test_a_task_that_is_defined_with_examples_is_asked_without_them(
+    harness, published, monkeypatch
+):
+    def with_examples(*words):
+        made = tasks.harness_tasks(*words)
+        for task in made:
+            task.set_config(key='num_fewshot', value=2)
+        return made
+
+    monkeypatch.setattr(evaluate, 'harness_tasks', with_examples)
+    items = {'piqa': ITEMS['piqa']}
+    assert_asked(*judged(published, items), items)
+
+
 SURGEON = 'Sarah was a much better surgeon than Maria so'
 
 # The number of an item in its published file, what is asked, and the index of the answer: read off
