@@ -64,7 +64,7 @@ from profiling import (
     print_costliest,
     spent_by_class,
 )
-from rundir import provenance, save_numbers
+from rundir import check_out, provenance, save_numbers
 from tables import markdown_row, markdown_table
 from train import (
     TrainConfig,
@@ -138,6 +138,7 @@ def start(settings, config):
     functorch_config.activation_memory_budget = settings.activation_memory_budget
     machine.agree(compiler_problem(settings, machine))
     if settings.out:
+        check_out(settings.out)
         Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
     variant = config.variant()
     if variant and machine.is_first:

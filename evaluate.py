@@ -27,6 +27,7 @@ from data import Dataset, read_windows, windows
 from machine import Machine
 from model import LOSS_CHUNK
 from rundir import (
+    check_out,
     check_tokenizer,
     compare_data,
     find_weights,
@@ -62,9 +63,11 @@ class EvaluateConfig:
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f'batch_size={self.batch_size} must be at least 1')
-        folder = Path(self.out).parent
-        if self.out and not folder.is_dir():
-            raise FileNotFoundError(f'there is no folder {folder} to write --out to; make it')
+        if self.out:
+            check_out(self.out)
+            folder = Path(self.out).parent
+            if not folder.is_dir():
+                raise FileNotFoundError(f'there is no folder {folder} to write --out to; make it')
 
     def all_runs(self):
         runs = list(self.runs)

@@ -567,6 +567,12 @@ def provenance(machine):
     }
 
 
+def check_out(out):
+    """Refuse an --out that save_numbers() could not write to, before anything is measured."""
+    if Path(out).is_dir():
+        raise IsADirectoryError(f'--out={out} is a folder; name a file')
+
+
 def save_numbers(numbers, settings, machine):
     """Write a program's numbers so far as JSON to its --out, if it has one."""
     if settings.out and machine.is_first:

@@ -398,6 +398,7 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
     assert_one_line(program('loss', '--out_dir=out/none')[0], 'out/none')
     assert_one_line(program(*words, 'out/none')[0], 'out/none')
     assert_one_line(program(*words, '--out=none/x.json')[0], 'none', '--out')
+    assert_one_line(program(*words, '--out=data')[0], '--out=data is a folder')
 
     status, _, _ = program(*words, '--dataset=tiny')
     assert_one_line(status, out, 'another tokenizer', 'data/tiny')
