@@ -99,6 +99,9 @@ def print_whole_characters(tokens, shown, tokenizer):
 
 
 def main():
+    if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
+        # A terminal that knows ASCII only shows a question mark for every other character.
+        sys.stdout.reconfigure(errors='replace')
     with one_line_errors(ValueError, OSError):
         (settings,) = configure(SampleConfig)
         device = Machine(settings.device, tf32=True, attention='flash').device

@@ -123,6 +123,17 @@ def test_a_dash_reads_the_prompt_from_standard_input(trained):
     assert done.stderr.count(b'\n') == 1 and b'tokens/s' in done.stderr
 
 
+def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, monkeypatch):
+    out_dir = run_with(parrot(SCRIPT, 3), trained, 'out/ascii')
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+    monkeypatch.setattr(sys, 'argv', ['sample.py', f'--out_dir={out_dir}', '--start=abc'])
+    sys.argv += ['--temperature=0', '--device=cpu']
+    monkeypatch.setattr(sys, 'stdout', terminal)
+    sample.main()
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b'abcn? ???\n'
+
+
 @pytest.mark.parametrize(
     'text, prompt', [('a', 'a'), ('\na\n', '\na'), ('a\n\n', 'a\n'), ('\n', '')]
 )
