@@ -58,18 +58,34 @@ def configure(*schemas, argv=None, plain='', mode=''):
             raise ValueError(f'{option} has no value: write --{key}=VALUE')
         overrides[key] = convert(parse(text), hints[key], f'--{key}', text)
 
-    values = {plain: tuple(words)} if words else {}
+    values = {}
     for path in files:
         for key, value in read_settings(path).items():
             check_key(key, fields, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
     values |= overrides
+    if plain:
+        add_words(values, plain, words)
 
     instances = []
     for schema in schemas:
         names = [field.name for field in dataclasses.fields(schema)]
         instances.append(schema(**{name: values[name] for name in names if name in values}))
     return instances
+
+
+def add_words(values, plain, words):
+    """Put the plain arguments into `values`, which may hold the setting `plain` already."""
+    if words and plain in values:
+        raise ValueError(
+            f'{plain}={values[plain]!r} would replace the plain arguments {" ".join(words)}; give '
+            'one of them'
+        )
+    if words:
+        values[plain] = tuple(words)
+    for word in values.get(plain, ()):
+        if not isinstance(word, str):
+            raise ValueError(f'{plain} must be strings, not {word!r}')
 
 
 def sort_arguments(argv, plain):

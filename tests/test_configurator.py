@@ -257,6 +257,18 @@ def test_plain_arguments_go_into_the_field_that_takes_them(write):
     assert configure(Runs, argv=[], plain='runs') == [Runs()]
 
 
+def test_plain_arguments_are_not_replaced_without_a_word(write):
+    config = write('c.py', 'runs = ["y"]\n')
+    for word in ('--runs=("x",)', config):
+        with pytest.raises(ValueError, match='would replace the plain arguments out/a out/b'):
+            configure(Runs, argv=['out/a', word, 'out/b'], plain='runs')
+
+
+def test_plain_arguments_from_an_option_are_strings():
+    with pytest.raises(ValueError, match='runs must be strings, not 1'):
+        configure(Runs, argv=['--runs=(1,)'], plain='runs')
+
+
 def test_a_plain_argument_that_ends_like_a_config_file_is_one():
     with pytest.raises(OSError, match="no config file 'out/run.py'"):
         configure(Runs, argv=['out/run.py'], plain='runs')
