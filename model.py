@@ -495,7 +495,8 @@ class GPT(nn.Module):
     ):
         """Yield the tokens (B, 1) that continue idx (B, T), as sample() chooses them.
 
-        Without a cache (slow), each token is computed from the last block_size tokens.
+        Without a cache (slow), each token is computed from the last block_size tokens. Raises
+        ValueError where the first logits are not finite.
         """
         top_k = 0 if top_k is None else top_k
         top_p = 1.0 if top_p is None else top_p
@@ -505,9 +506,12 @@ class GPT(nn.Module):
 
         @torch.no_grad()
         def tokens(idx):
-            for _ in range(max_new_tokens):
+            for i in range(max_new_tokens):
                 context = idx if cache else idx[:, -self.config.block_size :]
                 logits, _ = self(context, cache=cache, last_only=True)
+                # Once, because a GPU has to be waited for.
+                broken = i == 0 and not logits.isfinite().all()
+                refuse(broken, 'the logits are not finite: the weights are damaged, or overflow')
                 new = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 idx = new if cache else torch.cat((idx, new), dim=1)
                 yield new
@@ -724,10 +728,11 @@ def sample(logits, temperature, top_k, top_p, generator):
     V = probs.size(-1)
     probs, order = probs.topk(min(top_k or V, V))
     if top_p < 1:
-        # A token stays if the likelier ones together have less than top_p.
+        # A token stays if the likelier ones together have less than top_p, and the likeliest one even
+        # where top_p rounds to 0.
         before = probs.cumsum(dim=-1) - probs
         total = probs.sum(dim=-1, keepdim=True)
-        probs = probs.masked_fill(before >= top_p * total, 0.0)
+        probs = probs.masked_fill((before > 0) & (before >= top_p * total), 0.0)
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))
 
 

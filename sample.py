@@ -116,10 +116,11 @@ def main():
 
     began = time.perf_counter()
     steps = shown = 0
-    for samples in grow(stream, settings.num_samples, tokenizer.eot):
-        steps += 1
-        if is_alone:
-            shown = print_whole_characters(samples[0], shown, tokenizer)
+    with one_line_errors(ValueError):
+        for samples in grow(stream, settings.num_samples, tokenizer.eot):
+            steps += 1
+            if is_alone:
+                shown = print_whole_characters(samples[0], shown, tokenizer)
     seconds = time.perf_counter() - began
 
     if is_alone:

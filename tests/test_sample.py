@@ -301,6 +301,14 @@ def test_sample_refuses_bad_input_in_one_line(trained, word, message):
     assert out == ''
 
 
+def test_a_model_of_weights_that_are_not_finite_is_one_line(trained):
+    model = ours()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float('nan'))
+    status, _, _ = sampled(run_with(model, trained, 'out/nan'), 'abc')
+    assert_one_line(status, 'logits are not finite')
+
+
 @pytest.mark.parametrize('flag', ['--top_p=0.0', '--top_p=1.5', '--top_k=-1', '--temperature=-1'])
 def test_a_way_to_sample_that_makes_no_sense_is_one_line_before_any_text(trained, flag):
     words = f'--out_dir={trained}', '--start=abc', '--device=cpu', flag

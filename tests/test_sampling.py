@@ -158,6 +158,17 @@ def test_top_p_of_one_changes_nothing_and_a_tiny_one_is_greedy():
     greedy = model.generate(idx, 10, temperature=0)
     assert torch.equal(model.generate(idx, 10, top_p=1e-6), greedy)
     assert torch.equal(model.generate(idx, 10, top_k=7, top_p=1e-6), greedy)
+    assert torch.equal(model.generate(idx, 10, top_p=1e-50), greedy)  # 0 in single precision
+
+
+@pytest.mark.parametrize('temperature', [0, 1])
+def test_logits_that_are_not_finite_are_refused(temperature):
+    """At temperature 0, they would be token 0 for ever."""
+    model = make()
+    idx = tokens(B, 5)
+    model.lm_head.weight[3] = math.nan
+    with pytest.raises(ValueError, match='logits are not finite'):
+        model.generate(idx, 2, temperature)
 
 
 @pytest.mark.parametrize('temperature', [1e-5, 1e-40, 1e-300])
