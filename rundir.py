@@ -302,7 +302,7 @@ def load_weights(model, checkpoint):
     the shapes of the tensors alone do not show.
     """
     path = checkpoint['path']
-    theirs = meaning(GPTConfig(**checkpoint['model_config']))
+    theirs = meaning(build_config(checkpoint['model_config'], path))
     ours = meaning(model.config)
     differing = {name for name, value in theirs.items() if value != ours[name]}
     # Where these are not given, they follow from the width and the heads.
@@ -377,7 +377,7 @@ def load_run(path, tokenizer=''):
         checkpoint = load_checkpoint(weights)
         with name_misfits(path):
             encoder = load_tokenizer(path, checkpoint, tokenizer)
-            model = GPT(GPTConfig(**checkpoint['model_config']))
+            model = GPT(build_config(checkpoint['model_config'], weights))
             model.load_state_dict(checkpoint['model'])
 
     if encoder.n_vocab > model.config.vocab_size:
@@ -536,10 +536,17 @@ def read_run_config(run, *needed):
 def gpt_config(settings, run):
     """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
     fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
+    path = Path(run, 'config.json')
+    with name_misfits(path):
+        return build_config(fields, path)
+
+
+def build_config(fields, path):
+    """The GPTConfig of these fields. ValueError names `path`, where they are from."""
     try:
         return GPTConfig(**fields)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f'{Path(run, "config.json")}: {error}') from error
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
 
 
 def provenance(machine):

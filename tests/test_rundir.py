@@ -16,6 +16,7 @@ from conftest import ROOT
 from runs import command_line, load
 
 import rundir
+import tokenizer
 from configurator import configure
 from data import Dataset
 from machine import Machine
@@ -208,6 +209,15 @@ def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_run_config(tmp_path, *needed)
+
+
+def test_a_checkpoint_whose_config_is_refused_is_named(half):
+    checkpoint = load(f'{half("out/odd")}/ckpt.pt')
+    checkpoint['model_config']['n_head'] = 3
+    checkpoint['data']['tokenizer'] = {'name': 'bytes', 'sha256': tokenizer.Bytes.sha256}
+    torch.save(checkpoint, 'out/odd/ckpt.pt')
+    with pytest.raises(ValueError, match='^out/odd/ckpt.pt: n_embd'):
+        rundir.load_run('out/odd')
 
 
 def test_another_tokenizer_is_refused_with_both_owners():
