@@ -11,6 +11,7 @@ say how runs of other seeds scatter, which is more: compare.py does. tasks.py sa
 items come from.
 """
 
+import functools
 import math
 import os
 import tempfile
@@ -36,7 +37,7 @@ from rundir import (
     save_numbers,
 )
 from tables import markdown_table
-from tasks import TASKS, check_names, harness_tasks
+from tasks import TASKS, check_names, harness_tasks, task_manager
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'
@@ -267,15 +268,11 @@ def evaluate_tasks(runs, settings, machine):
     """
     try:
         from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
     except ImportError:
         raise OSError(
             'evaluate.py tasks needs lm-evaluation-harness: pip install lm_eval'
         ) from None
 
-    names = settings.tasks.split(',')
-    limit = settings.limit or None
-    manager = TaskManager()
     reports, samples = {}, {}
     numbers = {
         **provenance(machine),
@@ -284,35 +281,52 @@ def evaluate_tasks(runs, settings, machine):
         'data': Path(settings.data_dir).name if settings.data_dir else 'hub',
         'runs': reports,
     }
-    for run in map(str, runs):
-        model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
-        lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                tasks = harness_tasks(names, settings.data_dir, folder, manager)
-            except ConnectionError as error:
-                reason = ' '.join(str(error).split())[:200]
-                raise OSError(
-                    f'cannot get {settings.tasks} from the hub ({reason}); give local files with '
-                    '--data_dir'
-                ) from error
-            # A task may be defined with examples, and would be called zero-shot.
-            output = simple_evaluate(
-                lm, tasks=tasks, num_fewshot=0, limit=limit, task_manager=manager
-            )
-
-        samples[run] = output['samples']
-        scores = {name: task_scores(output, name) for name in names}
-        for name, entry in scores.items():
-            entry |= count_cuts(output['samples'][name], lm.lengths, model.config.block_size)
-        reports[run] = {
-            'tasks': scores,
-            'average': mean_of(scores, 'acc'),
-            'step': checkpoint['step'] if checkpoint else None,
-            'block_size': model.config.block_size,
-        }
-        save_numbers(numbers, settings, machine)  # a later run may fail
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = load_tasks(settings, folder)
+        # A task may be defined with examples, and would be called zero-shot.
+        ask = functools.partial(
+            simple_evaluate,
+            tasks=tasks,
+            num_fewshot=0,
+            limit=settings.limit or None,
+            task_manager=task_manager(),
+        )
+        for run in map(str, runs):
+            reports[run], samples[run] = run_scores(run, ask, settings, machine)
+            save_numbers(numbers, settings, machine)  # a later run may fail
     return numbers, samples
+
+
+def load_tasks(settings, folder):
+    """harness_tasks() of the settings. OSError where the hub cannot be reached."""
+    try:
+        return harness_tasks(settings.tasks.split(','), settings.data_dir, folder)
+    except ConnectionError as error:
+        reason = ' '.join(str(error).split())[:200]
+        raise OSError(
+            f'cannot get {settings.tasks} from the hub ({reason}); give local files with --data_dir'
+        ) from error
+
+
+def run_scores(run, ask, settings, machine):
+    """(the report of a run, a dict for JSON; the harness's samples).
+
+    ask: the harness's simple_evaluate() on the tasks.
+    """
+    model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
+    lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
+    output = ask(lm)
+
+    scores = {name: task_scores(output, name) for name in settings.tasks.split(',')}
+    for name, entry in scores.items():
+        entry |= count_cuts(output['samples'][name], lm.lengths, model.config.block_size)
+    report = {
+        'tasks': scores,
+        'average': mean_of(scores, 'acc'),
+        'step': checkpoint['step'] if checkpoint else None,
+        'block_size': model.config.block_size,
+    }
+    return report, output['samples']
 
 
 def task_scores(output, name):

@@ -7,6 +7,7 @@ holds the files as they were first published (see PUBLISHED).
 """
 
 import difflib
+import functools
 import json
 from pathlib import Path
 
@@ -42,10 +43,9 @@ def check_known(names):
     What the index does not say, such as the metrics of a task, harness_tasks() finds out.
     """
     try:
-        from lm_eval.tasks import TaskManager
+        known = task_manager().task_index
     except ImportError:
         return  # whoever needs it says so
-    known = TaskManager().task_index
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, [*PUBLISHED, *known], n=1)
@@ -56,6 +56,14 @@ def check_known(names):
             raise ValueError(f'{name} is a group of tasks; name the tasks that are in it')
         if entry.cfg and 'output_type' in entry.cfg:
             check_output_type(name, entry.cfg['output_type'])
+
+
+@functools.cache
+def task_manager():
+    """lm-evaluation-harness's index of its 14,000 files, which takes some 10 seconds to build."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def check_output_type(name, output_type):
@@ -150,7 +158,7 @@ def to_row(task, item, label=None):
 # --- the harness's tasks -------------------------------------------------------------------------
 
 
-def harness_tasks(names, data_dir, folder, manager=None):
+def harness_tasks(names, data_dir, folder):
     """The harness's tasks of these names, on the data of the hub or of `data_dir`.
 
     names: those that check_names() lets through. Local data go through files in `folder`, which must outlive
@@ -158,10 +166,9 @@ def harness_tasks(names, data_dir, folder, manager=None):
     the hub cannot be reached.
     """
     import datasets
-    from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
-    manager = manager or TaskManager()
+    manager = task_manager()
     specs = names
     if data_dir:
         specs = []

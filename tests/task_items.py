@@ -15,26 +15,17 @@ needs_published = pytest.mark.skipif(
 )
 
 
-@functools.cache
-def task_manager():
-    from lm_eval.tasks.manager import TaskManager
-
-    return TaskManager()
-
-
 @pytest.fixture(scope='module')
 def harness():
-    """lm-evaluation-harness, less slow: it looks for its 14,000 task files once, compiles the same
-    template once, and does not describe the machine."""
+    """lm-evaluation-harness, less slow: it compiles the same template once, and does not describe the
+    machine."""
     reason = 'lm_eval is not installed: pip install -r requirements-dev.txt'
     pytest.importorskip('lm_eval', reason=reason)
     import lm_eval.evaluator
-    import lm_eval.tasks
     import lm_eval.utils
 
     compiled = functools.cache(lm_eval.utils.env.from_string)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_eval.tasks, 'TaskManager', task_manager)
         patch.setattr(lm_eval.evaluator, 'add_env_info', lambda results: None)
         patch.setattr(lm_eval.utils.env, 'from_string', compiled)
         yield

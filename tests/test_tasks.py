@@ -104,6 +104,21 @@ def test_a_limit_takes_the_first_items(harness, published, limit, items):
     assert score['chance'] == pytest.approx(np.mean([1 / 3, 1 / 4, 1 / 5][:items]))
 
 
+def test_tasks_are_loaded_once_before_the_first_run(harness, published, monkeypatch):
+    calls = []
+
+    def record(name, result):
+        return lambda *words: calls.append(name) or result(*words)
+
+    monkeypatch.setattr(evaluate, 'harness_tasks', record('tasks', tasks.harness_tasks))
+    monkeypatch.setattr(
+        evaluate, 'load_run', record('run', lambda *_: (random_model(), BYTES, None))
+    )
+    settings = evaluate.TasksConfig(tasks='piqa', data_dir=str(published), limit=1)
+    evaluate.evaluate_tasks(['one', 'two'], settings, Machine('cpu'))
+    assert calls == ['tasks', 'run', 'run']
+
+
 def test_a_task_that_is_defined_with_examples_is_asked_without_them(
     harness, published, monkeypatch
 ):
@@ -334,12 +349,13 @@ def test_a_mistake_about_tasks_is_one_line(harness, run, published, monkeypatch)
 
 
 @pytest.mark.parametrize('kind', ['loglikelihood', 'generate_until'])
-def test_a_task_without_given_answers_is_refused_by_name(harness, kind):
+def test_a_task_without_given_answers_is_refused_by_name(harness, monkeypatch, kind):
     piqa = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'acc': None})
     other = SimpleNamespace(OUTPUT_TYPE=kind)
     manager = SimpleNamespace(load=lambda names: {'tasks': {'piqa': piqa, 'other': other}})
+    monkeypatch.setattr(tasks, 'task_manager', lambda: manager)
     with pytest.raises(ValueError, match=f'^other asks for {kind}; only tasks .* given answers'):
-        tasks.harness_tasks(['piqa', 'other'], '', None, manager)
+        tasks.harness_tasks(['piqa', 'other'], '', None)
 
 
 @pytest.mark.parametrize(
@@ -357,11 +373,12 @@ def test_what_is_no_task_of_choices_is_refused_before_a_training(harness, name, 
         tasks.check_names(['sciq', name], '')
 
 
-def test_a_task_without_accuracy_is_refused_by_name(harness):
+def test_a_task_without_accuracy_is_refused_by_name(harness, monkeypatch):
     odd = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'pct': None})
     manager = SimpleNamespace(load=lambda names: {'tasks': {'odd': odd}})
+    monkeypatch.setattr(tasks, 'task_manager', lambda: manager)
     with pytest.raises(ValueError, match='^odd has no accuracy; only tasks with acc'):
-        tasks.harness_tasks(['odd'], '', None, manager)
+        tasks.harness_tasks(['odd'], '', None)
 
 
 def test_without_the_harness_one_line_says_how_to_install_it(run, monkeypatch):

@@ -249,7 +249,7 @@ def assert_the_wrapper_agrees(run, folder, monkeypatch, data_dir, limit, block_s
     export_folder = str(folder / 'export')
     wrapper = huggingface.HFLM(export_folder, device='cpu', dtype='float32', batch_size=64)
     assert wrapper.max_length == block_size
-    manager = task_items.task_manager()
+    manager = tasks.task_manager()
     theirs = simple_evaluate(wrapper, tasks=local, limit=limit, task_manager=manager)
 
     for task in tasks.TASKS:
