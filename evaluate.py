@@ -28,6 +28,7 @@ from data import Dataset, read_windows, windows
 from machine import Machine
 from model import LOSS_CHUNK
 from rundir import (
+    advise_on_memory,
     check_out,
     check_tokenizer,
     compare_data,
@@ -533,7 +534,8 @@ def main():
             find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
 
-    with one_line_errors(ValueError, OSError, everywhere=True):
+    errors = one_line_errors(ValueError, OSError, everywhere=True)
+    with errors, advise_on_memory('Lower --batch_size.'):
         if mode == 'loss':
             numbers = compare_losses(runs, settings, machine)
             show = print_losses

@@ -216,6 +216,15 @@ def name_misfits(path):
         raise ValueError(f'{path} does not fit: {reason}') from error
 
 
+@contextlib.contextmanager
+def advise_on_memory(advice):
+    """Turn running out of memory into an OSError of one line, with advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OSError(f'{first_line(error)} {advice}') from error
+
+
 # --- from a checkpoint into a run ----------------------------------------------------------------
 
 

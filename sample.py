@@ -15,7 +15,9 @@ import torch
 
 from configurator import configure, one_line_errors
 from machine import Machine
-from rundir import load_run
+from rundir import advise_on_memory, load_run
+
+LESS_MEMORY = 'Lower --num_samples or --max_new_tokens.'
 
 
 @dataclass
@@ -102,7 +104,7 @@ def main():
     if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
         # A terminal that knows ASCII only shows a question mark for every other character.
         sys.stdout.reconfigure(errors='replace')
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors(ValueError, OSError), advise_on_memory(LESS_MEMORY):
         (settings,) = configure(SampleConfig)
         device = Machine(settings.device, tf32=True, attention='flash').device
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
@@ -116,7 +118,7 @@ def main():
 
     began = time.perf_counter()
     steps = shown = 0
-    with one_line_errors(ValueError):
+    with one_line_errors(ValueError, OSError), advise_on_memory(LESS_MEMORY):
         for samples in grow(stream, settings.num_samples, tokenizer.eot):
             steps += 1
             if is_alone:

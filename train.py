@@ -28,7 +28,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import configure, first_line, one_line_errors
+from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
 from files import write_json
 from hub.read import load as load_hub
@@ -36,6 +36,7 @@ from machine import INTERRUPTED, Machine, Signals, check_compiler
 from model import GPT, GPTConfig, refuse
 from rundir import (
     Log,
+    advise_on_memory,
     check_resume,
     checkpoints,
     compare_tokenizers,
@@ -892,10 +893,8 @@ def main():
         machine.join(settings.backend)
     errors = one_line_errors(ValueError, OSError, FloatingPointError, everywhere=True)
     with errors, contextlib.ExitStack() as closing:
-        try:
+        with advise_on_memory(LESS_MEMORY):
             interrupted = train(settings, config, machine, micro_steps, closing)
-        except torch.OutOfMemoryError as error:
-            raise OSError(f'{first_line(error)} {LESS_MEMORY}') from error
         machine.close()
     if interrupted:
         sys.exit(INTERRUPTED)

@@ -376,6 +376,15 @@ def test_a_missing_run_is_found_before_the_first_is_evaluated(run, monkeypatch):
     assert_one_line(status, 'there is no out/typo')
 
 
+def test_running_out_of_memory_is_one_line_with_advice(run, monkeypatch):
+    def run_out(*args):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
+
+    monkeypatch.setattr(evaluate, 'domain_losses', run_out)
+    status, _, _ = program('loss', run('large'), '--device=cpu')
+    assert_one_line(status, 'CUDA out of memory', '--batch_size')
+
+
 def test_what_was_evaluated_before_a_failure_is_kept(run, monkeypatch, tmp_path):
     run_losses = evaluate.run_losses
 

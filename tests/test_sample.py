@@ -301,6 +301,16 @@ def test_sample_refuses_bad_input_in_one_line(trained, word, message):
     assert out == ''
 
 
+@pytest.mark.parametrize('method', ['new_cache', 'forward'])
+def test_running_out_of_memory_is_one_line_with_advice(trained, monkeypatch, method):
+    def run_out(*args, **options):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
+
+    monkeypatch.setattr(GPT, method, run_out)
+    status, _, _ = sampled(trained, 'abc')
+    assert_one_line(status, 'CUDA out of memory', '--num_samples')
+
+
 def test_a_model_of_weights_that_are_not_finite_is_one_line(trained):
     model = ours()
     with torch.no_grad():
