@@ -279,7 +279,8 @@ def evaluate_tasks(runs, settings, machine):
         **provenance(machine),
         'standard_errors': TASK_ERRORS,
         'limit': settings.limit,
-        'data': Path(settings.data_dir).name if settings.data_dir else 'hub',
+        # A name, not a path, which tells of somebody's machine. None: from the hub.
+        'data': Path(settings.data_dir).resolve().name if settings.data_dir else None,
         'runs': reports,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -493,7 +494,7 @@ def print_tasks(numbers):
     print('\n' + markdown_table(['', *tasks, 'average'], rows))
     print(f'\n±: standard errors {TASK_ERRORS}.')
     print_cuts(reports)
-    if 'hellaswag' in tasks and numbers['data'] != 'hub':
+    if 'hellaswag' in tasks and numbers['data'] is not None:
         advice = 'comparable with other programs on the same file only'
         print(f'HellaSwag from a preprocessed file: {advice}.')
 

@@ -352,6 +352,14 @@ def test_a_table_of_tasks_has_the_numbers_of_the_json(harness, run, published):
     assert words in out and numbers['standard_errors'] == words
 
 
+def test_the_folder_of_the_tasks_is_recorded_by_its_name(harness, run, published, monkeypatch):
+    out = Path(run('by name')).resolve()
+    monkeypatch.chdir(published)
+    words = ['--data_dir=.', '--limit=1', '--tasks=piqa', '--out=../name.json']
+    assert program(str(out), *words, '--device=cpu')[0] == 0
+    assert json.loads(Path('../name.json').read_text())['data'] == 'eval'
+
+
 def test_a_limit_of_one_item_has_scores_without_a_standard_error(harness, run, published):
     words = [f'--data_dir={published}', '--limit=1', '--tasks=piqa', '--out=one.json']
     status, out, _ = program(run('one item'), *words, '--device=cpu')
@@ -404,7 +412,7 @@ def report_of(names):
 
 def test_a_table_of_tasks_has_two_rows_per_run_and_one_of_chance(capsys):
     runs = {run: report_of(tasks.TASKS) for run in 'abcdef'}
-    evaluate.print_tasks({'data': 'hub', 'runs': runs})
+    evaluate.print_tasks({'data': None, 'runs': runs})
 
     text = capsys.readouterr().out
     head, _, *rows = table(text)
@@ -418,12 +426,12 @@ def test_a_table_of_tasks_has_two_rows_per_run_and_one_of_chance(capsys):
 
 
 def test_a_table_of_some_tasks_has_their_columns_in_the_order_of_the_report(capsys):
-    evaluate.print_tasks({'data': 'eval', 'runs': {'a': report_of(('piqa', 'hellaswag'))}})
+    evaluate.print_tasks({'data': 'hub', 'runs': {'a': report_of(('piqa', 'hellaswag'))}})
     text = capsys.readouterr().out
     head, _, *rows = table(text)
     assert head[1:3] == ['piqa', 'hellaswag']
     assert rows[-1][1:] == ['0.500', '0.250', '0.375']
-    assert 'HellaSwag from a preprocessed file' in text  # and so not the hub's
+    assert 'HellaSwag from a preprocessed file' in text  # of a folder with an odd name
 
 
 def test_training_on_two_processes_ends_with_the_table_of_tasks(harness, trained, tmp_path):
