@@ -23,7 +23,7 @@ LESS_MEMORY = 'Lower --num_samples or --max_new_tokens.'
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # a run's folder, one checkpoint file, or a Hugging Face folder
-    start: str = ''  # the prompt; FILE:path or - (stdin), less one line break at its end; '': a document begins
+    start: str = ''  # prompt; FILE:path or - (stdin), less a last line break; '': new document; "..." as in Python
     num_samples: int = 1  # continuations, made as one batch; one alone is printed as it comes
     max_new_tokens: int = 200  # of each; fewer at <|endoftext|> or where the context is full
     temperature: float = 0.8  # 0: greedy

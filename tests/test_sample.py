@@ -19,6 +19,7 @@ from variants import SV
 
 import evaluate
 import sample
+from configurator import configure
 from hub import convert
 from hub.convert import export
 from model import GPT, GPTConfig
@@ -146,8 +147,26 @@ def test_a_prompt_from_elsewhere_loses_one_line_break_at_its_end(
     for end in (b'\n', b'\r\n'):
         path.write_bytes(text.encode().replace(b'\n', end))
         assert sample.read_prompt(f'FILE:{path}') == prompt
-    # A prompt on the command line is as typed.
-    assert sample.read_prompt(text) == text
+
+
+@pytest.mark.parametrize(
+    'typed, prompt',
+    [
+        (' a ', ' a '),
+        ('5', '5'),
+        ('None', 'None'),
+        ('(1, 2)', '(1, 2)'),
+        ('a\n', 'a\n'),
+        ('"Hello", he', '"Hello", he'),
+        # A Python string, so that a prompt can be spelled with its escapes.
+        ('"Hello"', 'Hello'),
+        (r'"a\nb"', 'a\nb'),
+        ('\'"Hello"\'', '"Hello"'),
+    ],
+)
+def test_a_prompt_on_the_command_line_is_as_typed_unless_it_is_a_python_string(typed, prompt):
+    (settings,) = configure(sample.SampleConfig, argv=[f'--start={typed}'])
+    assert sample.read_prompt(settings.start) == prompt
 
 
 def test_without_a_prompt_a_document_begins(trained):
