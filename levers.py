@@ -114,16 +114,24 @@ class Recipe:
 
 
 class HuggingFaceLlama(nn.Module):
-    """transformers' Llama behind our call, with the loss as it computes it."""
+    """transformers' Llama behind our call, with the loss as it computes it.
+
+    Under torch.compile, transformers would attend with a mask of all pairs of tokens, which flash and
+    cuDNN's kernels do not take (transformers issue 48925). For an attention of a name that it does
+    not know, it makes no mask; then its own function calls the causal kernel, compiled or not.
+    """
 
     def __init__(self, config):
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         from hub.convert import llama_settings
 
         settings = LlamaConfig(**llama_settings(config), use_cache=False)
         self.llama = LlamaForCausalLM(settings)
+        AttentionInterface.register('causal', sdpa_attention_forward)
+        self.llama.set_attn_implementation('causal')
 
     def forward(self, idx, targets):
         return None, self.llama(input_ids=idx, labels=targets, use_cache=False).loss

@@ -17,6 +17,7 @@ from runs import finish, ranks, start
 import bench
 import levers
 from configurator import configure
+from hub.convert import llama_settings
 from model import GPT, GPTConfig, refuse
 
 TINY = [
@@ -157,6 +158,28 @@ def test_the_peer_in_bench_has_our_shape():
     config = GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_embd=32, n_kv_head=2)
     theirs = levers.HuggingFaceLlama(config)
     assert sum(p.numel() for p in theirs.parameters()) == GPT(config).num_params(False)
+
+
+def test_the_peer_attends_without_a_mask_compiled_or_not():
+    """A mask keeps the fast kernels away, and the comparison would not be like against like."""
+    transformers = pytest.importorskip('transformers')
+    config = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
+    theirs = levers.HuggingFaceLlama(config)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_settings(config)))
+    plain.load_state_dict(theirs.llama.state_dict())
+    calls = []
+
+    def compiler(graph, inputs):
+        for node in graph.graph.nodes:
+            if getattr(node.target, '__name__', '') == 'scaled_dot_product_attention':
+                calls.append((node.kwargs['attn_mask'], node.kwargs['is_causal']))
+        return graph
+
+    x = torch.arange(16).view(2, 8)
+    _, eager = theirs(x, x)
+    _, compiled = torch.compile(theirs, backend=compiler)(x, x)
+    assert calls == [(None, True)]
+    torch.testing.assert_close([eager, compiled], 2 * [plain(input_ids=x, labels=x).loss])
 
 
 # --- what fails ----------------------------------------------------------------------------------
