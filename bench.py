@@ -648,6 +648,10 @@ class Trial:
                 self.decoder.model(chunk, cache=self.cache, last_only=True)
             prefilled = seconds()
 
+            if machine.kind == 'cuda' and not timed:
+                # The untimed rounds make the CUDA graphs, in a pool of their own. torch 2.11 does
+                # not give it the memory that the prefill has left free.
+                torch.cuda.empty_cache()
             seconds = stopwatch(machine)
             for t in range(prompt, self.context):
                 token = self.idx[:, t : t + 1]
@@ -664,26 +668,45 @@ class Trial:
                 self.peak += idle_in_graphs()
 
     def grow(self):
-        """Take the largest batch that fits; 0 where not even one text does."""
+        """Take the largest batch with which a whole round fits; 0 where not even one text does.
+
+        Whole rounds compile for every batch. Bisection tries many batches, and only the last chunk
+        of a prefill, which takes the most memory. But the compiler and the CUDA graphs need memory,
+        too: the batch shrinks until there is enough for all.
+        """
         self.batch = largest(self.fits)
+        while self.batch and not self.has_room(self.two_rounds):
+            self.batch = int(0.95 * self.batch)
 
     def fits(self, batch):
-        """Whether a batch can be decoded to the end of its context: its last chunk of a prefill,
-        which takes the most memory, fits."""
-        settings = self.decoder.settings
+        """Whether the last chunk of a prefill of this batch fits."""
         self.batch = batch
+        return self.has_room(self.prefill_last_chunk)
+
+    @torch.no_grad()
+    def prefill_last_chunk(self):
+        settings = self.decoder.settings
+        prompt = self.idx[:, : self.context - settings.new_tokens]
+        chunk = prompt[:, -settings.chunk :]
+        self.cache.position.fill_(self.context - chunk.size(1))
+        self.decoder.model(chunk, cache=self.cache, last_only=True)
+
+    def two_rounds(self):
+        """The first round makes the CUDA graphs; the second one prefills beside what they hold."""
+        self.round(timed=False)
+        self.round(timed=False)
+
+    def has_room(self, act):
+        """Whether there is enough memory to start and then to act. Lets go of the cache again."""
         try:
             self.start()
-            prompt = self.idx[:, : self.context - settings.new_tokens]
-            chunk = prompt[:, -settings.chunk :]
-            self.cache.position.fill_(self.context - chunk.size(1))
-            with torch.no_grad():
-                self.decoder.model(chunk, cache=self.cache, last_only=True)
+            act()
             return True
         except torch.OutOfMemoryError:
             return False
         finally:
             self.drop()
+            gc.collect()
             torch.cuda.empty_cache()
 
     def report(self, vanilla):

@@ -18,6 +18,7 @@ import bench
 import levers
 from configurator import configure
 from hub.convert import llama_settings
+from machine import Machine
 from model import GPT, GPTConfig, refuse
 
 TINY = [
@@ -402,6 +403,33 @@ def test_a_memory_of_more_than_the_gpu_has_is_all_of_it(monkeypatch, gib, share)
     (report,) = bench.measure_largest(decoder, 16, settings, None)
     assert report['problem'] == f'not one text fits into {gib} GiB'
     assert shares == [share, 1.0]
+
+
+@pytest.mark.parametrize('most, taken', [(100, 32), (24, 24), (1, 1), (0, 0)])
+def test_the_largest_batch_is_one_with_which_a_whole_round_fits(monkeypatch, most, taken):
+    """Compiled decoding takes memory that the last chunk of a prefill does not show."""
+    whole = bench.Trial.round
+
+    def full(trial, timed):
+        if trial.batch > most:
+            raise torch.OutOfMemoryError('out of memory')
+        whole(trial, timed)
+
+    monkeypatch.setattr(bench.Trial, 'fits', lambda trial, batch: batch <= 32)
+    monkeypatch.setattr(bench.Trial, 'round', full)
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (0, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', lambda share: None)
+    settings = bench.DecodeConfig(
+        device='cpu', compile=False, memory_gib=1, new_tokens=2, rounds=1, warmup=0
+    )
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, vocab_size=64)
+    machine = Machine('cpu')
+    decoder = bench.Decoder('vanilla', bench.read_name('vanilla', config))
+    decoder.build(settings, machine)
+
+    (report,) = bench.measure_largest(decoder, 8, settings, machine)
+    assert report['batch'] == taken
+    assert report.get('problem') == (None if taken else 'not one text fits into 1 GiB')
 
 
 @pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100])
