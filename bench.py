@@ -635,7 +635,10 @@ class Trial:
 
     @torch.no_grad()
     def round(self, timed):
-        """Prefill all but the last new_tokens of the context, and decode those one by one."""
+        """Prefill all but the last new_tokens of the context, and decode those one by one.
+
+        The prefill is never compiled: a program that decodes would compile for every length of text.
+        """
         machine, settings = self.decoder.machine, self.decoder.settings
         others = allocated(machine) - self.with_cache
         if machine.kind == 'cuda':
@@ -762,7 +765,7 @@ def bench_decode(settings, config):
         attempt(decoder, decoder.build, settings, machine)
 
     about = {**provenance(machine), 'compile': settings.compile, **shape.shape()}
-    columns = ['row', 'batch', 'context', 'prefill tok/s', 'ms/token', 'spread', 'tok/s']
+    columns = ['row', 'batch', 'context', 'eager prefill tok/s', 'ms/token', 'spread', 'tok/s']
     print_head(about, [*columns, 'x vanilla', 'cache bytes', 'peak GiB'])
     numbers = {**about, 'settings': asdict(settings), 'rows': []}
     for reports in measure_all(decoders, settings, machine):
