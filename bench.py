@@ -12,7 +12,8 @@ $ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --bl
 Each row times the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take
 turns (A B C A B C), so that whatever else the machine does hits all of them; ratios are medians
 over rounds of one row against another. --out is written again after each round: if a bench is
-interrupted, it holds the rounds that have finished. --profile=FOLDER traces one more step of each row
+interrupted, it holds the rounds that have finished. On a GPU, decoding runs as CUDA graphs, and without
+cuDNN's attention, as in sample.py, unless --attention=cudnn. --profile=FOLDER traces one more step of each row
 and prints where its time goes, beside what was expected before any GPU was seen.
 
 A variant is config/NAME_82m.py without its shape: all rows take theirs from the command line's
@@ -106,6 +107,8 @@ class DecodeConfig(BenchConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.attention == 'auto':
+            self.attention = 'flash'  # as sample.py and evaluate.py do: cuDNN plans for each shape
         refuse(
             min(self.chunk, self.new_tokens, *self.batch_sizes) < 1,
             'chunk, new_tokens and batch_sizes must be at least 1',
@@ -599,9 +602,15 @@ class Decoder:
         self.machine = machine
         model = self.recipe.make(settings.seed)
         self.model = model.to(machine.device, getattr(torch, machine.dtype)).eval()
-        levers = self.recipe.levers
+        config, levers = self.recipe.config, self.recipe.levers
         if machine.kind == 'cuda' and not levers.mode:
             levers.mode = 'reduce-overhead'  # CUDA graphs
+        shape = (config.n_head, config.kv_heads, config.head_size, config.block_size)
+        with levers.pulled():
+            self.kernels = {
+                'prefill': machine.attention_kernel(*shape),
+                'decode': machine.attention_kernel(*shape, queries=1),
+            }
         self.one_token = levers.compile(self.model, settings)
         self.static = allocated(machine) - before
 
@@ -724,6 +733,7 @@ class Trial:
             'ms_per_token': 1e3 * seconds,
             'spread': spread,
             'tok_per_s': self.batch / seconds,
+            'attention_kernels': self.decoder.kernels,
             'cache_bytes': self.cache.nbytes,
             'peak_gib': self.peak / 2**30 if self.peak else None,
             'seconds': self.decode,

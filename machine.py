@@ -195,16 +195,25 @@ class Machine:
             return torch.cuda.get_device_name(self.device)
         return self.kind
 
-    def attention_kernel(self, n_head, kv_heads, head_size, length):
-        """The kernel that torch chooses for causal attention of this shape; None without CUDA."""
+    def attention_kernel(self, n_head, kv_heads, head_size, length, queries=None):
+        """The kernel that torch chooses for causal attention of this shape; None without CUDA.
+
+        queries: only so many positions attend to the keys, with a mask, as in compiled decoding.
+        """
         if self.kind != 'cuda':
             return None
         dtype = getattr(torch, self.dtype)
-        if self.dtype == 'float32':
+        if self.dtype == 'float32' and not queries:
             kv_heads = n_head  # attend() of model.py repeats them
-        q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
         k = torch.empty(1, kv_heads, length, head_size, dtype=dtype, device=self.device)
-        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
+        if queries:
+            rows = n_head // kv_heads * queries  # attend() makes rows of the heads of a group
+            q = torch.empty(1, kv_heads, rows, head_size, dtype=dtype, device=self.device)
+            mask = torch.ones(rows, length, dtype=torch.bool, device=self.device)
+            choice = torch._fused_sdp_choice(q, k, k, mask)
+        else:
+            q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
+            choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
         return {0: 'math', 1: 'flash', 2: 'efficient', 3: 'cudnn'}.get(choice, 'unknown')
 
     def peak_flops(self):

@@ -99,7 +99,7 @@ def test_speed_relative_to_a_row_is_its_seconds_over_ours():
 
 
 def test_decoding_speed_is_tokens_of_all_texts_and_relative_to_vanilla():
-    decoder = SimpleNamespace(name='slow', problem=None)
+    decoder = SimpleNamespace(name='slow', problem=None, kernels={'prefill': 'flash'})
     vanilla, slow = (bench.Trial(decoder, batch=4, context=64) for _ in range(2))
     vanilla.decode, slow.decode = [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]
     slow.prefill, slow.cache = [0.01, 0.02, 0.03], SimpleNamespace(nbytes=77)
@@ -107,6 +107,14 @@ def test_decoding_speed_is_tokens_of_all_texts_and_relative_to_vanilla():
     assert report['speed_relative_to_vanilla'] == 0.5
     assert report['tok_per_s'] == 4 / 2.0 and report['ms_per_token'] == 2000
     assert report['prefill_tok_per_s'] == pytest.approx(50)
+    assert report['attention_kernels'] == {'prefill': 'flash'}
+
+
+@pytest.mark.parametrize(
+    'setting, chosen', [('auto', 'flash'), ('cudnn', 'cudnn'), ('flash', 'flash')]
+)
+def test_decoding_is_timed_with_the_attention_of_the_programs_that_decode(setting, chosen):
+    assert bench.DecodeConfig(attention=setting).attention == chosen
 
 
 @pytest.mark.parametrize(
@@ -304,6 +312,7 @@ def test_bench_decode_reports_every_row_and_cache_bytes(work):
         assert row['cache_bytes'] == tensors * row['batch'] * row['context'] * 32 * 4
         assert len(row['seconds']) == 2 and row['ms_per_token'] > 0
         assert f'| {row["cache_bytes"]:,} |' in out
+        assert row['attention_kernels'] == {'prefill': None, 'decode': None}  # without a GPU
     assert '| eager prefill tok/s |' in out  # whatever --compile says
 
 

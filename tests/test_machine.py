@@ -172,6 +172,22 @@ def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch, numb
     ]
 
 
+@pytest.mark.parametrize('dtype', ['float16', 'float32'])
+def test_the_kernel_of_one_query_is_chosen_for_rows_of_its_heads_and_a_mask(monkeypatch, dtype):
+    """As attend() of model.py lays out what compiled decoding gives it."""
+    asked = []
+
+    def choose(q, k, v, mask):
+        asked.append([tuple(t.shape) for t in (q, k, v, mask)])
+        return 2
+
+    machine = Machine('cpu', dtype)
+    machine.kind = 'cuda'  # the tensors stay on the CPU
+    monkeypatch.setattr(torch, '_fused_sdp_choice', choose)
+    assert machine.attention_kernel(8, 2, 64, 128, queries=1) == 'efficient'
+    assert asked == [[(1, 2, 4, 64), (1, 2, 128, 64), (1, 2, 128, 64), (4, 128)]]
+
+
 @pytest.mark.parametrize(
     'kind, environment, present, missing',
     [
