@@ -4,9 +4,10 @@ beside what was expected before any GPU had been seen.
 
 An expectation is no measurement. It is the FLOPs and bytes of a compiled step, which are counted,
 divided by the rates in REACHED, which are assumed. The FLOPs are those of the row's model. The bytes
-of elementwise kernels are counted as for vanilla, in half precision. A row that computes something
-twice has no expectation. bench.py --profile prints both; a class that is far from its expectation is
-where to look.
+of elementwise kernels are counted as for vanilla, in half precision; a row that is not compiled, hf's
+and `half` have other kernels, and no expectation of these. A row that computes something twice has no
+expectation at all. bench.py --profile prints both; a class that is far from its expectation is where
+to look.
 """
 
 import re

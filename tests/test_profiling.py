@@ -208,6 +208,26 @@ def test_a_row_that_is_not_what_was_counted_has_no_expectation(name, dtype, is_e
     assert any(row.expected().values()) == is_expected
 
 
+@pytest.mark.parametrize(
+    'name, compiled',
+    [
+        ('vanilla:eager', True),
+        ('vanilla:half', True),
+        ('hf', True),
+        ('hf:eager', True),
+        ('vanilla', False),
+    ],
+)
+def test_elementwise_kernels_that_were_not_counted_have_no_expectation(name, compiled):
+    pytest.importorskip('transformers')
+    row = bench.Row(name, bench.read_name(name, GPTConfig(n_layer=1)))
+    row.settings, row.kernel = bench.BenchConfig(compile=compiled), 'flash'
+    row.machine = SimpleNamespace(dtype='float16', **vars(machine(989e12, 4.8e12)))
+    expected = row.expected()
+    unknown = [kind for kind, value in expected.items() if value is None]
+    assert unknown == ['elementwise', 'other']
+
+
 def test_a_machine_that_traces_no_kernels_is_told_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, 'kernels', lambda trace, kind: [])
     row = bench.Row('vanilla', None)
