@@ -213,15 +213,20 @@ def attempt(row, act, *args):
 def stopwatch(machine):
     """Start a clock. The function returned gives the device's seconds since then.
 
-    On a GPU, they are measured between two events on its stream.
+    On CUDA, they are measured between two events on its stream.
     """
+    machine.synchronize()
     if machine.kind != 'cuda':
-        begin = time.perf_counter()
-        return lambda: time.perf_counter() - begin
+        started = time.perf_counter()
+
+        def seconds_on_the_clock():
+            machine.synchronize()
+            return time.perf_counter() - started
+
+        return seconds_on_the_clock
 
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
     begin.record()
 
     def seconds():

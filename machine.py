@@ -154,6 +154,13 @@ class Machine:
         if self.distributed:
             dist.destroy_process_group()
 
+    def synchronize(self):
+        """Wait until the device has done what it was given. A CPU always has."""
+        if self.kind == 'cuda':
+            torch.cuda.synchronize()
+        elif self.kind == 'mps':
+            torch.mps.synchronize()
+
     def autocast(self):
         if self.dtype == 'float32':
             return contextlib.nullcontext()

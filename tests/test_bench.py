@@ -191,6 +191,19 @@ def test_the_peer_attends_without_a_mask_compiled_or_not():
     torch.testing.assert_close([eager, compiled], 2 * [plain(input_ids=x, labels=x).loss])
 
 
+def test_a_step_on_mps_is_timed_until_the_device_has_done_it(monkeypatch):
+    """Work is only queued there: without waiting, the clock would time the queueing."""
+    waits = []
+    monkeypatch.setattr(torch.mps, 'synchronize', lambda: waits.append('waited'))
+    machine = Machine('cpu')
+    bench.stopwatch(machine)()
+    assert waits == []
+    machine.kind = 'mps'
+    seconds = bench.stopwatch(machine)
+    assert len(waits) == 1  # for the work of before
+    assert seconds() >= 0 and len(waits) == 2
+
+
 # --- what fails ----------------------------------------------------------------------------------
 
 
