@@ -459,6 +459,7 @@ def batches(settings, shape, machine):
         return
 
     dataset = Dataset(settings.dataset)
+    dataset.check_vocabulary(shape.vocab_size)
     rows = TrainingRows(dataset, shape.block_size, settings.seed, settings.domain_weights)
     loader = Loader(
         rows,

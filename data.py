@@ -94,6 +94,14 @@ class Dataset:
             if size != expected:
                 raise ValueError(f'{path} has {size:,} bytes, not {expected:,}; {self.advice}')
 
+    def check_vocabulary(self, vocab_size):
+        """ValueError where a model with so many token ids lacks some of the tokenizer's."""
+        ids = self.meta['tokenizer']['n_vocab']
+        if ids > vocab_size:
+            raise ValueError(
+                f'{self.folder} has {ids:,} token ids; vocab_size={vocab_size:,} is less'
+            )
+
     def files(self):
         """[(path, its entry in meta.json)] of all token files."""
         result = []

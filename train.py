@@ -430,11 +430,7 @@ def open_dataset(settings, config, machine):
     if machine.local_rank == 0:  # once per machine
         dataset.verify(force=settings.verify_data)
 
-    vocabulary = dataset.meta['tokenizer']['n_vocab']
-    refuse(
-        vocabulary > config.vocab_size,
-        f'{dataset.folder} has {vocabulary:,} token ids; vocab_size={config.vocab_size:,} is less',
-    )
+    dataset.check_vocabulary(config.vocab_size)
     rows = TrainingRows(
         dataset, config.block_size, settings.seed, settings.domain_weights, machine.warn
     )

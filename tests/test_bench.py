@@ -295,6 +295,12 @@ def test_a_compiler_that_one_process_lacks_ends_all_with_one_line(work):
     assert ''.join(err for _, _, err in results) == 'error: no compiler\n'
 
 
+def test_data_with_more_token_ids_than_the_model_are_refused(work):
+    """On a GPU, an id that has no embedding would end the whole bench with a device-side assert."""
+    words = ['--real_data=True', '--dataset=tiny', '--vocab_size=40']
+    assert_refused(*TINY, *words, because='token ids; vocab_size=40 is less')
+
+
 def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
     """They are not the problem of one row, after which the next one would wait for ever."""
 
