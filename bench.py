@@ -169,7 +169,8 @@ def row_names(settings):
     if settings.variants != 'all':
         names = split_names(settings.variants)
     if settings.peers:
-        names += ['hf', 'hf:eager']
+        # Without the compiler, both would be the same.
+        names += ['hf', 'hf:eager'] if settings.compile else ['hf:eager']
     return names
 
 

@@ -143,6 +143,11 @@ def test_the_row_that_a_note_advises_has_all_fields_of_the_config(capsys):
     assert levers.read_name(name, GPTConfig()).config == GPTConfig(**fields)
 
 
+def test_without_the_compiler_the_peer_is_timed_once():
+    settings = bench.BenchConfig(compile=False, peers='hf', variants='vanilla')
+    assert bench.row_names(settings) == ['vanilla', 'hf:eager']
+
+
 def test_names_are_parted_at_the_commas_between_them():
     names = ['cla', 'vanilla+v_residual=True+residual_lambda=(2.0, 1.0):eager', 'gqa:chunk=8']
     assert levers.split_names(','.join(names)) == names
