@@ -174,6 +174,20 @@ def row_names(settings):
     return names
 
 
+def recipes(settings, shape, machine):
+    """[(name, Recipe)] of the table's rows. Of all variants, those that cannot have this shape are left
+    out."""
+    result = []
+    for name in row_names(settings):
+        try:
+            result.append((name, read_name(name, shape)))
+        except ValueError as error:
+            if settings.variants != 'all' or name not in VARIANTS:
+                raise
+            machine.warn(f'note: left out {error}')
+    return result
+
+
 def compile_rows_apart():
     """Let the compiler make code of its own for every row and size.
 
@@ -487,7 +501,7 @@ def batches(settings, shape, machine):
 def bench_training(settings, config):
     """Time training steps, and print and write the table. Returns its numbers."""
     machine, shape = start(settings, config)
-    rows = [Row(name, read_name(name, shape)) for name in row_names(settings)]
+    rows = [Row(name, recipe) for name, recipe in recipes(settings, shape, machine)]
     for row in rows:
         check_levers(row, settings, machine)
     about = {
@@ -782,7 +796,7 @@ def bench_decode(settings, config):
     refuse(settings.memory_gib and machine.kind != 'cuda', 'memory_gib needs a GPU')
     if settings.batch_size != BenchConfig.batch_size and machine.is_first:
         print('note: decoding takes --batch_sizes, and no batch_size', file=sys.stderr)
-    decoders = [Decoder(name, read_name(name, shape)) for name in row_names(settings)]
+    decoders = [Decoder(name, recipe) for name, recipe in recipes(settings, shape, machine)]
     for decoder in decoders:
         attempt(decoder, decoder.build, settings, machine)
 

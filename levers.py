@@ -89,7 +89,10 @@ def read_name(name, shape):
         )
     options = [f'--{field}={value}' for field, value in shape.shape().items()]
     options += [f'--{flag}' for flag in flags]
-    _, config = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *options])
+    try:
+        _, config = configure(TrainConfig, GPTConfig, argv=[str(VARIANTS[kind]), *options])
+    except ValueError as error:
+        raise ValueError(f'{name}: {error}') from error
     return Recipe(kind, config, levers)
 
 

@@ -143,6 +143,22 @@ def test_the_row_that_a_note_advises_has_all_fields_of_the_config(capsys):
     assert levers.read_name(name, GPTConfig()).config == GPTConfig(**fields)
 
 
+def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(capsys):
+    shape = GPTConfig(n_layer=4, n_head=2, n_embd=16)
+    machine = Machine('cpu')
+    settings = bench.BenchConfig(variants='all')
+    names = [name for name, _ in bench.recipes(settings, shape, machine)]
+    notes = capsys.readouterr().err
+    assert 'note: left out gqa: n_head=2' in notes
+    left_out = [note.removeprefix('note: left out ') for note in notes.splitlines()]
+    assert {*names, *(words.partition(':')[0] for words in left_out)} == {*levers.VARIANTS}
+    assert 'vanilla' in names and 'gqa' not in names
+
+
+def test_a_variant_that_cannot_have_the_shape_is_named(work):
+    assert_refused(*TINY, '--variants=vanilla,gqa', because='gqa: n_head=2')
+
+
 def test_without_the_compiler_the_peer_is_timed_once():
     settings = bench.BenchConfig(compile=False, peers='hf', variants='vanilla')
     assert bench.row_names(settings) == ['vanilla', 'hf:eager']
