@@ -109,10 +109,14 @@ class DecodeConfig(BenchConfig):
         super().__post_init__()
         if self.attention == 'auto':
             self.attention = 'flash'  # as sample.py and evaluate.py do: cuDNN plans for each shape
-        refuse(
-            min(self.chunk, self.new_tokens, *self.batch_sizes) < 1,
-            'chunk, new_tokens and batch_sizes must be at least 1',
-        )
+        refuse(min(self.chunk, self.new_tokens) < 1, 'chunk and new_tokens must be at least 1')
+        for name in ('batch_sizes', 'contexts'):
+            sizes = getattr(self, name)
+            are_counts = all(type(size) is int and size >= 1 for size in sizes)
+            refuse(
+                not sizes or not are_counts,
+                f'{name}={sizes} must be whole numbers of at least 1, such as "(1, 8)"',
+            )
         refuse(self.memory_gib < 0, f'memory_gib={self.memory_gib} must be at least 0')
         for name in OF_TRAINING_STEPS.split():
             value = getattr(self, name)
