@@ -790,6 +790,11 @@ def largest(fits):
 def bench_decode(settings, config):
     """Time prefill and decoding, and print and write the table. Returns its numbers."""
     machine, shape = start(settings, config)
+    if machine.distributed:
+        message = (
+            'each process would decode the same by itself; start bench.py decode without torchrun'
+        )
+        machine.agree(ValueError(message))
     for context in settings.contexts:
         refuse(
             not settings.new_tokens < context <= shape.block_size,

@@ -408,6 +408,18 @@ def test_whatever_a_decoder_raises_does_not_lose_the_others(work, monkeypatch, w
     assert '| svformer | 2 | 16 | no such |' in out
 
 
+def bench_of(*words):
+    sys.argv = ['bench.py', *words]
+    bench.main()
+
+
+def test_several_processes_do_not_decode(work):
+    results = ranks(2, bench_of, *DECODE, '--contexts=(16,)', '--new_tokens=4', '--rounds=1')
+    assert all(status == 1 for status, _, _ in results)
+    errors = ''.join(err for _, _, err in results)
+    assert_one_line(errors.strip(), 'start bench.py decode without torchrun')
+
+
 def test_a_decoder_that_cannot_be_built_does_not_lose_the_others(work, monkeypatch):
     build = bench.Decoder.build
 
