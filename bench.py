@@ -505,6 +505,7 @@ def batches(settings, shape, machine):
 def bench_training(settings, config):
     """Time training steps, and print and write the table. Returns its numbers."""
     machine, shape = start(settings, config)
+    note_ignored(settings, machine)
     rows = [Row(name, recipe) for name, recipe in recipes(settings, shape, machine)]
     for row in rows:
         check_levers(row, settings, machine)
@@ -539,6 +540,16 @@ def bench_training(settings, config):
     gc.collect()
     machine.close()
     return numbers
+
+
+def note_ignored(settings, machine):
+    """Say that a step has micro_steps, where somebody has set train.py's number for it."""
+    number = settings.gradient_accumulation_steps
+    if number not in (settings.micro_steps, BenchConfig.gradient_accumulation_steps):
+        machine.warn(
+            f'note: gradient_accumulation_steps={number} does nothing here; a step has --micro_steps='
+            f'{settings.micro_steps} in each process'
+        )
 
 
 def check_levers(row, settings, machine):

@@ -30,7 +30,6 @@ TINY = [
     '--compile=False',
     '--device=cpu',
     '--batch_size=2',
-    '--gradient_accumulation_steps=1',
     '--eval_iters=1',
 ]
 DECODE = [
@@ -170,7 +169,7 @@ def test_names_are_parted_at_the_commas_between_them():
 
 
 def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(work):
-    options = ['--rounds=2', '--warmup=1', '--gradient_accumulation_steps=2', '--out=two.json']
+    options = ['--rounds=2', '--warmup=1', '--out=two.json']
     options += ['--real_data=True', '--dataset=tiny']
     variants = '--variants=vanilla,vanilla:ddp-first,vanilla:ddp-whole,vanilla:bucket=1:static'
     launcher = ['-m', 'torch.distributed.run', '--nproc_per_node=2']
@@ -223,6 +222,16 @@ def test_a_step_on_mps_is_timed_until_the_device_has_done_it(monkeypatch):
     seconds = bench.stopwatch(machine)
     assert len(waits) == 1  # for the work of before
     assert seconds() >= 0 and len(waits) == 2
+
+
+@pytest.mark.parametrize('number, is_noted', [(4, True), (2, False), (32, False)])
+def test_an_ignored_number_of_micro_steps_is_noted(capsys, number, is_noted):
+    """Not train.py's default, which nobody has set."""
+    settings = bench.BenchConfig(gradient_accumulation_steps=number, micro_steps=2)
+    bench.note_ignored(settings, Machine('cpu'))
+    err = capsys.readouterr().err
+    assert ('gradient_accumulation_steps=4 does nothing here' in err) == is_noted
+    assert err.count('\n') == is_noted
 
 
 # --- what fails ----------------------------------------------------------------------------------
