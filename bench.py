@@ -102,14 +102,17 @@ class DecodeConfig(BenchConfig):
     batch_sizes: tuple = (1, 8)  # texts decoded at once
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
     new_tokens: int = 32  # timed tokens, the last ones of the context
-    chunk: int = 2048  # tokens of a prefill's forward pass
+    prefill_chunk: int = 2048  # tokens of a prefill's forward pass
     memory_gib: float = 0.0  # also time the largest batch that fits into this much of a GPU
 
     def __post_init__(self):
         super().__post_init__()
         if self.attention == 'auto':
             self.attention = 'flash'  # as sample.py and evaluate.py do: cuDNN plans for each shape
-        refuse(min(self.chunk, self.new_tokens) < 1, 'chunk and new_tokens must be at least 1')
+        refuse(
+            min(self.prefill_chunk, self.new_tokens) < 1,
+            'prefill_chunk and new_tokens must be at least 1',
+        )
         for name in ('batch_sizes', 'contexts'):
             sizes = getattr(self, name)
             are_counts = all(type(size) is int and size >= 1 for size in sizes)
@@ -697,7 +700,7 @@ class Trial:
         prompt = self.context - settings.new_tokens
         seconds = stopwatch(machine)
         with self.decoder.recipe.levers.pulled():
-            for chunk in self.idx[:, :prompt].split(settings.chunk, dim=1):
+            for chunk in self.idx[:, :prompt].split(settings.prefill_chunk, dim=1):
                 self.decoder.model(chunk, cache=self.cache, last_only=True)
             prefilled = seconds()
 
@@ -740,7 +743,7 @@ class Trial:
     def prefill_last_chunk(self):
         settings = self.decoder.settings
         prompt = self.idx[:, : self.context - settings.new_tokens]
-        chunk = prompt[:, -settings.chunk :]
+        chunk = prompt[:, -settings.prefill_chunk :]
         self.cache.position.fill_(self.context - chunk.size(1))
         self.decoder.model(chunk, cache=self.cache, last_only=True)
 

@@ -246,7 +246,7 @@ if [ -n "${REHEARSAL:-}" ]; then
     export SMALL='--n_head=8 --n_embd=32 --block_size=64 --vocab_size=320 --batch_size=2'
     SMALL+=' --compile=False --activation_memory_budget=1'
     export SMALL_BENCH='--rounds=2 --warmup=1'
-    export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --chunk=16 --memory_gib=0 --rounds=1'
+    export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --prefill_chunk=16 --memory_gib=0 --rounds=1'
 fi
 export -f commands check check_levers bench bench_few bench_ddp bench_size bench_decode peers
 export -f prepare train compare finished_runs

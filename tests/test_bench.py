@@ -345,7 +345,7 @@ def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
 
 
 def test_bench_decode_reports_every_row_and_cache_bytes(work):
-    sizes = ['--contexts=(16, 32)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--chunk=8']
+    sizes = ['--contexts=(16, 32)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--prefill_chunk=8']
     options = ['--rounds=2', '--warmup=1', '--variants=vanilla,svformer:eager']
     out = run(*DECODE, *sizes, *options, '--out=decode.json')
 
@@ -371,7 +371,7 @@ def test_bench_decode_reports_every_row_and_cache_bytes(work):
         (['--contexts=(64,)'], 'block_size=32'),
         (['--contexts=(16,)', '--new_tokens=16'], 'new_tokens=16'),
         (['--contexts=(16,)', '--new_tokens=4', '--memory_gib=1'], 'memory_gib needs a GPU'),
-        (['--chunk=0'], 'chunk'),
+        (['--prefill_chunk=0'], 'prefill_chunk'),
         (['--batch_sizes=(0,)'], 'batch_sizes=(0,) must be whole numbers of at least 1'),
         (["--batch_sizes=('16',)"], "batch_sizes=('16',) must be whole numbers"),
         (['--batch_sizes=()'], 'batch_sizes=() must be whole numbers'),
