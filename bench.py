@@ -147,6 +147,8 @@ def start(settings, config):
     )
     functorch_config.activation_memory_budget = settings.activation_memory_budget
     machine.agree(compiler_problem(settings, machine))
+    if settings.profile:
+        Path(settings.profile).mkdir(parents=True, exist_ok=True)
     if settings.out:
         check_out(settings.out)
         Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
@@ -414,7 +416,6 @@ class Row:
         with profile(activities=activities, record_shapes=True) as trace:
             self.step(next_batch)
         if self.machine.is_first:
-            Path(folder).mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(Path(folder, f'{self.name.replace(":", "-")}.json')))
         kind = self.machine.kind
         if not kernels(trace, kind):
@@ -533,16 +534,23 @@ def bench_training(settings, config):
         print_training(about, reports, settings)
         check_any_timed(reports)
         # At the end, because there may not be enough time for it.
-        if settings.profile:
-            for row in rows:
-                attempt(row, row.profile, next_batch, settings.profile)
+        problems = profile_all(rows, next_batch, settings.profile) if settings.profile else []
     # The group of the processes must end after the rows: where the last DistributedDataParallel ends
     # it, gloo's thread and Python may wait for each other for ever.
     for row in rows:
         row.drop()
     gc.collect()
     machine.close()
+    refuse(problems, f'no profile of {"; ".join(problems)}')
     return numbers
+
+
+def profile_all(rows, next_batch, folder):
+    """Trace a step of each row that was timed. Returns the problems of those that have no profile."""
+    timed = [row for row in rows if not row.problem]
+    for row in timed:
+        attempt(row, row.profile, next_batch, folder)
+    return [f'{row.name}: {row.problem}' for row in timed if row.problem]
 
 
 def note_ignored(settings, machine):

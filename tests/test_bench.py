@@ -311,6 +311,30 @@ def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(tmp_path, mon
     assert [len(row['seconds']) for row in rows] == [2, 2]
 
 
+def test_a_profile_that_fails_ends_the_bench_with_its_problem(monkeypatch, tmp_path, capsys):
+    """The other profiles and the table are there."""
+
+    def broken(row, next_batch, folder):
+        if row.name == 'vanilla':
+            raise OSError('the disk is full')
+        print(f'profile of {row.name} in {folder}')
+
+    monkeypatch.setattr(bench.Row, 'profile', broken)
+    words = ['--rounds=1', '--variants=vanilla,svformer', f'--profile={tmp_path}/traces']
+    with pytest.raises(ValueError, match='^no profile of vanilla: the disk is full$'):
+        table(*words, f'--out={tmp_path}/bench.json')
+    assert len(read_rows(tmp_path / 'bench.json')) == 2
+    assert f'profile of svformer in {tmp_path}/traces' in capsys.readouterr().out
+    assert (tmp_path / 'traces').is_dir()
+
+
+def test_what_cannot_be_written_is_refused_before_the_first_step(work, monkeypatch):
+    monkeypatch.setattr(bench.Row, 'build', None)
+    (work / 'file').write_text('')
+    assert_refused(*TINY, '--out=data', because='out=data is a folder; name a file')
+    assert_refused(*TINY, '--profile=file', because='file')
+
+
 def bench_where_one_lacks_a_compiler(*words):
     if os.environ['RANK'] == '1':
         bench.check_compiler = lambda machine: refuse(True, 'no compiler')

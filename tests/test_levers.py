@@ -396,5 +396,5 @@ def test_only_the_first_process_writes_the_trace_of_a_profile(tmp_path):
         machine.is_first = is_first
         row = bench.Row('vanilla', bench.read_name('vanilla', config))
         row.build(bench.BenchConfig(device='cpu', compile=False, batch_size=2), machine)
-        row.profile(lambda: torch.zeros((2, 2, 16), dtype=torch.int64), tmp_path / 'traces')
-        assert (tmp_path / 'traces').exists() == is_first
+        row.profile(lambda: torch.zeros((2, 2, 16), dtype=torch.int64), tmp_path)
+        assert (tmp_path / 'vanilla.json').exists() == is_first
