@@ -286,7 +286,10 @@ def idle_in_graphs():
 def middle(times):
     """(median, interquartile range / median) of a list of seconds."""
     median = statistics.median(times)
-    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
+    quartiles = [median] * 3
+    if len(times) > 1:
+        # Inclusive: with few times, the other method's quartiles are beyond all of them.
+        quartiles = statistics.quantiles(times, n=4, method='inclusive')
     return median, (quartiles[2] - quartiles[0]) / median
 
 

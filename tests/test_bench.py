@@ -93,8 +93,13 @@ def test_speed_relative_to_a_row_is_its_seconds_over_ours():
     assert report['speed_relative_to'] == {'vanilla': 0.5}
     assert report['tok_per_s'] == 500 and report['ms_per_step'] == 2000
     assert report['mfu'] == pytest.approx(600 * 500 / 1e6)
-    assert report['spread'] == pytest.approx(1.5 / 2)  # quartiles 2 and 3.5
+    assert report['spread'] == pytest.approx(0.5 / 2)  # quartiles 2 and 2.5
     assert report['attention_kernel'] == 'flash'
+
+
+def test_the_spread_of_two_times_is_not_wider_than_they_are():
+    assert bench.middle([1.0, 2.0]) == (1.5, pytest.approx(0.5 / 1.5))
+    assert bench.middle([3.0]) == (3.0, 0)
 
 
 def test_decoding_speed_is_tokens_of_all_texts_and_relative_to_vanilla():
