@@ -12,9 +12,11 @@ $ python bench.py decode --batch_sizes="(1, 32)" --contexts="(2048, 65536)" --bl
 Each row times the step that train.py takes: forward, backward, scaler, clipping, AdamW. Rows take
 turns (A B C A B C), so that whatever else the machine does hits all of them; ratios are medians
 over rounds of one row against another. --out is written again after each round: if a bench is
-interrupted, it holds the rounds that have finished. On a GPU, decoding runs as CUDA graphs, and without
-cuDNN's attention, as in sample.py, unless --attention=cudnn. --profile=FOLDER traces one more step of each row
+interrupted, it holds the rounds that have finished. --profile=FOLDER traces one more step of each row
 and prints where its time goes, beside what was expected before any GPU was seen.
+
+Decoding on a GPU means CUDA graphs. Unless --attention=cudnn asks for it, cuDNN's attention is left
+out, as in sample.py. Only the decoding is compiled, not the prefill before it.
 
 A variant is config/NAME_82m.py without its shape: all rows take theirs from the command line's
 config. A + adds a field, as in vanilla+q_residual=True. Levers come after colons, as in
