@@ -290,7 +290,7 @@ def middle(times):
     median = statistics.median(times)
     quartiles = [median] * 3
     if len(times) > 1:
-        # Inclusive: with few times, the other method's quartiles are beyond all of them.
+        # Inclusive: the other method's quartiles of three times are the extremes, of two beyond both.
         quartiles = statistics.quantiles(times, n=4, method='inclusive')
     return median, (quartiles[2] - quartiles[0]) / median
 
