@@ -504,7 +504,9 @@ def draw_critical(settings):
     width, height = SIZE
     figure, (above, below) = pyplot().subplots(2, figsize=(width, 2 * height), layout='constrained')
     look = looks(configs, names, ordered=True)
-    curve_axes(above, curves, look, 'the baseline', settings.window, settings.window)
+    baselines = {model_name(losses.model_config(baseline)) for baseline, _ in pairs}
+    baseline = baselines.pop() if len(baselines) == 1 else 'the baseline'
+    curve_axes(above, curves, look, baseline, settings.window, settings.window)
     critical_axes(below, points, color_of(losses.model_config(settings.runs[1])))
     return figure
 

@@ -165,31 +165,56 @@ def read_long(name):
     return np.array([training[step] for step in sorted(training)]), validation
 
 
-def test_the_numbers_of_the_longer_run_are_those_of_its_logs():
-    page = (LONG / 'README.md').read_text()
-    vanilla, losses = read_long('vanilla_256_cooldown')
-    svformer, our_losses = read_long('svformer_256_cooldown')
-    for name, whole in (('vanilla_256', vanilla), ('svformer_256', svformer)):
-        constant, _ = read_long(name)
-        assert np.array_equal(constant, whole[:11719])
+def cells(numbers, form='{:+.4f}'):
+    return ' | '.join(form.format(number) for number in numbers)
 
-    difference = svformer - vanilla
+
+def test_the_numbers_of_the_longer_runs_are_those_of_their_logs():
+    page = (LONG / 'README.md').read_text()
     edges = [(0, 1172), (1250, 2000), (2000, 4000), (4000, 6000), (6000, 8000), (8000, 9719)]
     edges += [(9719, 11719), (12919, 12969)]
-    means = [f'{difference[begin:end].mean():+.4f}' for begin, end in edges]
-    assert f'| training loss, mean over these steps | {" | ".join(means)} |' in page
     steps = (2000, 4000, 6000, 8000, 10000, 11719, 12969)
-    assert f'| vanilla | {" | ".join(f"{losses[step]:.4f}" for step in steps)} |' in page
-    assert f'| SVFormer | {" | ".join(f"{our_losses[step]:.4f}" for step in steps)} |' in page
-    differences_of_steps = [f'{our_losses[step] - losses[step]:+.4f}' for step in steps]
-    assert f'| difference | {" | ".join(differences_of_steps)} |' in page
+    for length, suffix, end in ((64, '', ' '), (256, '_cooldown', '')):
+        vanilla, losses = read_long(f'vanilla_{length}{suffix}')
+        svformer, our_losses = read_long(f'svformer_{length}{suffix}')
+        difference = svformer - vanilla
+        means = [difference[first:last].mean() for first, last in edges if last <= len(vanilla)]
+        assert f'| {length} bytes | {cells(means)} |{end}' in page
+        evaluated = [step for step in steps if step in losses]
+        theirs, ours = ([val[step] for step in evaluated] for val in (losses, our_losses))
+        rows = [
+            f'| vanilla, {length} bytes | {cells(theirs, "{:.4f}")} |',
+            f'| SVFormer, {length} bytes | {cells(ours, "{:.4f}")} |',
+            f'| difference | {cells(np.subtract(ours, theirs))} |',
+        ]
+        assert '\n'.join(row + (' |' if end else '') for row in rows) in page
 
+
+@pytest.mark.parametrize(
+    'length, best, at, step, words',
+    [
+        (64, -0.175, 156, 1473, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 64 bytes'),
+        (256, -0.104, 234, 1597, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 256'),
+    ],
+)
+def test_the_step_at_which_svformer_is_overtaken(length, best, at, step, words):
+    page = (LONG / 'README.md').read_text()
+    vanilla, losses = read_long(f'vanilla_{length}')
+    svformer, our_losses = read_long(f'svformer_{length}')
     # Where means of 100 steps have the lowest sum, the lead ends.
-    means = np.convolve(difference[:11719], np.full(100, 0.01), mode='valid')
-    assert means.argmin() + 99 == 234 and means.min() == pytest.approx(-0.104, abs=5e-4)
-    assert np.cumsum(means).argmin() + 100 == 1597
-    assert 1597 * 4096 / 1e6 == pytest.approx(6.5, abs=0.05)
-    found = crossings.crossing(LONG / 'vanilla_256', LONG / 'svformer_256', 100)
-    assert (found.kind, found.step) == ('overtaken', 1597)
-    low, high = found.interval
-    assert f'by {found.mean:.4f} (95% interval {low:.4f} to {high:.4f})' in page
+    means = np.convolve(svformer - vanilla, np.full(100, 0.01), mode='valid')
+    assert means.argmin() + 99 == at and means.min() == pytest.approx(best, abs=5e-4)
+    assert np.cumsum(means).argmin() + 100 == step
+    assert f'{step:,}' in page and f'{step * 4096 / 1e6:.1f}M bytes' in page
+    assert f'{our_losses[11719] - losses[11719]:.3f}' in page
+
+    found = crossings.crossing(LONG / f'vanilla_{length}', LONG / f'svformer_{length}', 100)
+    assert (found.kind, found.step) == ('overtaken', step)
+    assert words.format(found.mean, *found.interval) in page
+
+
+def test_the_cooldown_goes_on_from_the_longer_run():
+    for model in ('vanilla', 'svformer'):
+        whole, _ = read_long(f'{model}_256_cooldown')
+        constant, _ = read_long(f'{model}_256')
+        assert np.array_equal(constant, whole[:11719])
