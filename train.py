@@ -84,7 +84,7 @@ class TrainConfig:
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     eval_only: bool = False  # evaluate and exit
     log_interval: int = (
-        1  # steps between log lines; signals and max_skipped are looked at then, too
+        1  # steps between log lines, and between looks at signals and max_skipped
     )
     keep_checkpoints: int = 2  # ckpt.pt, ckpt.pt.1, ...; besides them, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
