@@ -83,9 +83,7 @@ class TrainConfig:
     eval_interval: int = 1000  # steps between evaluations with a checkpoint; 0: at the end only
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     eval_only: bool = False  # evaluate and exit
-    log_interval: int = (
-        1  # steps between log lines, and between looks at signals and max_skipped
-    )
+    log_interval: int = 1  # steps between log lines; signals and max_skipped are read then, too
     keep_checkpoints: int = 2  # ckpt.pt, ckpt.pt.1, ...; besides them, ckpt_best.pt
     save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
