@@ -171,6 +171,7 @@ def test_the_differences_that_it_prints_are_those_of_the_claims():
         'SVFormer - vanilla',
         'SVFormer - ResFormer',
         'ResFormer - vanilla',
+        'ResFormer - NeuTRENO',
         'ResFormer, learned weights - ResFormer',
     ):
         for text in (README, overview):
