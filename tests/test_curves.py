@@ -1,7 +1,8 @@
-"""compare.py: curves and domains relative to the baseline, and what a report owns up to."""
+"""compare.py: curves and domains relative to the baseline; a report's numbers, and what it owns up to."""
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import comparisons
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from comparisons import collect, make_plan, pretend, pretend_all
 
-from comparison import charts, measures, report
+from comparison import charts, measures, report, verdict
 from comparison.assemble import compare_runs
 from comparison.plan import CompareConfig, Run
 from comparison.results import Results
@@ -108,6 +109,125 @@ def test_pictures_have_dots_and_means_where_the_numbers_are(compared, monkeypatc
 def dots_of(axes, marker):
     lines = [line for line in axes.lines if line.get_marker() == marker]
     return [value for line in lines for value in np.atleast_1d(line.get_xdata())]
+
+
+# --- numbers in the report ------------------------------------------------------------------------
+
+
+def cells(table):
+    """{first cell of a row: {column: cell}} of a report's table, with a plain minus."""
+    _, head, rows = table
+    rows = [[cell.replace(report.MINUS, '-') for cell in row] for row in rows]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+@pytest.fixture
+def three_arms(place):
+    """Of two contrasts, one is decided, and one is not."""
+    losses = {**LOSSES, 'unsure': {1: 1.9, 2: 2.15, 3: 2.1}}
+    plan = make_plan(f'{ARMS}; unsure: v_residual=True', '--seeds=3')
+    pretend_all(plan, lambda run: losses[run.arm][run.seed])
+    return collect(plan)
+
+
+def test_a_report_of_known_losses_has_these_numbers(compared):
+    text = report.markdown(compared).replace(report.MINUS, '-')
+    assert (
+        'better is better than vanilla by 0.2000 nats.** Difference -0.2000, 95% interval (of this '
+        'contrast alone) -0.2248 to -0.1752, p 0.0008 after Holm, 3 seeds.'
+    ) in text
+    assert '| vanilla |  | 0.02 | 30 | 3 | 2.1000 | 0.1000 |' in text
+    assert '| better | share_v=True | 0.02 | 30 | 3 | 1.9000 | 0.1100 |' in text
+    assert 'better is better than vanilla by 0.2000 nats.' in report.headline(compared)
+
+
+def test_an_undecided_contrast_says_what_these_seeds_would_find_and_how_many_it_needs(three_arms):
+    differences = [-0.1, 0.05, -0.1]
+    mean, sd = statistics.mean(differences), statistics.stdev(differences)
+    half = 4.3027 * sd / math.sqrt(3)  # the 97.5% quantile of t
+    smallest = verdict.smallest_difference(sd, 3, contrasts=2)
+    needed = verdict.seeds_needed(mean, sd, 3, contrasts=2)
+    assert needed > 10 and f'{smallest:.4f}' != f'{sd:.4f}'
+    p = three_arms['contrasts']['unsure-vanilla']['p_holm']
+
+    text = report.markdown(three_arms).replace(report.MINUS, '-')
+    assert (
+        f'unsure against vanilla: undecided.** Difference {mean:.4f}, 95% interval (of this contrast '
+        f'alone) {mean - half:.4f} to +{mean + half:.4f}, p {p:.4f} after Holm, 3 seeds. These seeds '
+        f'would find a difference of {smallest:.4f} with 80% probability; one as large as the '
+        f'observed one would need about {needed} seeds.'
+    ) in text
+
+
+def test_no_number_of_seeds_is_promised_for_a_difference_that_none_would_find():
+    contrast = {'reason': '', 'seeds': 3, 'smallest': 0.5, 'seeds_needed': None}
+    assert report.outlook(contrast) == (
+        'These seeds would find a difference of 0.5000 with 80% probability; one as large as the '
+        'observed one would need more than 1,000 seeds.'
+    )
+
+
+def test_the_table_of_contrasts_has_each_number_in_its_column(three_arms):
+    shown = cells(report.contrast_table(three_arms))
+    assert list(shown) == ['better - vanilla', 'unsure - vanilla']
+    better, unsure = three_arms['contrasts'].values()
+    assert better['p_holm'] == 2 * better['p'] and unsure['p_holm'] == unsure['p']
+    for c in (better, unsure):
+        assert f', p {c["p_holm"]:.4f} after Holm, ' in report.evidence(c)
+        name = f'{c["ours"]} - vanilla'
+        assert shown[name] == {
+            'contrast': name,
+            'verdict': c['verdict'],
+            'difference': f'{c["mean"]:+.4f}',
+            '95% interval, alone': f'{c["low"]:+.4f} to {c["high"]:+.4f}',
+            'p': f'{c["p"]:.4f}',
+            'p, Holm': f'{c["p_holm"]:.4f}',
+            **{f'seed {seed}': f'{d:+.4f}' for seed, d in c['differences'].items()},
+        }
+
+
+def test_the_table_of_rates_has_the_mean_of_each_and_the_chosen_one_bold(place):
+    """The tuning loss of an arm, by rate, a little higher for the second of its two seeds."""
+    losses = {
+        'vanilla': {1e-2: 2.3, 2e-2: 2.1, 4e-2: 2.2},
+        'better': {1e-2: 1.9, 2e-2: 1.8, 4e-2: math.nan},
+    }
+    plan = make_plan(ARMS, '--seeds=3', '--rates=(1e-2, 2e-2, 4e-2)', '--tuning_seeds=(101, 102)')
+    pretend_all(plan, lambda run: losses[run.arm][run.rate] + 0.02 * (run.seed == 102))
+    compared = collect(plan)
+    shown = cells(report.tuning_table(compared))
+    assert shown == {
+        'vanilla': {'arm': 'vanilla', '0.01': '2.3100', '0.02': '**2.1100**', '0.04': '2.2100'},
+        'better': {'arm': 'better', '0.01': '1.9100', '0.02': '**1.8100**', '0.04': 'diverged'},
+    }
+    assert '<b>1.8100</b>' in report.html(compared)
+
+
+def test_the_table_of_costs_has_each_number_in_its_column(compared):
+    measured = {
+        'vanilla': {'ms': 20.0, 'ratio': 1.0, 'peak_bytes': 2**30},
+        'better': {'ms': 25.0, 'ratio': 1.25, 'peak_bytes': 3 * 2**29},
+    }
+    for name, values in measured.items():
+        compared['arms'][name] |= values
+    shown = cells(report.cost_table(compared))
+    flops = compared['arms']['vanilla']['flops_per_step']
+    for name, arm in compared['arms'].items():
+        cost = arm['cost']
+        assert shown[name] == {
+            'arm': name,
+            'parameters': f'{cost["parameters"]:,}',
+            'FLOPs/token': f'{cost["flops_per_token"]:.4g}',
+            'FLOPs/step': f'{arm["flops_per_step"]:.4g} (×{arm["flops_per_step"] / flops:.3f})',
+            'KV cache bytes/token': f'{cost["cache_bytes_per_token"]:,.0f}',
+            'ms/step': f'{arm["ms"]:.1f}',
+            'time': f'×{arm["ratio"]:.3f}',
+            'peak GiB': f'{arm["peak_bytes"] / 2**30:.2f}',
+        }
+    # SVFormer's second layer has no values of its own: 32 x 32 weights less, half of its cache.
+    vanilla, better = (compared['arms'][name]['cost'] for name in ('vanilla', 'better'))
+    assert vanilla['parameters'] - better['parameters'] == 32 * 32
+    assert better['cache_bytes_per_token'] == 3 / 4 * vanilla['cache_bytes_per_token']
 
 
 # --- what a report owns up to ---------------------------------------------------------------------
