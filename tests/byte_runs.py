@@ -60,13 +60,6 @@ def write_run(checkpoint, name, dataset='bytes', **changes):
     return str(folder)
 
 
-def table(text):
-    """The cells of the table in a program's output."""
-    rows = [line[1:-1].split('|') for line in text.splitlines() if line.startswith('|')]
-    assert len({len(row) for row in rows}) == 1, text
-    return [[cell.strip() for cell in row] for row in rows]
-
-
 @pytest.fixture(scope='module')
 def trained(work):
     return train_once()

@@ -37,6 +37,13 @@ def assert_one_line(status, *words):
         assert str(word) in status, status
 
 
+def table(text):
+    """The cells of the table in a program's output."""
+    rows = [line[1:-1].split('|') for line in text.splitlines() if line.startswith('|')]
+    assert len({len(row) for row in rows}) == 1, text
+    return [[cell.strip() for cell in row] for row in rows]
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 

@@ -8,6 +8,7 @@ import sys
 import weakref
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
 from conftest import ROOT
@@ -95,6 +96,29 @@ def test_speed_relative_to_a_row_is_its_seconds_over_ours():
     assert report['mfu'] == pytest.approx(600 * 500 / 1e6)
     assert report['spread'] == pytest.approx(0.5 / 2)  # quartiles 2 and 2.5
     assert report['attention_kernel'] == 'flash'
+
+
+def test_the_training_table_has_the_numbers_of_the_json(capsys):
+    rows = [bench.Row('vanilla', None), bench.Row('slow', None)]
+    for row, seconds in zip(rows, ([0.1, 0.1, 0.11], [0.4, 0.4, 0.5]), strict=True):
+        row.seconds, row.waiting, row.first = seconds, [0.0], 7 * seconds[2]
+        row.flops, row.peak, row.kernel = 600.0, round(2**31 * seconds[2]), 'flash'
+    reports = [row.report(1000, 1e7, {'vanilla': rows[0]}) for row in rows]
+    bench.print_training({'device': 'some'}, reports, SimpleNamespace(real_data=False))
+
+    head, _, *lines = programs.table(capsys.readouterr().out)
+    for report, line in zip(reports, lines, strict=True):
+        assert dict(zip(head, line, strict=True)) == {
+            'row': report['name'],
+            'ms/step': f'{report["ms_per_step"]:,.1f}',
+            'spread': f'{report["spread"]:.1%}',
+            'first step s': f'{report["first_step_s"]:.1f}',
+            'tok/s': f'{report["tok_per_s"]:,.0f}',
+            'MFU': f'{report["mfu"]:.1%}',
+            'peak GiB': f'{report["peak_gib"]:.2f}',
+            'x vanilla': f'{report["speed_relative_to"]["vanilla"]:.3f}',
+        }
+    assert lines[1] == ['slow', '400.0', '12.5%', '3.5', '2,500', '15.0%', '1.00', '0.250']
 
 
 def test_the_spread_of_two_times_is_not_wider_than_they_are():

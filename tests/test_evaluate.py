@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from byte_runs import RESFORMER, random_model, table, write_byte_dataset
-from programs import BYTES, assert_one_line
+from byte_runs import RESFORMER, random_model, write_byte_dataset
+from programs import BYTES, assert_one_line, table
 from programs import program as call_program
 from runs import load, ranks
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import task_items
 import torch
-from byte_runs import RESFORMER, SIZE, random_model, table
-from programs import BYTES, small_bpe
+from byte_runs import RESFORMER, SIZE, random_model
+from programs import BYTES, small_bpe, table
 from programs import program as call_program
 from runs import command_line, ranks, run_train
 from task_items import ITEMS, PUBLISHED, needs_published, publish, set_whole
