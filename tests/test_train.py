@@ -54,6 +54,20 @@ def test_the_loss_falls_and_every_step_is_logged(whole):
         assert val['mean'] == pytest.approx((val['A'] + val['B'] + val['C']) / 3)
 
 
+def test_the_terminal_shows_the_numbers_of_the_log(work):
+    lines = good('out/printed', log_interval=1).splitlines()
+    shown = [line.split(' | ') for line in lines if line.startswith('step ')]
+    for entry, words in zip(log('out/printed'), shown, strict=True):
+        step = f'step {entry["step"]}'
+        if 'val' in entry:
+            assert words == [step, f'validation loss {entry["val"]["mean"]:.4f}']
+            continue
+        loss, lr, norm = (entry[name] for name in ('loss', 'lr', 'grad_norm'))
+        assert words[:4] == [step, f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.3f}']
+        speed = float(words[4].removesuffix(' tok/s').replace(',', ''))
+        assert speed == pytest.approx(entry['tok_per_s'], abs=1)
+
+
 def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
     text = good('out/said', max_iters=1, v_residual=True)
     config = json.loads(Path('out/said/config.json').read_text())
