@@ -669,6 +669,24 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
     assert 'ran dry' not in lines['ArXiv']
 
 
+def test_the_table_has_the_numbers_of_meta_json(tmp_path, capsys):
+    make_source(tmp_path / 'raw')
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+    meta = read_meta(tmp_path / 'out')
+    train, validation = meta['splits']['train'], meta['splits']['validation']
+    total = sum(entry['tokens'] for entry in train.values())
+
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert lines['domain'] == 'domain documents tokens wanted share wanted validation'.split()
+    for domain, entry in train.items():
+        documents, tokens, share = entry['documents'], entry['tokens'], meta['weights'][domain]
+        counts = [f'{n:,}' for n in (documents, tokens, round(meta['tokens'] * share))]
+        shares = [f'{tokens / total:.1%}', f'{share:.1%}']
+        last = f'{validation[domain]["tokens"]:,}'
+        assert lines[domain][:7] == [domain, *counts, *shares, last]
+    assert train.keys() == TABLE_2.keys()
+
+
 @pytest.mark.parametrize('tokens, remark', [(20, 'ran dry'), (0, 'the source has none')])
 @pytest.mark.parametrize('weights', [{}, {'C4': 1, 'Book': 1}])
 def test_a_domain_that_the_source_lacks_is_reported_at_the_end(
