@@ -315,6 +315,16 @@ def test_whatever_a_row_raises_does_not_lose_the_others(monkeypatch, error, prob
     assert len(rows[1]['seconds']) == 2
 
 
+def test_hugging_faces_llama_is_a_row_of_the_table(tmp_path):
+    pytest.importorskip('transformers')
+    words = ['--variants=vanilla', '--peers=hf', '--rounds=1', '--warmup=1']
+    run(*TINY, *words, f'--out={tmp_path}/hf.json')
+    rows = read_rows(tmp_path / 'hf.json')
+    assert [row['name'] for row in rows] == ['vanilla', 'hf:eager']
+    for row in rows:
+        assert 'problem' not in row and list(row['speed_relative_to']) == ['vanilla', 'hf:eager']
+
+
 def test_bench_without_a_row_that_can_be_timed_is_one_line(monkeypatch):
     def full(row, *args):
         raise torch.OutOfMemoryError('out of memory: tried\nall of it')
