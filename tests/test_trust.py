@@ -320,6 +320,12 @@ def test_a_run_that_stops_before_its_first_checkpoint_names_none(work, monkeypat
     assert 'no checkpoint has been written yet' in status and '.pt' not in status
 
 
+def test_max_skipped_of_zero_never_stops_a_run(work, monkeypatch):
+    spoil(monkeypatch, range(3), not_a_number)
+    good('out/never', max_skipped=0, max_iters=4)
+    assert [entry['skipped'] for entry in training_steps('out/never')] == [1, 2, 3, 3]
+
+
 def test_a_diverged_run_keeps_the_checkpoint_that_was_good(work):
     name = 'out/diverged'
     options = dict(eval_interval=5, max_iters=200, save_steps=())
