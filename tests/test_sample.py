@@ -99,6 +99,14 @@ def test_the_text_appears_character_by_character_none_of_them_broken_and_ends_at
     assert (status, out) == (0, '\n'.join((f'abc{SAYS}', '-' * 80, f'abc{SAYS}', '')))
 
 
+def test_the_batch_goes_on_as_long_as_another_sample_needs_it():
+    """At the token 0 a sample ends. The None would be an error: there is no step after the last end."""
+    steps = ([[1], [2]], [[0], [3]], [[9], [4]], [[9], [0]])
+    stream = [torch.tensor(tokens) for tokens in steps]
+    *_, last = sample.grow([*stream, None], 2, eot=0)
+    assert last == [[1], [2, 3, 4]]
+
+
 NO_TEXT = [b'n\xc3', b'a\xffb\xc3\xa9', b'\xe2\x82x\xf0\x9f\x98', b'\xef\xbf\xbdx', b'\xff\xff']
 
 
