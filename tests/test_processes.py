@@ -1,5 +1,6 @@
 """train.py on several processes: the same run on any number, and no process waits for a lost one."""
 
+import itertools
 import os
 import re
 import shutil
@@ -80,13 +81,13 @@ def test_a_run_of_two_processes_resumes_on_two_bit_for_bit(work):
     assert_same_run('out/two-two', 'out/two-whole')
 
 
-def test_each_process_drops_other_units_at_each_step():
-    settings, numbers = train.TrainConfig(), set()
-    for step in range(3):
-        for rank in range(4):
-            train.seed_step(step, settings, SimpleNamespace(world_size=4, rank=rank))
-            numbers.add(torch.rand(1).item())
-    assert len(numbers) == 12
+def test_each_process_drops_other_units_at_each_step_and_with_each_seed():
+    numbers = set()
+    for seed, step, rank in itertools.product((1, 2), range(3), range(4)):
+        machine = SimpleNamespace(world_size=4, rank=rank)
+        train.seed_step(step, train.TrainConfig(seed=seed), machine)
+        numbers.add(torch.rand(1).item())
+    assert len(numbers) == 24
 
 
 def test_two_nodes_reproduce_one(whole):
