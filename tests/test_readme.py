@@ -75,6 +75,13 @@ def test_the_patches_apply_start_as_promised_and_train(tmp_path):
     assert out.count('finished at step 2') == 2
 
 
+def test_grep_shows_the_one_line_of_resformer():
+    """The README's first screen promises it."""
+    word = re.search(r'`grep "(.*?)" model.py`', README)[1]
+    (line,) = [line for line in (ROOT / 'model.py').read_text().splitlines() if word in line]
+    assert 'weight * source' in line.split('#')[0]
+
+
 def commands_of(path):
     """[words] of each command of ours in a page's code, in a program's first lines or in the Makefile,
     without `python`, or torchrun and its options."""
