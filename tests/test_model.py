@@ -5,6 +5,7 @@ That is: the same model written twice elsewhere (transformers' Llama and GPT-2),
 chunked loss, the counts of parameters and FLOPs.
 """
 
+import collections
 import math
 
 import pytest
@@ -184,6 +185,32 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(first, model(idx)[0])
     torch.manual_seed(0)
     assert torch.equal(first, model(idx)[0])
+
+
+class Dropouts(TorchDispatchMode):
+    """Counts the dropouts by shape and by the probability that an element is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bernoulli_.float:
+            tensor, kept = args
+            self.counts[tuple(tensor.shape), kept] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@both_architectures
+def test_dropout_is_on_embeddings_attention_weights_and_what_attention_and_mlp_add(arch):
+    B, T, layers = 2, 9, SIZE['n_layer']
+    model = make(arch=arch, dropout=0.25).train()
+    with Dropouts() as dropouts:
+        model(tokens(B, T))
+    assert dropouts.counts == {
+        ((B, T, SIZE['n_embd']), 0.75): 1 + 2 * layers,
+        ((B, SIZE['n_head'], T, T), 0.75): layers,
+    }
 
 
 # --- initial weights -----------------------------------------------------------------------------
