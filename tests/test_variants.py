@@ -273,6 +273,16 @@ def test_neutral_settings_recover_vanilla_bit_for_bit(setting, base):
 
 # With the faster of its two ways to part the forward graph from the backward one.
 AOT = 'aot_eager_default_partitioner'
+# Variants that have every setting between them.
+EVERY_SETTING = [
+    'everything',
+    'other theta and epsilon, n_inner 0',
+    'llama3 RoPE',
+    'queries every 2',
+    'learned keys from previous',
+    'identity',
+    'gpt2 cross',
+]
 NEEDS_A_THIRD_LAYER = {
     'residual_layers',
     'residual_from',
@@ -301,8 +311,28 @@ def compiled_equals_eager(name, backend):
 
 
 @every_variant
-def test_compiles_to_one_graph_forward_and_backward(name):
+def test_compiles_to_one_graph(name):
+    compiled_equals_eager(name, 'eager')
+
+
+@pytest.mark.parametrize('name', EVERY_SETTING)
+def test_every_setting_compiles_to_a_forward_and_a_backward_graph(name):
+    """Which takes three times as long as one graph, and is the same code for most variants."""
     compiled_equals_eager(name, AOT)
+
+
+def test_the_variants_that_compile_to_two_graphs_have_every_setting():
+    missing = settings_of(VARIANTS) - settings_of(EVERY_SETTING)
+    assert not missing, f'add to EVERY_SETTING a variant with {missing}'
+
+
+def settings_of(names):
+    """The settings that are not their default in one of these variants; a word is one of its own."""
+    settings = set()
+    for name in names:
+        for field, value in config_of(name).variant().items():
+            settings.add(f'{field}={value}' if isinstance(value, str) else field)
+    return settings
 
 
 def test_compiles_to_one_graph_under_fp16_autocast():

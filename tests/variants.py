@@ -53,7 +53,6 @@ VARIANTS = {
     'SVFormer GQA': dict(SV, n_kv_head=2),
     'SVFormer CLA keys': dict(SV, **KEYS2),
     'SVFormer CLA keys GQA': dict(SV, **KEYS2, n_kv_head=2),
-    'SVFormer 4 anchors of 8 layers': dict(SV2, n_layer=8),
     'SVFormer 2 anchors': dict(SV2, n_layer=4),
     'SVFormer ragged last run': dict(SV, share_v_every=3, n_layer=5),
     'CLA': CLA,
