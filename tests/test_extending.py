@@ -183,36 +183,41 @@ def test_a_module_keeps_its_initial_values_where_it_says_so(keep_init):
     assert model.idea[0].bias.any() == keep_init
 
 
-# --- what is raw, and how long -------------------------------------------------------------------
+# --- what is kept, and how long ------------------------------------------------------------------
 
 
-def raw_after_each_block(model, insert=None):
-    """[keys of raw after block n], of one forward pass. insert: what to put there at the start."""
-    keys = []
+def kept_after_each_block(model, insert=None):
+    """([keys of raw after block n], [keys of attended after block n]) of one forward pass.
+
+    insert: what to put into raw at the start.
+    """
+    raw, attended = [], []
 
     def before(block, args):
         args[2].update(insert or {})
 
     def after(block, args, output):
-        keys.append(set(args[2]))
+        raw.append(set(args[2]))
+        attended.append(set(args[3]))
 
     model.transformer.h[0].register_forward_pre_hook(before)
     for block in model.transformer.h:
         block.register_forward_hook(after)
     model(tokens(B, T))
-    return keys
+    return raw, attended
 
 
 @pytest.mark.parametrize('name', VARIANTS)
-def test_a_raw_tensor_is_dropped_after_its_last_reader(name):
+def test_a_tensor_is_dropped_after_its_last_reader(name):
     config = config_of(name)
-    after = raw_after_each_block(GPT(config))
-    for n, keys in enumerate(after):
-        assert keys == read_later(config, n)
-    assert after[-1] == set()
+    raw, attended = kept_after_each_block(GPT(config))
+    for n in range(config.n_layer):
+        assert raw[n] == raw_read_later(config, n)
+        assert attended[n] == attended_read_later(config, n)
+    assert raw[-1] == attended[-1] == set()
 
 
-def read_later(c, n):
+def raw_read_later(c, n):
     """Keys of the raw tensors of layers 0 to n that layers after n read."""
     keys = set()
     for later in range(n + 1, c.n_layer):
@@ -226,6 +231,19 @@ def read_later(c, n):
     return {(part, source) for part, source in keys if not isinstance(source, int) or source <= n}
 
 
+def attended_read_later(c, n):
+    """Keys of the attended tensors of layers 0 to n that layers after n read."""
+    keys = set()
+    for later in range(n + 1, c.n_layer):
+        keys.add(('q', reference.owner(c, 'q', later)))
+        layers = [later]
+        if c.residual_map == 'cross' and reference.owner(c, 'v', later) == later:
+            layers += reference.sources_of(c, later)
+        for layer in layers:
+            keys.update((part, reference.owner(c, part, layer)) for part in 'kv')
+    return {(part, layer) for part, layer in keys if layer <= n}
+
+
 def test_a_source_that_is_no_layer_is_mixed_in_and_dropped_after_its_last_reader(monkeypatch):
     monkeypatch.setitem(model_py.SOURCES, 'table', lambda n, L: ['table'])
     config = GPTConfig(**SIZE, **RES, residual_from='table', residual_layers=(1,))
@@ -236,8 +254,8 @@ def test_a_source_that_is_no_layer_is_mixed_in_and_dropped_after_its_last_reader
     table = torch.ones(B, config.n_head, T, config.head_size)
     logits = []
     model.register_forward_hook(lambda module, args, out: logits.append(out[0]))
-    keys = raw_after_each_block(model, insert={('v', 'table'): table})
-    assert keys == [{('v', 'table')}, set(), set()]
+    raw, _ = kept_after_each_block(model, insert={('v', 'table'): table})
+    assert raw == [{('v', 'table')}, set(), set()]
     assert not torch.allclose(logits[0], vanilla_logits, atol=1e-3)
 
 
