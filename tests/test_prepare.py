@@ -273,7 +273,23 @@ def test_as_many_workers_as_the_process_was_given_cpus(tmp_path, monkeypatch):
     assert numbers == [1, 3]
 
 
-def test_blocks_bound_memory_and_keep_every_document(tmp_path, monkeypatch):
+def test_a_block_ends_with_the_document_that_fills_it(monkeypatch):
+    monkeypatch.setattr(prepare_slimpajama, 'BLOCK', 5_000)
+    documents = make_documents(200, seed=3)
+    unit = types.SimpleNamespace(name='one', read=lambda: iter(documents))
+    blocks = list(prepare_slimpajama.shuffled_blocks(unit, seed=1))
+    assert len(blocks) > 3
+    for block in blocks[:-1]:
+        lengths = [len(text) for _, text in block]
+        assert sum(lengths) < 5_000 + max(lengths)
+    # Python spends some memory on a document, however short.
+    assert max(len(block) for block in blocks) < 100
+
+    shuffled = [document for block in blocks for document in block]
+    assert sorted(shuffled) == sorted((domain, text) for domain, text in documents if text)
+
+
+def test_blocks_keep_every_document(tmp_path, monkeypatch):
     source = make_source(tmp_path / 'raw', files=1)
     monkeypatch.setattr(prepare_slimpajama, 'BLOCK', 5_000)
     prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
