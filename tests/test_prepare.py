@@ -381,12 +381,13 @@ def test_killed_workers_and_all_continue_byte_identically(tmp_path, capsys):
     options = [f'--source={raw}', f'--out={out}', '--tokenizer=bytes', '--tokens=0', '--workers=2']
     code = 'import prepare_slimpajama as p; p.SAVE_SECONDS = 0; p.main()'
     command = [sys.executable, '-c', code, *options]
-    quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}
+    quiet = {'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, **quiet) as process:
         while units_done(out) < 2:
             assert process.poll() is None
             time.sleep(0.005)
         process.kill()
+        process.communicate(timeout=60)  # its workers have its stdout, too: until they have ended
     assert not (out / 'meta.json').exists()
     with open(out / 'train' / 'C4.bin.part', 'ab') as file:
         file.write(b'half-written')
