@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from torch.distributed import TCPStore
 
 import train
 
@@ -164,9 +164,8 @@ def ranks(processes, function, *args, nodes=1):
 
     Returns [(exit status, stdout, stderr)].
     """
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
+    # As in torchrun, the store where they meet is this process's: it chose its port, and has it.
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     forks = []
     for rank in range(processes):
         environment = {
@@ -174,7 +173,9 @@ def ranks(processes, function, *args, nodes=1):
             'LOCAL_RANK': str(rank % (processes // nodes)),
             'WORLD_SIZE': str(processes),
             'MASTER_ADDR': '127.0.0.1',
-            'MASTER_PORT': str(port),
+            'MASTER_PORT': str(store.port),
+            'TORCHELASTIC_USE_AGENT_STORE': 'True',
+            'TORCHELASTIC_RESTART_COUNT': '0',
         }
         forks.append(fork(function, *args, **environment))
     return [finish(process) for process in forks]
