@@ -130,9 +130,9 @@ def test_an_interrupted_training_is_saved_and_goes_on(here):
 
     for interrupt in (it_alone, all_of_it):
         words = ['-m', 'paper.reproduce', 'fig3', '--device=cpu']
-        process, deadline = start(*words, PYTHONPATH=str(ROOT)), time.time() + 120
+        process = start(*words, PYTHONPATH=str(ROOT))
         while steps_logged(run) < saved + 2:
-            assert time.time() < deadline and process.poll() is None
+            assert process.poll() is None
             time.sleep(0.1)
         interrupt(process)
         status, _, err = finish(process)
