@@ -26,6 +26,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000, 20, 20)  # the compiler makes many objects: an eighth less time
 
 
+def pytest_configure(config):
+    """Hypothesis draws the same examples each time: no test fails because of an unrelated change."""
+    if config.pluginmanager.hasplugin('hypothesispytest'):  # a GPU machine may not have it
+        import hypothesis
+
+        hypothesis.settings.register_profile('same', derandomize=True, deadline=None)
+        hypothesis.settings.load_profile('same')
+
+
 def write_dataset(folder, splits, n_vocab=64, seed=0):
     """Write a dataset as prepare_slimpajama.py does. Returns what meta.json says.
 

@@ -280,14 +280,13 @@ def test_any_damage_to_a_dataset_is_refused_or_harmless(tmp_path, monkeypatch, d
 
 
 LOAD = functools.cache(tokenizer.load)
-REAL = str(ROOT.parent / 'shared' / 'data' / 'tokenizer')
+REAL = ROOT.parent / 'shared' / 'data' / 'tokenizer'
+TOKENIZERS = ['bytes', str(REAL)] if REAL.is_dir() else ['bytes']
 
 
 @BOUNDED
-@given(st.text(max_size=60), st.sampled_from(['bytes', REAL]))
+@given(st.text(max_size=60), st.sampled_from(TOKENIZERS))
 def test_any_text_comes_back_from_its_ids(text, name):
-    if name == REAL and not os.path.isdir(name):
-        return
     encoder = LOAD(name)
     ids = encoder.encode(text)
     assert ids.dtype.name == 'uint16' and encoder.eot not in ids
