@@ -15,7 +15,6 @@ from variants import VARIANTS, config_of
 
 from model import GPTConfig
 from paper import crossings, draw, losses
-from rundir import read_losses
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 
@@ -107,16 +106,6 @@ def test_a_table_is_empty_where_a_run_has_no_value(tmp_path, monkeypatch):
     assert rows[0] == [' run ', *steps]
     filled = [[bool(cell.strip()) for cell in row[1:]] for row in rows[2:]]
     assert filled == [[True, True, True, False, False], [False, False, True, True, True]]
-
-
-@pytest.mark.parametrize(
-    'line', ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '\xff']
-)
-def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
-    text = '{"step": 0, "loss": 1}\n' + line + '\n'
-    (tmp_path / 'log.jsonl').write_text(text, encoding='latin-1')
-    with pytest.raises(ValueError, match=f'{tmp_path}/log.jsonl, line 2: not '):
-        read_losses(tmp_path)
 
 
 def test_losses_that_are_not_finite_are_left_out(tmp_path):

@@ -183,11 +183,13 @@ def test_losses_are_those_of_training_that_are_finite(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'line', ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '', 'null']
+    'line',
+    ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '', 'null', '\xff'],
 )
 def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
-    write_log(tmp_path, f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}')
-    with pytest.raises(ValueError, match='log.jsonl, line 2: not '):
+    text = f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}'
+    (tmp_path / 'log.jsonl').write_text(text, encoding='latin-1')  # in which \xff is no UTF-8
+    with pytest.raises(ValueError, match=f'{tmp_path}/log.jsonl, line 2: not '):
         read_entries(tmp_path)
 
 
