@@ -111,21 +111,6 @@ def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeyp
     assert all(word in status for word in words)
 
 
-@pytest.mark.parametrize(
-    'options, words',
-    [
-        (dict(activation_memory_budget=1.5), 'activation_memory_budget=1.5 between 0 and 1'),
-        (dict(activation_memory_budget=0.5, compile=False), 'activation_memory_budget compile'),
-        (dict(attention='fast'), "attention='fast' auto flash cudnn"),
-    ],
-    ids=str,
-)
-def test_levers_that_cannot_be_are_refused(work, options, words):
-    status, _ = here('out/refused', **options)
-    assert status.startswith('error: ')
-    assert all(word in status for word in words.split())
-
-
 def test_the_budget_reaches_the_compiler(monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda model, **options: (model, options))
     settings = train.TrainConfig(activation_memory_budget=0.9)

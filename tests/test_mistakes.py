@@ -196,6 +196,11 @@ def test_a_model_that_was_not_trained_is_not_evaluated(work):
         (dict(eval_tasks='helaswag'), ["no task 'helaswag'; did you mean 'hellaswag'?"]),
         (dict(eval_tasks='piqa', eval_data_dir='data'), ['there is no data/piqa/dev.jsonl']),
         (dict(eval_data_dir='data'), ['eval_data_dir does nothing without eval_tasks']),
+        (dict(attention='fast'), ["attention='fast'", 'auto', 'flash', 'cudnn']),
+        (
+            dict(activation_memory_budget=1.5),
+            ['activation_memory_budget=1.5', 'between', '0 and 1'],
+        ),
         (
             dict(compile=False, activation_memory_budget=0.9),
             ['activation_memory_budget=0.9 does nothing with compile=False'],
