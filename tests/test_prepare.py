@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -17,160 +16,36 @@ import types
 import unicodedata
 from pathlib import Path
 
-import numpy as np
 import pytest
+from documents import (
+    WORDS,
+    assert_equals,
+    content,
+    fraction,
+    make_documents,
+    make_source,
+    read_meta,
+    recompute,
+    settings,
+    texts_of,
+    write_rows,
+)
 
 import prepare_slimpajama
 import sources
 import tokenizer
-from prepare_slimpajama import Settings, prepare
+from prepare_slimpajama import prepare
 from sources import TABLE_2
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / 'shared' / 'data'
 MINI = SHARED / 'slimpajama_mini'
 
-WORDS = (
-    'the of naïve e\u0301 value résidual 日本 😀 <|endoftext|> x=1; \t \n  learning transformer'
-).split(' ')
-
 
 @pytest.fixture(autouse=True)
 def patient_disk(monkeypatch):
     """No power fails here, and waiting for the disk is what would take longest."""
     monkeypatch.setattr(os, 'fsync', lambda file: None)
-
-
-def make_documents(count, seed):
-    rng = random.Random(seed)
-    documents = []
-    for _ in range(count):
-        domain = rng.choices(list(TABLE_2), weights=[5, 4, 3, 2, 2, 2, 2])[0]
-        text = ' '.join(rng.choices(WORDS, k=rng.randint(0, 60)))
-        documents.append((domain, text))
-    return documents
-
-
-def write_rows(path, documents):
-    """Documents, (domain, text), in SlimPajama's form, as the name's suffix says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for domain, text in documents:
-        rows.append({'text': text, 'meta': {'redpajama_set_name': f'RedPajama{domain}'}})
-
-    if path.name.endswith('.parquet'):
-        pyarrow = pytest.importorskip('pyarrow')
-        parquet = pytest.importorskip('pyarrow.parquet')
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return
-
-    data = ''.join(json.dumps(row) + '\n' for row in rows).encode()
-    if path.name.endswith('.zst'):
-        data = pytest.importorskip('zstandard').ZstdCompressor().compress(data)
-    path.write_bytes(data)
-
-
-def make_source(folder, suffix='.jsonl', validation=True, files=5, count=60):
-    """{name: documents} of a new source, of which the test split is left out."""
-    source = {}
-    for n in range(files):
-        source[f'train/chunk1/example_{n}{suffix}'] = make_documents(count, n)
-    if validation:
-        source[f'validation/chunk1/example_holdout_0{suffix}'] = make_documents(count, 99)
-
-    for name, documents in source.items():
-        write_rows(folder / name, documents)
-    write_rows(folder / f'test/example_0{suffix}', make_documents(5, 100))
-    return source
-
-
-def settings(source, out, tokens=20_000, workers=1, tokenizer='bytes', **changes):
-    return Settings(
-        source=str(source),
-        out=str(out),
-        tokens=tokens,
-        workers=workers,
-        tokenizer=str(tokenizer),
-        **changes,
-    )
-
-
-# ---- What is expected ----------------------------------------------------------------------------
-
-
-def recompute(source, weights, tokens, seed=1337, val_fraction=0.005):
-    """{(split, domain): [ids of each document]}: the contract, written the slow way."""
-    goals = dict.fromkeys(weights, 1e18)
-    if tokens:
-        goals = {domain: tokens * w / sum(weights.values()) for domain, w in weights.items()}
-    result = {(split, domain): [] for split in ('train', 'validation') for domain in weights}
-    has_validation = any(name.startswith('validation') for name in source)
-
-    def place(name):
-        return not name.startswith('validation'), fraction(seed, name)
-
-    for name in sorted(source, key=place):
-        documents = [(domain, text) for domain, text in source[name] if text]
-        random.Random(f'{seed} {name} 0').shuffle(documents)
-        for domain, text in documents:
-            if domain not in weights:
-                continue
-            split = 'validation' if name.startswith('validation') else 'train'
-            if split == 'train' and sum(map(len, result['train', domain])) >= goals[domain]:
-                continue
-            if not has_validation:
-                first = not result['validation', domain]
-                if first or fraction(seed, text) < val_fraction:
-                    split = 'validation'
-            result[split, domain].append(ids_of(text))
-    return result
-
-
-def fraction(seed, text):
-    salt = seed.to_bytes(16, 'little')
-    digest = hashlib.blake2b(text.encode(), digest_size=8, salt=salt).digest()
-    return int.from_bytes(digest, 'little') / 2**64
-
-
-def ids_of(text):
-    return [*unicodedata.normalize('NFC', text).encode(), 256]
-
-
-def assert_equals(out, expected):
-    """That `out` holds these documents, {(split, domain): [ids of each]}, and nothing else."""
-    meta = read_meta(out)
-    expected = {key: documents for key, documents in expected.items() if documents}
-    names = {(split, domain) for split in meta['splits'] for domain in meta['splits'][split]}
-    assert names == set(expected)
-
-    for (split, domain), documents in expected.items():
-        file = out / split / f'{domain}.bin'
-        entry = meta['splits'][split][domain]
-        assert np.fromfile(file, dtype='<u2').tolist() == sum(documents, [])
-        assert entry['sha256'] == hashlib.sha256(file.read_bytes()).hexdigest()
-        assert entry['documents'] == len(documents)
-        assert entry['tokens'] * 2 == file.stat().st_size
-
-    assert set(content(out)) == {'meta.json', 'tokenizer.json'} | {
-        f'{split}/{domain}.bin' for split, domain in expected
-    }
-
-
-def read_meta(out):
-    return json.loads((out / 'meta.json').read_text())
-
-
-def content(folder):
-    files = [path for path in folder.rglob('*') if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def texts_of(file):
-    """The documents of a .bin file of bytes."""
-    ids = np.fromfile(file, '<u2')
-    ends = np.flatnonzero(ids == 256) + 1
-    pieces = np.split(ids, ends)[:-1]
-    return [bytes(piece[:-1].tolist()).decode() for piece in pieces]
 
 
 # ---- The same bytes, whatever the way ------------------------------------------------------------

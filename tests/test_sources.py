@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from test_prepare import content, make_source, settings, texts_of
+from documents import content, make_source, settings, texts_of
 
 import sources
 from data import Dataset, TrainingRows
