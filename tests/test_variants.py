@@ -235,7 +235,7 @@ def test_variants_share_every_initial_weight_they_have_in_common():
 
     # And no two matrices start alike.
     rows = [w[0].tolist() for (arch, _), (_, w) in first.items() if arch == 'llama' and w.any()]
-    assert len({*map(tuple, rows)}) == len(rows) > 40
+    assert len({*map(tuple, rows)}) == len(rows) > 30
 
 
 # --- neutral settings recover the vanilla Transformer bit for bit ----------------------------------
