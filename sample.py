@@ -17,8 +17,6 @@ from configurator import configure, one_line_errors
 from machine import Machine
 from rundir import advise_on_memory, load_run
 
-LESS_MEMORY = 'Lower --num_samples or --max_new_tokens.'
-
 
 @dataclass
 class SampleConfig:
@@ -104,7 +102,8 @@ def main():
     if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
         # A terminal that knows ASCII only shows a question mark for every other character.
         sys.stdout.reconfigure(errors='replace')
-    with one_line_errors(ValueError, OSError), advise_on_memory(LESS_MEMORY):
+    advice = 'Lower --num_samples or --max_new_tokens.'
+    with one_line_errors(ValueError, OSError), advise_on_memory(advice):
         (settings,) = configure(SampleConfig)
         device = Machine(settings.device, tf32=True, attention='flash').device
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
@@ -112,18 +111,17 @@ def main():
         ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
         stream, cache = start_stream(model.to(device), ids, settings, device)
 
-    is_alone = settings.num_samples == 1
-    if is_alone:
-        print(prompt, end='', flush=True)
+        is_alone = settings.num_samples == 1
+        if is_alone:
+            print(prompt, end='', flush=True)
 
-    began = time.perf_counter()
-    steps = shown = 0
-    with one_line_errors(ValueError, OSError), advise_on_memory(LESS_MEMORY):
+        began = time.perf_counter()
+        steps = shown = 0
         for samples in grow(stream, settings.num_samples, tokenizer.eot):
             steps += 1
             if is_alone:
                 shown = print_whole_characters(samples[0], shown, tokenizer)
-    seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began
 
     if is_alone:
         print(tokenizer.decode(samples[0][shown:]))
