@@ -79,10 +79,8 @@ def make_plan(*words):
 def pretend(plan, run, loss, norm=0.5):
     """The folder of a run as train.py would have left it."""
     folder = plan.run_folder(run)
-    folder.mkdir(parents=True, exist_ok=True)
     settings, config = plan.configs(run)
     everything = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
-    (folder / 'config.json').write_text(json.dumps(everything))
     steps = plan.max_iters(run)
     tokens = settings.rows_per_step * config.block_size
     lines = []
@@ -91,7 +89,8 @@ def pretend(plan, run, loss, norm=0.5):
         entry = {'step': step, 'loss': value, 'grad_norm': norm, 'tokens': (step + 1) * tokens}
         lines.append({**entry, 'tok_per_s': 1000.0, 'skipped': 0})
     lines.append({'step': steps, 'val': {'A': 1.5 * loss, 'B': 0.5 * loss, 'mean': loss}})
-    (folder / 'log.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    runs.write_log(folder, lines)
+    (folder / 'config.json').write_text(json.dumps(everything))
     return folder
 
 

@@ -67,6 +67,13 @@ def write_dataset(folder, splits, n_vocab=64, seed=0):
     return meta
 
 
+def contents(folder):
+    """{path within the folder: bytes} of all files."""
+    folder = Path(folder)
+    files = [path for path in folder.rglob('*') if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The empty folder in which the test runs."""

@@ -5,10 +5,10 @@ import hashlib
 import json
 import random
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import contents
 
 from prepare_slimpajama import Settings
 from sources import TABLE_2
@@ -128,20 +128,13 @@ def assert_equals(out, expected):
         assert entry['documents'] == len(documents)
         assert entry['tokens'] * 2 == file.stat().st_size
 
-    assert set(content(out)) == {'meta.json', 'tokenizer.json'} | {
+    assert set(contents(out)) == {'meta.json', 'tokenizer.json'} | {
         f'{split}/{domain}.bin' for split, domain in expected
     }
 
 
 def read_meta(out):
     return json.loads((out / 'meta.json').read_text())
-
-
-def content(folder):
-    """{path within the folder: bytes} of all files."""
-    folder = Path(folder)
-    files = [path for path in folder.rglob('*') if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def texts_of(file):

@@ -44,10 +44,6 @@ def table(text):
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
 # --- models and tokenizers -----------------------------------------------------------------------
 
 

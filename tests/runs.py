@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, contents
 from torch.distributed import TCPStore
 
 import train
@@ -251,14 +251,10 @@ def assert_close_losses(a, b, tolerance=1e-5):
         assert ours[key] == pytest.approx(theirs[key], abs=tolerance), key
 
 
-def snapshot(*folders):
-    """{path: content} of all files."""
-    contents = {}
-    for folder in folders:
-        for path in sorted(Path(folder).rglob('*')):
-            if path.is_file() and path.name != 'verified.json':
-                contents[path] = path.read_bytes()
-    return contents
+def snapshot(folder):
+    """contents() without what training notes about the data files that it has verified."""
+    files = contents(folder)
+    return {path: data for path, data in files.items() if not path.endswith('verified.json')}
 
 
 def refused(*words, out_dir='out/refused', **options):
@@ -272,3 +268,33 @@ def refused(*words, out_dir='out/refused', **options):
         assert str(word) in status, status
     assert after == before
     return status
+
+
+# --- runs that nobody trained ---------------------------------------------------------------------
+
+
+def write_log(folder, entries):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(entry) + '\n' for entry in entries]
+    (folder / 'log.jsonl').write_text(''.join(lines))
+
+
+def write_run(folder, values, val=None, **config):
+    """A finished run as train.py leaves it, with a training loss per step. Returns its folder."""
+    entries = [{'step': step, 'loss': loss} for step, loss in enumerate(values)]
+    last = val or values[-1]
+    entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
+    write_log(folder, entries)
+    settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, **config}
+    (folder / 'config.json').write_text(json.dumps(settings))
+    return folder
+
+
+def read_config(folder):
+    return json.loads(Path(folder, 'config.json').read_text())
+
+
+def edit_config(folder, **changes):
+    """Change settings that a run's config.json says it was trained with."""
+    config = {**read_config(folder), **changes}
+    Path(folder, 'config.json').write_text(json.dumps(config))

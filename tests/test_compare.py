@@ -250,8 +250,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place):
     shutil.rmtree(folders['a2'])
     lines = (folders['a3'] / 'log.jsonl').read_text().splitlines(keepends=True)
     (folders['a3'] / 'log.jsonl').write_text(''.join(lines[:12]))
-    config = json.loads((folders['a4'] / 'config.json').read_text())
-    (folders['a4'] / 'config.json').write_text(json.dumps({**config, 'weight_decay': 0.3}))
+    runs.edit_config(folders['a4'], weight_decay=0.3)
     (folders['a5'] / 'log.jsonl').write_text('')
     (folders['a5'] / 'failed.txt').write_text('CUDA out of memory\n')
     text = (folders['a6'] / 'log.jsonl').read_text()
@@ -437,9 +436,8 @@ def test_existing_runs_must_be_evaluated_on_the_same_texts(place):
     different = 'their losses are those of different texts: eval_iters * batch_size=16 and 8'
     for iters, iters_of_b, reason in ((0, 0, ''), (2, 2, different), (2, 4, '')):
         for log in logs:
-            config = json.loads((log.parent / 'config.json').read_text())
-            config['eval_iters'] = iters_of_b if config['batch_size'] == 4 else iters
-            (log.parent / 'config.json').write_text(json.dumps(config))
+            is_b = runs.read_config(log.parent)['batch_size'] == 4
+            runs.edit_config(log.parent, eval_iters=iters_of_b if is_b else iters)
         options = CompareConfig(runs=tuple(str(log.parent) for log in logs))
         (contrast,) = compare_runs(options)['contrasts'].values()
         assert contrast['reason'].startswith(reason)
@@ -477,7 +475,7 @@ def test_runs_must_have_seen_the_same_data(place):
 def test_a_run_says_which_data_it_saw(place):
     status, _ = runs.call(train.main, 'small.py', '--max_iters=1', '--out_dir=out/a')
     assert status == 0
-    before = json.loads(Path('out/a/config.json').read_text())['data']
+    before = runs.read_config('out/a')['data']
     splits = {
         'train': {'A': chain(20_000, 1), 'B': chain(10_000, 7)},
         'validation': {'A': chain(700, 3), 'B': chain(300, 4)},
@@ -485,7 +483,7 @@ def test_a_run_says_which_data_it_saw(place):
     write_dataset(place / 'data' / 'chain', splits)
     status, _ = runs.call(train.main, 'small.py', '--max_iters=1', '--out_dir=out/b')
     assert status == 0
-    assert json.loads(Path('out/b/config.json').read_text())['data'] != before
+    assert runs.read_config('out/b')['data'] != before
 
 
 def test_runs_that_were_resumed_with_other_settings_are_not_what_their_settings_say(place):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_draw import write_run
+from runs import write_run
 
 from paper import crossings, draw
 

@@ -1,7 +1,6 @@
 """python -m paper.draw: numbers from the logs of runs (paper/losses.py), and what is drawn of them."""
 
 import dataclasses
-import json
 import os
 import re
 from pathlib import Path
@@ -10,30 +9,13 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from programs import assert_one_line, program
-from runs import good, log
+from runs import good, log, read_config, write_log, write_run
 from variants import VARIANTS, config_of
 
 from model import GPTConfig
 from paper import crossings, draw, losses
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
-
-
-def write_log(folder, entries):
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(entry) + '\n' for entry in entries]
-    (folder / 'log.jsonl').write_text(''.join(lines))
-
-
-def write_run(folder, values, val=None, **config):
-    """A finished run as train.py leaves it, with a training loss per step. Returns its folder."""
-    entries = [{'step': step, 'loss': loss} for step, loss in enumerate(values)]
-    last = val or values[-1]
-    entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
-    write_log(folder, entries)
-    settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, **config}
-    (folder / 'config.json').write_text(json.dumps(settings))
-    return folder
 
 
 @pytest.fixture(scope='module')
@@ -76,7 +58,7 @@ def test_runs_that_differ_in_more_than_their_models_and_rates_are_refused(tmp_pa
 def test_a_fit_over_sizes_is_of_runs_that_differ_in_nothing_else(tmp_path):
     models = {'vanilla': ({}, lambda n: falling_to(9 * n**-0.1))}
     *others, last = write_sizes(tmp_path, models)
-    shape = json.loads(Path(last, 'config.json').read_text())
+    shape = read_config(last)
     for changes in ({'gradient_accumulation_steps': 2}, {'batch_size': 2}):
         write_run(Path(last), [3.0] * 100, **{**shape, **changes})
         with pytest.raises(ValueError, match='has tokens of a step=16 and .* has 8'):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from test_draw import write_run
+from runs import write_run
 from test_reproduce import write_finished
 
 from paper import analyze, findings, losses, runs

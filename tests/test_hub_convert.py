@@ -8,8 +8,8 @@ import programs
 import pytest
 import torch
 from checkpoints import FORMATS, assert_equal_logits, assert_same_weights, transformers, written
-from conftest import ROOT
-from programs import BYTES, assert_one_line, contents, ours, program, small_bpe, tokens
+from conftest import ROOT, contents
+from programs import BYTES, assert_one_line, ours, program, small_bpe, tokens
 from runs import finish, start
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

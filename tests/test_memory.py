@@ -1,12 +1,10 @@
 """What bounds memory and keeps half precision honest on a GPU, as far as a CPU can tell."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import good, here
+from runs import good, here, read_config
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,6 +169,6 @@ def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypat
 def test_a_run_says_which_attention_kernel_it_has(work):
     """None on a CPU; on CUDA, what torch chooses for its shape."""
     good('out/kernel', max_iters=1, save_steps=())
-    config = json.loads(Path('out/kernel/config.json').read_text())
+    config = read_config('out/kernel')
     assert config['attention'] == 'auto'
     assert config['attention_kernel'] is None

@@ -17,10 +17,10 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from conftest import contents
 from documents import (
     WORDS,
     assert_equals,
-    content,
     fraction,
     make_documents,
     make_source,
@@ -126,7 +126,7 @@ def test_any_number_of_workers_gives_the_same_folder(validation, tmp_path):
     make_source(tmp_path / 'raw', validation=validation)
     for workers in (1, 2):
         prepare(settings(tmp_path / 'raw', tmp_path / f'out{workers}', workers=workers))
-    assert content(tmp_path / 'out1') == content(tmp_path / 'out2')
+    assert contents(tmp_path / 'out1') == contents(tmp_path / 'out2')
 
 
 def test_as_many_workers_as_the_process_was_given_cpus(tmp_path, monkeypatch):
@@ -239,12 +239,12 @@ def test_killed_before_any_rename_and_continued_is_byte_identical(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
-    whole = content(tmp_path / 'whole')
+    whole = contents(tmp_path / 'whole')
     for last in renames:
         out = tmp_path / f'out{last}'
         assert not (out / 'meta.json').exists(), last
         prepare(settings(raw, out))
-        assert content(out) == whole, last
+        assert contents(out) == whole, last
 
 
 def test_killed_workers_and_all_continue_byte_identically(tmp_path, capsys):
@@ -269,7 +269,7 @@ def test_killed_workers_and_all_continue_byte_identically(tmp_path, capsys):
 
     prepare(settings(raw, out, tokens=0, workers=2))
     assert 'continuing after' in capsys.readouterr().out
-    assert content(out) == content(tmp_path / 'whole')
+    assert contents(out) == contents(tmp_path / 'whole')
 
 
 def units_done(out):
@@ -353,7 +353,7 @@ def test_an_interruption_in_the_middle_of_a_file_keeps_those_before_it(
     prepare(settings(raw, out))
     assert 'continuing after 3 of 6 files' in capsys.readouterr().out
     prepare(settings(raw, tmp_path / 'whole'))
-    assert content(out) == content(tmp_path / 'whole')
+    assert contents(out) == contents(tmp_path / 'whole')
 
 
 def stop_halfway(tmp_path, monkeypatch):
@@ -382,7 +382,7 @@ def test_full_disk_is_one_line_and_progress_is_kept(tmp_path, monkeypatch, capsy
     assert 'continuing after 2 of 6 files' in capsys.readouterr().out
 
     prepare(settings(tmp_path / 'raw', tmp_path / 'whole'))
-    assert content(tmp_path / 'out') == content(tmp_path / 'whole')
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
 
 
 def test_other_settings_or_changed_files_are_refused(tmp_path, monkeypatch):
@@ -433,7 +433,7 @@ def test_a_damaged_file_may_be_replaced_but_not_one_that_was_read(tmp_path, caps
     prepare(settings(raw, out, tokens=0))
     assert 'continuing after 5 of 6 files' in capsys.readouterr().out
     prepare(settings(raw, tmp_path / 'at_once', tokens=0))
-    assert content(out) == content(tmp_path / 'at_once')
+    assert contents(out) == contents(tmp_path / 'at_once')
 
 
 def test_whoever_is_interrupted_does_not_wait_for_the_workers():

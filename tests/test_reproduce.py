@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, write_dataset
 from programs import assert_one_line, program
-from runs import finish, load, log, start
-from test_draw import write_run
+from runs import finish, load, log, read_config, start, write_run
 
 from machine import Machine
 from paper import analyze, figures, reproduce, runs
@@ -219,7 +218,7 @@ def test_the_same_numbers_keep_the_commit_and_date_that_they_came_from(here, mon
 
 def write_finished_again(run, values):
     folder = runs.folder(run, TINY)
-    write_run(folder, values, **json.loads((folder / 'config.json').read_text()))
+    write_run(folder, values, **read_config(folder))
 
 
 def test_a_figure_says_what_it_leaves_out_and_that_no_claim_is_checked(here, monkeypatch, capsys):

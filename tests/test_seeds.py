@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import scipy.stats
-from test_draw import write_run
+from runs import write_run
 
 from comparison.plan import decisive_settings
 from configurator import configure

@@ -6,7 +6,8 @@ import sys
 import types
 
 import pytest
-from documents import content, make_source, settings, texts_of
+from conftest import contents
+from documents import make_source, settings, texts_of
 
 import sources
 from data import Dataset, TrainingRows
@@ -126,7 +127,7 @@ class FakeHub:
         self.requests.append(f'{request.url.path} {request.headers.get("range", "")}')
         if request.url.path == '/api/datasets/some/where/tree/v2':
             entries = [{'type': 'directory', 'path': 'train', 'oid': ''}]
-            for name, raw in content(self.folder).items():
+            for name, raw in contents(self.folder).items():
                 entries.append({'type': 'file', 'path': name, 'size': len(raw), 'oid': ''})
             return httpx2.Response(200, json=entries)
 
@@ -160,7 +161,7 @@ def waits(monkeypatch):
 
 
 def without_meta(out):
-    files = content(out)
+    files = contents(out)
     del files['meta.json']
     return files
 

@@ -1,7 +1,6 @@
 """train.py: a run is a function of its settings, however often it stopped."""
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from runs import (
     load,
     log,
     losses,
+    read_config,
     same,
     snapshot,
     start,
@@ -70,7 +70,7 @@ def test_the_terminal_shows_the_numbers_of_the_log(work):
 
 def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
     text = good('out/said', max_iters=1, v_residual=True)
-    config = json.loads(Path('out/said/config.json').read_text())
+    config = read_config('out/said')
     produced_by = {
         **TINY,
         'max_iters': 1,
@@ -270,7 +270,7 @@ def test_config_json_says_what_the_newest_part_of_a_run_was_made_with(half, monk
     name = half('out/newest')
     monkeypatch.setattr(train, 'provenance', lambda machine: {'commit': 'a later one'})
     good(name, init_from='resume', max_iters=7)
-    config = json.loads(Path(name, 'config.json').read_text())
+    config = read_config(name)
     assert (config['commit'], config['max_iters']) == ('a later one', 7)
 
 
@@ -325,9 +325,9 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     assert {state['step'].item() for state in moments} == {1.0}
 
     # Resumed, it is still known where it comes from, and what made its first part.
-    first_part = json.loads(Path('out/weights/config.json').read_text())
+    first_part = read_config('out/weights')
     good('out/weights', init_from='resume', max_iters=2, seed=7, **neutral)
-    config = json.loads(Path('out/weights/config.json').read_text())
+    config = read_config('out/weights')
     assert (config['init_from'], config['origin']) == ('resume', f'{whole}/ckpt.pt')
     assert load('out/weights/ckpt.pt')['origin'] == f'{whole}/ckpt.pt'
     (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from accidents import prepare_and_die
-from conftest import ROOT, write_dataset
-from documents import content
+from conftest import ROOT, contents, write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
@@ -48,7 +47,7 @@ def corpus(tmp_path_factory):
         (folder / 'raw' / f'part {n}.jsonl').write_text('\n'.join(lines[n::3]))
     options = dict(source=str(folder / 'raw'), tokenizer='bytes', tokens=0, workers=1)
     prepare(Settings(**options, out=str(folder / 'whole')))
-    return options, content(folder / 'whole')
+    return options, contents(folder / 'whole')
 
 
 def save_every_file_and_die(moment, number, settings):
@@ -67,7 +66,7 @@ def test_preparation_killed_and_continued_has_the_same_bytes(corpus, tmp_path, m
     assert status == -signal.SIGKILL, err
     assert not (tmp_path / 'killed' / 'meta.json').exists()
     prepare(killed)
-    assert content(tmp_path / 'killed') == whole
+    assert contents(tmp_path / 'killed') == whole
 
 
 def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, tmp_path):
@@ -85,7 +84,7 @@ def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, 
     filler.unlink()
     prepare(out)
     prepare(Settings(**options, out=str(tmp_path / 'whole')))
-    assert content(small_disk / 'out') == content(tmp_path / 'whole')
+    assert contents(small_disk / 'out') == contents(tmp_path / 'whole')
 
 
 @pytest.mark.parametrize('name', ['meta.json', 'progress.json'])
@@ -121,7 +120,7 @@ def test_documents_of_any_bytes_and_files_of_any_name_are_prepared(tmp_path):
     prepare(Settings(source=str(folder.parent), out=str(out), **options))
 
     texts = {}
-    for name, tokens in content(out).items():
+    for name, tokens in contents(out).items():
         if name.endswith('.bin'):
             # Low bytes; <|endoftext|> is 256, whose low byte is 0.
             texts[name] = tokens[::2].partition(b'\0')[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
-from test_draw import write_run
+from runs import edit_config, read_config, write_run
 
 from comparison import charts
 from comparison.plan import CompareConfig, Plan, decisive_settings, recorded_settings
@@ -79,8 +79,7 @@ def test_runs_must_be_what_their_settings_say_and_have_seen_the_same_data(tmp_pa
     folders = write_runs(tmp_path, V, scattered(2.0), data='abc')
     folders += write_runs(tmp_path, R, scattered(1.9))  # as older runs, which do not say
     assert len(judging.read_groups(folders, {})) == 1
-    config = json.loads((folders[1] / 'config.json').read_text())
-    (folders[1] / 'config.json').write_text(json.dumps({**config, 'data': 'def'}))
+    edit_config(folders[1], data='def')
     with pytest.raises(ValueError, match=f'not the same data: {folders[0]} and {folders[1]}'):
         judging.read_groups(folders, {})
 
@@ -173,7 +172,7 @@ def test_an_analysis_of_another_model_with_the_same_name_is_refused(tmp_path):
 def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refused(tmp_path):
     """Comparisons at one learning rate name their runs alike."""
     (folder,) = write_runs(tmp_path, V, {1: 2.0})
-    config = json.loads((folder / 'config.json').read_text())
+    config = read_config(folder)
     settings = recorded_settings(config)
 
     def read(**facts):
@@ -221,9 +220,7 @@ def test_only_runs_that_share_their_settings_are_compared_and_most_seeds_count(t
 def test_runs_whose_rates_fall_to_another_share_are_another_group(tmp_path):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.5))
     for folder in folders[:2]:
-        config = json.loads((folder / 'config.json').read_text())
-        constant = {**config, 'min_lr': config['learning_rate']}
-        (folder / 'config.json').write_text(json.dumps(constant))
+        edit_config(folder, min_lr=read_config(folder)['learning_rate'])
     (row,) = rows_of([BELOW], folders)
     assert list(row.numbers['differences']) == [3, 4, 5]
 
@@ -238,8 +235,7 @@ def test_each_learning_rate_has_its_own_end_in_proportion(tmp_path):
 def test_runs_that_began_with_other_weights_are_another_group(tmp_path):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.5))
     for folder in folders[:2]:
-        config = json.loads((folder / 'config.json').read_text())
-        (folder / 'config.json').write_text(json.dumps({**config, 'origin': 'other/ckpt.pt'}))
+        edit_config(folder, origin='other/ckpt.pt')
     (row,) = rows_of([BELOW], folders)
     assert list(row.numbers['differences']) == [3, 4, 5]
 
@@ -383,7 +379,7 @@ def test_runs_that_cannot_be_used_are_refused(tmp_path, monkeypatch, capsys):
     (path,) = write_runs(tmp_path, V, {1: 2.0})
     copy = tmp_path / 'copy'
     copy.mkdir()
-    write_run(copy, [3.0] * 20, **json.loads((path / 'config.json').read_text()))
+    write_run(copy, [3.0] * 20, **read_config(path))
     with pytest.raises(ValueError, match='have the same model and seed'):
         judging.read_groups([path, copy], {})
     (copy / 'log.jsonl').write_text('{"step": 0, "loss": 3.0}\n')
