@@ -60,7 +60,8 @@ def locked(folder, activity, setting='--out_dir'):
     """Hold a folder during a `with` block, at most until this process ends, however it ends.
 
     If another process holds it, raises OSError: `another process is {activity} {folder}; choose
-    another {setting}`. A file system without locks gets a warning.
+    another {setting}`. A file system without locks gets a warning. On NFS, Linux keeps the lock of a
+    folder within a machine: processes of another one are not seen.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -18,8 +18,9 @@ A source is one of these:
   dev, eval) and test in a file's path names its split, and without one it is train; test is left
   out.
 - a folder of plain text files, whose first-level sub-folders are the domains. The text is read as
-  UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte) are skipped. A
-  file over a twentieth of its domain is cut at line ends, so that one long file can be split, too.
+  UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte in the first
+  8 KB) are skipped. A file of more than a twentieth of its domain, or of more than 4 MB, is cut at
+  line ends, so that one long file can be split, too.
 - 'stdlib', this Python's own library.
 
 Without a validation split, a document is validation when hash(seed, text) < val_fraction, and each
@@ -28,8 +29,8 @@ domain's first one always is.
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
 <|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,
 whose presence means complete. Files are read in seeded order, their documents are shuffled (in
-blocks of 64 MB), and each domain is filled up to its share of --tokens. The result does not depend
-on --workers or on interruptions.
+blocks of 64M characters), and each domain is filled up to its share of --tokens. The result does not
+depend on --workers or on interruptions.
 """
 
 import collections
@@ -47,6 +48,7 @@ import random
 import shutil
 import signal
 import struct
+import sys
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
@@ -59,9 +61,10 @@ from tqdm import tqdm
 import sources
 import tokenizer
 from configurator import configure, first_line, one_line_errors
-from files import DATASET_FORMAT, locked, sha256_of, write_json, write_whole
+from files import DATASET_FORMAT, locked, sha256_of, sync_folder, write_json, write_whole
 
-# Characters shuffled together: they bound a worker's memory, whatever the size of a file.
+# Characters shuffled together, of one to four bytes each in memory: they bound a worker's memory,
+# whatever the size of a file.
 BLOCK = 64 * 2**20
 
 # The state is saved this often: it costs a flush of every token file, and a crash repeats what came
@@ -145,6 +148,8 @@ def tokenize_unit(unit, room, spill, tokenizer_path, seed, val_fraction):
                 if domain in domains_met and not validation:
                     room[domain] -= tokens
                 domains_met.add(domain)
+            # Before the next one is made, so that there is only one at a time.
+            del block
     return None
 
 
@@ -209,6 +214,12 @@ def prepare(settings):
     Raises ValueError or OSError, with one line that says why.
     """
     out = Path(settings.out)
+    source = Path(settings.source)
+    if source.is_dir() and source.resolve() in out.resolve().parents:
+        raise ValueError(
+            f'--out={out} is inside --source={source}, and what is written there would be read as '
+            'text: choose a folder outside'
+        )
     out.mkdir(parents=True, exist_ok=True)
     with locked(out, 'writing to', setting='--out'):
         previous = read_state(settings, out)
@@ -216,6 +227,7 @@ def prepare(settings):
         if (out / 'meta.json').exists():
             # An earlier call may have been killed before it could do this.
             (out / 'progress.json').unlink(missing_ok=True)
+            check_complete(out, previous)
             print(f'{out} is complete: nothing to do')
             return
 
@@ -262,6 +274,23 @@ def read_state(settings, out):
     return state
 
 
+def check_complete(out, meta):
+    """Refuse a dataset whose token files are not as its meta.json says. Their contents are not read:
+    training does that."""
+    if meta['format'] != DATASET_FORMAT:
+        raise ValueError(
+            f'{out} has format {meta["format"]}, and this program writes format {DATASET_FORMAT}: '
+            f'delete {out}, or choose another --out'
+        )
+    for split, domains in meta['splits'].items():
+        for domain, entry in domains.items():
+            path = final_path(out, split, domain)
+            if not path.exists() or path.stat().st_size != 2 * entry['tokens']:
+                raise ValueError(
+                    f'{path} is not as {out}/meta.json says: delete {out}, and prepare it again'
+                )
+
+
 def deciding_settings(settings):
     """The settings that decide which bytes are written."""
     values = asdict(settings)
@@ -274,6 +303,11 @@ def fill(settings, out, previous):
     plan = make_plan(settings, out)
     state = first_state(plan)
     if previous:
+        if previous.keys() != state.keys() or not isinstance(previous['done'], int):
+            raise ValueError(
+                f'{out} has a progress.json that is damaged, or of another version of this program: '
+                f'delete {out} to start again'
+            )
         state['source'] = hash_of_source(plan, previous['done'])
         for name in ('source', 'tokenizer'):
             if previous[name] != state[name]:
@@ -369,11 +403,20 @@ def check_space(plan, estimate):
     if 'hash' not in splits:
         files += f' ({splits["train"]:,} train, {splits["validation"]:,} validation)'
     print(f'{files}; needs about {need} in {plan.out}, where {available} are free', flush=True)
-    if free < 2 * estimate:
-        raise OSError(
-            f'not enough space for {need} in {plan.out}: make room, choose another --out '
-            'or fewer --tokens'
+    if free >= 2 * estimate:
+        return
+    if not plan.settings.tokens:
+        # Rows do not say beforehand how much of them --weights chooses.
+        print(
+            'note: that may not be enough; if the disk becomes full, make room, and the same command '
+            'goes on from there',
+            file=sys.stderr,
         )
+        return
+    raise OSError(
+        f'not enough space for {need} in {plan.out}: make room, choose another --out '
+        'or fewer --tokens'
+    )
 
 
 def write_tokens(plan, state, estimate):
@@ -383,7 +426,9 @@ def write_tokens(plan, state, estimate):
     """
     out = plan.out
     workers = min(plan.settings.workers or available_cpus(), len(plan.units))
-    depth = workers + 1 if workers > 1 else 1
+    # Units are merged in order. With fewer on their way, one that is slow would idle the workers that
+    # are done with those after it; with more, spill files would take more of the disk.
+    depth = 2 * workers if workers > 1 else 1
 
     with contextlib.ExitStack() as stack:
         parts = open_parts(out, state['counts'], stack)
@@ -405,8 +450,11 @@ def write_tokens(plan, state, estimate):
             counts = copy.deepcopy(state['counts'])
             if unit.split != 'validation' and is_full(plan, counts):
                 break
+            if unit.split == 'train':
+                # The validation files have been read: better now than after hours.
+                check_validation(plan, counts)
 
-            # Keep each worker busy, with one unit more on its way.
+            # Keep each worker busy.
             while len(results) < depth and done + len(results) < len(plan.units):
                 results.append(submit(task(plan, counts, done + len(results))))
 
@@ -431,7 +479,8 @@ def write_tokens(plan, state, estimate):
 
 
 def available_cpus():
-    """How many CPUs this process may use; a container or a batch system may have given it a part."""
+    """How many CPUs this process may use; a batch system or a container may have bound it to some. A
+    limit on CPU time, such as docker's --cpus, is not seen: give --workers."""
     if hasattr(os, 'sched_getaffinity'):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -452,7 +501,7 @@ def open_parts(out, counts, stack):
     for split, domain in itertools.product(counts, counts['train']):
         path = part_path(out, split, domain)
         path.parent.mkdir(exist_ok=True)
-        final = path.with_suffix('')
+        final = final_path(out, split, domain)
         if final.exists():
             # The process was killed in finish().
             os.replace(final, path)
@@ -468,7 +517,12 @@ def open_parts(out, counts, stack):
     return parts
 
 
+def final_path(out, split, domain):
+    return out / split / f'{domain}.bin'
+
+
 def part_path(out, split, domain):
+    """Of a token file that is still written to."""
     return out / split / f'{domain}.bin.part'
 
 
@@ -584,9 +638,12 @@ def finish(plan, state):
         entry = state['counts'][split][domain]
         if entry['documents']:
             splits.setdefault(split, {})[domain] = {**entry, 'sha256': sha256_of(part)}
-            os.replace(part, part.with_suffix(''))
+            os.replace(part, final_path(out, split, domain))
         else:
             part.unlink()
+    # On the disk before the meta.json that says so.
+    for split in state['counts']:
+        sync_folder(out / split)
 
     write_whole(out / 'tokenizer.json', encoder.as_file())
     meta = {
@@ -611,7 +668,7 @@ def finish(plan, state):
 
 
 def check_documents(plan, counts):
-    """Refuse a dataset without training or validation data, and a domain with validation data only."""
+    """Refuse a dataset without training data, and a domain with validation data only."""
     train = counts['train']
     validation = counts['validation']
     for domain in plan.shares:
@@ -625,7 +682,11 @@ def check_documents(plan, counts):
 
     if not any(entry['documents'] for entry in train.values()):
         raise ValueError(f'{plan.settings.source} has no document to train on')
-    if not any(entry['documents'] for entry in validation.values()):
+
+
+def check_validation(plan, counts):
+    """Refuse validation files without a document of the domains that are wanted."""
+    if not any(entry['documents'] for entry in counts['validation'].values()):
         raise ValueError(
             f'the validation files of {plan.settings.source} have no document of '
             f'{", ".join(plan.shares)}: leave them out, so that documents of the training files are '

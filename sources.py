@@ -54,7 +54,8 @@ MAX_LINE = 64 * 2**20
 # Bytes of a hub file that are asked for at a time: they bound the memory, and what a lost connection
 # costs.
 RANGE = 8 * 2**20
-# A range that does not come is asked for again after 1, 2, 4, ... 32 seconds.
+# A range that does not come is asked for again after 1, 2, 4, ... 32 seconds; each time, the hub's
+# own client tries several times, and waits as long as a server that limits the rate tells it to.
 RETRIES = 6
 # After these HTTP statuses it is not: no access, or not there.
 FINAL_STATUSES = (401, 403, 404)
@@ -147,8 +148,8 @@ def hash_fraction(seed, text):
 def visible_files(root):
     """The files of a folder in the order of their paths, without hidden files and folders.
 
-    Raises OSError for a folder that cannot be read, ValueError for one that is a link: links may
-    lead in a circle.
+    Raises OSError for a folder that cannot be read, ValueError for one that is a link, because links
+    may lead in a circle, and for a link to a file that is gone.
     """
     paths = []
     for folder, folders, names in os.walk(root, onerror=refuse_folder):
@@ -163,6 +164,11 @@ def visible_files(root):
         for path in [Path(folder, name) for name in names if not name.startswith('.')]:
             if path.is_file():
                 paths.append(path)
+            elif not path.exists():
+                raise ValueError(
+                    f'{path} is a link to a file that does not exist: bring the file back, or remove '
+                    'the link'
+                )
     return sorted(paths)
 
 
@@ -223,6 +229,13 @@ def text_folder_units(root, paths, seed):
 
     if binary:
         print(f'skipped {binary:,} binary files')
+
+    splits = [folder for folder in files if folder.lower() in SPLITS]
+    if len(splits) > 1 and 'train' in splits:
+        raise ValueError(
+            f'the sub-folders of plain text are domains, and {root} has {" and ".join(sorted(splits))}: '
+            'all of it would be trained on; give the train folder alone as --source, or rename them'
+        )
 
     folders = {}
     for folder in sorted(files):
@@ -293,12 +306,12 @@ def documents(rows, open_file):
         for where, row in rows(file):
             match row:
                 case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}}:
-                    valid = len(text) <= MAX_LINE
+                    pass
                 case _:
-                    valid = False
-            if not valid:
-                form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
-                raise ValueError(f'{where} is not {form}, or too long')
+                    form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
+                    raise ValueError(f'{where} is not {form}')
+            if len(text) > MAX_LINE:
+                raise ValueError(f'{where} has a text of more than {MAX_LINE:,} characters')
 
             domain = name.removeprefix('RedPajama')
             if domain not in TABLE_2:
@@ -338,6 +351,9 @@ def jsonl_rows(file):
 
 
 def zst_rows(file):
+    # Even without a row, a zstd file has a header.
+    if not file.peek(1):
+        raise ValueError('the file is empty: its download was interrupted')
     # Not the package zstandard, which does not notice that a file was cut off.
     stream = import_pyarrow().input_stream(file, compression='zstd')
     with stream, io.BufferedReader(stream) as lines:

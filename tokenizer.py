@@ -100,10 +100,10 @@ class BytePairs:
 
     def __init__(self, path):
         self.path = Path(path)
-        raw = self.path.read_bytes()
-        self.sha256 = hashlib.sha256(raw).hexdigest()
+        self.raw = self.path.read_bytes()
+        self.sha256 = hashlib.sha256(self.raw).hexdigest()
         try:
-            file = json.loads(raw)
+            file = json.loads(self.raw)
             self.name, longest_run = recognize(file)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             # The message of a KeyError is nothing but the key.
@@ -130,8 +130,9 @@ class BytePairs:
         )
 
     def as_file(self):
-        """The bytes of a tokenizer.json that makes it."""
-        return self.path.read_bytes()
+        """The bytes of a tokenizer.json that makes it: those that were read, whatever the file holds
+        by now."""
+        return self.raw
 
     def encode(self, text):
         """str -> (n,) uint16 ids, without <|endoftext|>.

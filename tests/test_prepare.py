@@ -471,6 +471,10 @@ def cut_off(train):
     path.write_bytes(data[: len(data) // 2])
 
 
+def empty(train):
+    (train / 'z.jsonl.zst').touch()
+
+
 def other_compression(train):
     (train / 'z.jsonl.zst').write_bytes(b'not zstd at all')
 
@@ -490,6 +494,7 @@ BAD = {
     ),
     r'example_2.jsonl: line 2 is longer than': second_line('"' + 'x' * 20_000),
     r'z.jsonl.zst: Truncated': cut_off,
+    r'z.jsonl.zst: the file is empty': empty,
     r'z.jsonl.zst: .*ZSTD': other_compression,
     r'z.parquet: no column meta: it has content': other_columns,
 }
@@ -545,6 +550,59 @@ def test_folders_without_usable_documents_are_refused(tmp_path):
     write_rows(tmp_path / 'split' / 'validation' / '0.jsonl', [('C4', 'c')])
     with pytest.raises(ValueError, match='validation files of .*split have no document of Github'):
         prepare(settings(tmp_path / 'split', tmp_path / 'out4', weights={'Github': 1}))
+    assert units_done(tmp_path / 'out4') == 1  # nothing was read but the validation file
+
+
+def test_a_folder_for_the_tokens_among_the_texts_is_refused(tmp_path):
+    raw = tmp_path / 'raw'
+    write_rows(raw / 'train.jsonl', [('C4', 'a'), ('C4', 'b')])
+    with pytest.raises(ValueError, match='out is inside --source=.*raw'):
+        prepare(settings(raw, raw / 'out'))
+    assert not (raw / 'out').exists()
+
+
+def test_a_damaged_dataset_is_not_called_complete(tmp_path):
+    make_source(tmp_path / 'raw', files=1)
+    out = tmp_path / 'out'
+    prepare(settings(tmp_path / 'raw', out))
+    file, meta = out / 'train' / 'C4.bin', out / 'meta.json'
+    whole = file.read_bytes()
+
+    file.write_bytes(whole[:-2])
+    with pytest.raises(ValueError, match='C4.bin is not as .*meta.json says: delete '):
+        prepare(settings(tmp_path / 'raw', out))
+    file.unlink()
+    with pytest.raises(ValueError, match='C4.bin is not as .*meta.json says: delete '):
+        prepare(settings(tmp_path / 'raw', out))
+
+    file.write_bytes(whole)
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), 'format': 99}))
+    with pytest.raises(ValueError, match='has format 99, and this program writes format 1'):
+        prepare(settings(tmp_path / 'raw', out))
+
+
+@pytest.mark.parametrize('changes', [{'done': 'x'}, {'source': None}])
+def test_a_state_of_another_version_is_one_line(changes, tmp_path, monkeypatch):
+    stop_halfway(tmp_path, monkeypatch)
+    path = tmp_path / 'out' / 'progress.json'
+    state = {**json.loads(path.read_text()), **changes}
+    # None: an entry that is not there.
+    path.write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
+    with pytest.raises(ValueError, match='progress.json that is damaged, or of another version'):
+        prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+
+
+def test_token_files_are_on_the_disk_under_their_names_before_meta_json(tmp_path, monkeypatch):
+    make_source(tmp_path / 'raw', files=1)
+    synced = []
+
+    def sync_folder(folder):
+        assert not (tmp_path / 'out' / 'meta.json').exists()
+        synced.append((folder.name, sorted(path.suffix for path in folder.iterdir())))
+
+    monkeypatch.setattr(prepare_slimpajama, 'sync_folder', sync_folder)
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+    assert synced == [('train', ['.bin'] * 7), ('validation', ['.bin'] * 7)]
 
 
 def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
@@ -554,6 +612,9 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
         patch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=1))
         with pytest.raises(OSError, match='not enough space for 0.00 GB'):
             prepare(settings(raw, tmp_path / 'out'))
+        # Everything of some domains: the files do not say how much that is.
+        prepare(settings(raw, tmp_path / 'some', tokens=0, weights={'Wikipedia': 1}))
+        assert 'note: that may not be enough' in capsys.readouterr().err
 
     prepare(settings(raw, tmp_path / 'out', tokens=60_000))
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}

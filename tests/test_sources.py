@@ -223,3 +223,25 @@ def test_a_package_that_is_missing_is_one_line(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match='pyarrow.*; pip install pyarrow'):
         prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+
+
+# ---- Folders that are not what they seem ---------------------------------------------------------
+
+
+def test_a_link_to_a_file_that_is_gone_is_refused(tmp_path):
+    make_source(tmp_path / 'raw', files=1, count=3)
+    (tmp_path / 'raw' / 'train' / 'more.jsonl').symlink_to(tmp_path / 'gone')
+    with pytest.raises(ValueError, match='more.jsonl is a link to a file that does not exist'):
+        sources.find_units(str(tmp_path / 'raw'), '', {}, 1)
+
+
+@pytest.mark.parametrize('names, refused', [(['train', 'val'], True), (['dev', 'test'], False)])
+def test_splits_of_plain_text_are_not_taken_for_domains(names, refused, tmp_path):
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'a.txt').write_text('text')
+    if not refused:  # domains may have such names
+        assert set(sources.find_units(str(tmp_path), '', {}, 1)[1]) == set(names)
+        return
+    with pytest.raises(ValueError, match='has train and val: all of it would be trained on'):
+        sources.find_units(str(tmp_path), '', {}, 1)

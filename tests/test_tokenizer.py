@@ -209,6 +209,15 @@ def test_bytes_are_utf8_of_nfc():
         assert t.decode(ids) == normal
 
 
+def test_a_tokenizer_writes_the_file_that_it_was_read_from_even_when_that_has_changed(tmp_path):
+    """Preparation reads it at the start, and writes its copy hours later."""
+    path = train(tmp_path / 'bpe', neox=False) / 'tokenizer.json'
+    whole = path.read_bytes()
+    ours = tokenizer.load(path)
+    path.write_text('{}')
+    assert ours.as_file() == whole and sha256_of(path) != ours.sha256
+
+
 def test_bytes_are_recognized_in_the_tokenizer_json_that_others_read(tmp_path):
     text = json.dumps(tokenizer.Bytes.json(), ensure_ascii=False)
     (tmp_path / 'tokenizer.json').write_text(text)
