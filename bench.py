@@ -56,10 +56,7 @@ from torch._functorch import config as functorch_config
 
 from configurator import choose, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
-from levers import OF_COMPILER, OF_DDP, VARIANTS, halve_residual_stream, read_name, split_names
-from machine import Machine, check_compiler
-from model import GPT, GPTConfig, refuse
-from profiling import (
+from kernel_times import (
     NAMES,
     expected_by_class,
     kernels,
@@ -67,6 +64,9 @@ from profiling import (
     print_costliest,
     spent_by_class,
 )
+from levers import OF_COMPILER, OF_DDP, VARIANTS, halve_residual_stream, read_name, split_names
+from machine import Machine, check_compiler
+from model import GPT, GPTConfig, refuse
 from rundir import check_out, provenance, save_numbers
 from tables import markdown_row, markdown_table
 from train import (

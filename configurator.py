@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import numbers
 import os
 import re
 import runpy
@@ -60,7 +61,7 @@ def configure(*schemas, argv=None, plain='', mode=''):
 
     values = {}
     for path in files:
-        for key, value in read_settings(path).items():
+        for key, value in read_settings(path, fields).items():
             check_key(key, fields, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
     values |= overrides
@@ -120,8 +121,12 @@ def choose(modes, doc, argv=None, plain=''):
     sys.exit(0 if mode in HELP else 2)
 
 
-def read_settings(path):
-    """The values that a config file assigns: its public names, without modules and functions."""
+def read_settings(path, fields=()):
+    """The values that a config file assigns: its public names, without modules and functions.
+
+    A function that has the name of one of these fields is there to be refused: somebody forgot the
+    parentheses of a call.
+    """
     if not os.path.isfile(path):
         hint = f'; for a setting, write --{path.lstrip("-")}' if '=' in path else ''
         raise FileNotFoundError(f'no config file {path!r}{hint}')
@@ -133,8 +138,8 @@ def read_settings(path):
 
     settings = {}
     for name, value in names.items():
-        is_setting = not isinstance(value, types.ModuleType) and not callable(value)
-        if is_setting and not name.startswith('_'):
+        is_helper = isinstance(value, types.ModuleType) or callable(value)
+        if name in fields or not (is_helper or name.startswith('_')):
             settings[name] = value
     return settings
 
@@ -174,19 +179,38 @@ def parse(text):
 
 def convert(value, hint, where, text=None):
     """`value` as the type `hint`, or ValueError. text: what was typed, for settings that are strings."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    # What a tuple[int, ...] holds is its dataclass's business.
+    kinds = [typing.get_origin(kind) or kind for kind in kinds]
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
         if kind is str and text is not None and not isinstance(value, str):
             return text
         if fits(value, kind):
-            return kind(value) if kind in (int, float, tuple) else value
+            return plain_value(kind(value) if kind in (int, float, tuple) else value, where)
 
     names = ' or '.join('None' if kind is type(None) else kind.__name__ for kind in kinds)
     is_number = isinstance(value, int | float)
     advice = f'; write ({value!r},)' if tuple in kinds and is_number else ''
     raise ValueError(f'{where} must be {names}, not {value!r}{advice}')
+
+
+def plain_value(value, where):
+    """`value` in Python's own types, whatever arithmetic it comes from: a checkpoint holds its settings,
+    and is read back without any others, such as NumPy's."""
+    if isinstance(value, dict):
+        return {plain_value(k, where): plain_value(v, where) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(plain_value(item, where) for item in value)
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, own in ((str, str), (numbers.Integral, int), (numbers.Real, float)):
+        if isinstance(value, kind):
+            return own(value)
+    raise ValueError(f'{where} holds {value!r}, which is neither a number nor a string')
 
 
 def fits(value, kind):

@@ -21,7 +21,7 @@ The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897 (ResFormer, SV
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
 
 import torch
@@ -69,8 +69,9 @@ class GPTConfig:
     denseformer: bool = False  # after each block, a learned average of all block outputs
 
     def __post_init__(self):
-        for name in ('residual_lambda', 'residual_layers', 'rope_scaling'):
-            setattr(self, name, tuple(getattr(self, name)))  # JSON has lists
+        for field in fields(self):
+            if isinstance(field.default, tuple):  # JSON has lists
+                setattr(self, field.name, tuple(getattr(self, field.name)))
         check(self)
 
     def shape(self):
@@ -79,10 +80,10 @@ class GPTConfig:
 
     def variant(self):
         """{field: value} of every other field that is not its default: what makes it this model."""
-        fields = asdict(self)
+        values = asdict(self)
         return {
             name: value
-            for name, value in fields.items()
+            for name, value in values.items()
             if name not in SHAPE and value != getattr(type(self), name)
         }
 

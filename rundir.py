@@ -148,7 +148,8 @@ def load_checkpoint(path, warn=print):
     """A checkpoint's dict, with the file that it is from under 'path'.
 
     path: a checkpoint file, or a run's folder, of which the newest whole checkpoint is loaded.
-    Raises FileNotFoundError or ValueError where there is none.
+    Raises FileNotFoundError or ValueError where there is none, and OSError where the newest one
+    cannot be read.
     """
     path = Path(path)
     candidates = [path]
@@ -164,6 +165,9 @@ def load_checkpoint(path, warn=print):
         except FileNotFoundError:
             # Where a live run has just renamed it, a later candidate is the same checkpoint.
             continue
+        except (OSError, MemoryError):
+            # The file may be whole: no permission, a network disk that fails, too little memory.
+            raise
         except Exception as error:  # zip, pickle and torch each raise their own
             # torch's own advice, to trust the file, is bad advice.
             failure = failure or ValueError(

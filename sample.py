@@ -66,7 +66,7 @@ def start_stream(model, ids, settings, device):
         settings.top_k,
         settings.top_p,
         cache,
-        torch.Generator(device).manual_seed(settings.seed),
+        torch.Generator(device).manual_seed(settings.seed % 2**63),
     )
     return stream, cache
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from comparison.verdict import LEVEL, RULE, distributions
-from configurator import configure, read_settings, sort_arguments
+from configurator import check_key, configure, read_settings, sort_arguments
 from data import Dataset
 from files import write_json
 from model import GPTConfig
@@ -174,9 +174,16 @@ def make_arm(name, words):
 
 
 def read_wiring(path):
-    """{field: value} of the fields of GPTConfig that a config file sets, without the shape."""
+    """{field: value} of the fields of GPTConfig that a config file sets, without the shape.
+
+    Its other settings are those of training, which all arms have in common.
+    """
+    known = {item.name for schema in (TrainConfig, GPTConfig) for item in fields(schema)}
+    settings = read_settings(path, known)
+    for name in settings:
+        check_key(name, known, path)
     names = {item.name for item in fields(GPTConfig)} - GPTConfig().shape().keys()
-    return {name: value for name, value in read_settings(path).items() if name in names}
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def parse_contrasts(text, arms):

@@ -49,6 +49,12 @@ def test_arms_are_names_with_settings(place):
     assert arms['b'].from_files == {'wiring.py': {'neutreno': 0.4}}
 
 
+def test_a_misspelt_setting_in_the_file_of_an_arm_is_refused(place):
+    (place / 'mine.py').write_text('v_residual = True\nresidual_lamda = (5.0, 1.0)\n')
+    with pytest.raises(ValueError, match="unknown setting 'residual_lamda' .*'residual_lambda'"):
+        parse_arms('vanilla; mine: mine.py')
+
+
 def test_a_run_is_what_train_would_be_told(place):
     plan = make_plan('--arms=vanilla; slow: learning_rate=5e-3', '--weight_decay=0.2', '--seeds=3')
     settings, config = plan.configs(Run('slow', plan.own_rate('slow'), 2))

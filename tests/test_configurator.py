@@ -246,6 +246,46 @@ class Runs:
     window: int = 5  # steps
 
 
+def test_what_arithmetic_with_numpy_gives_is_taken_as_pythons_own_numbers(write):
+    """torch.load() with weights_only refuses a checkpoint that holds others."""
+    text = """
+import numpy as np
+rate = np.sqrt(np.float64(2))
+pair = tuple(np.arange(2)), [np.float32(0.5)]
+weights = dict(zip(np.array(['A', 'B']), np.array([1.0, 3.0]) / 4))
+name = np.str_('b')
+"""
+    settings = toy(write('arithmetic.py', text))
+    assert settings == Toy(
+        rate=2**0.5, pair=((0, 1), [0.5]), weights={'A': 0.25, 'B': 0.75}, name='b'
+    )
+    values = [settings.rate, settings.name, *settings.pair[0], *settings.pair[1]]
+    values += [*settings.weights, *settings.weights.values()]
+    assert {type(value) for value in values} == {int, float, str}
+    counts = 'import collections\nweights = collections.Counter("aab")'
+    assert type(toy(write('counts.py', counts)).weights) is dict
+    assert 'pair in set.py holds {1}, which is neither a number' in refusal(
+        write('set.py', 'pair = ({1},)')
+    )
+
+
+def test_a_setting_that_is_a_function_or_a_module_is_refused(write):
+    """Somebody forgot the parentheses."""
+    for text in ('import os\nname = os.getcwd', 'import random as name', 'name = lambda: 3'):
+        assert 'name in mine.py must be str, not <' in refusal(write('mine.py', text))
+
+
+def test_a_field_may_say_what_its_tuple_or_dict_holds():
+    @dataclass
+    class Hinted:
+        layers: tuple[int, ...] = ()
+        shares: dict[str, float] | None = None
+
+    (hinted,) = configure(Hinted, argv=['--layers=[1, 2]', "--shares={'A': 1.0}"])
+    assert hinted == Hinted((1, 2), {'A': 1.0})
+    assert 'must be tuple, not 3; write (3,)' in refusal('--layers=3', schema=Hinted)
+
+
 def test_plain_arguments_go_into_the_field_that_takes_them(write):
     config = write('a.py', 'window = 9\n')
     words = ['out/a', config, '--window=7', 'b=1', 'out/c']

@@ -1,6 +1,7 @@
 """What a fork of model.py relies on: a source, weights of a mixture, another kind of source."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 import pytest
 import reference
@@ -68,6 +69,18 @@ def test_a_field_without_a_variant_is_told_where_to_add_one(monkeypatch):
     number, switch = [line for line in variants.uncovered() if 'my_' in line]
     assert number.startswith('every variant has my_number=0.5: add one with another value')
     assert switch.startswith('no variant has my_switch=True: add one to VARIANTS')
+
+
+def test_a_tuple_of_a_fork_survives_json():
+    """Else a run's config.json would be another model than the run."""
+
+    @dataclass
+    class Fork(GPTConfig):
+        my_layers: tuple = ()
+
+    config = Fork(my_layers=(1, 2))
+    assert Fork(**json.loads(json.dumps(asdict(config)))) == config
+    assert Fork(**json.loads(json.dumps(asdict(Fork())))).variant() == {}
 
 
 def test_a_field_that_accepts_any_word_is_told_how_to_refuse(monkeypatch):

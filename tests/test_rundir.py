@@ -49,6 +49,22 @@ def test_checkpoints_come_newest_first_and_the_best_last(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == resumable
 
 
+@pytest.mark.parametrize('error', [PermissionError(13, 'no'), OSError(5, 'I/O'), MemoryError()])
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_called_damaged(
+    tmp_path, monkeypatch, error
+):
+    """Called so, it would be set aside, and the run would go on from an older one."""
+
+    def read(path):
+        raise error
+
+    monkeypatch.setattr(rundir, 'read_checkpoint', read)
+    for name in ('ckpt.pt', 'ckpt.pt.1'):
+        (tmp_path / name).touch()
+    with pytest.raises(type(error)):
+        load_checkpoint(tmp_path)
+
+
 def test_kept_checkpoints_are_those_of_save_steps_and_none_to_resume(tmp_path):
     assert (
         nothing_to_resume(tmp_path) == f'there is no {tmp_path}/ckpt.pt: nothing to resume or load'

@@ -1,4 +1,4 @@
-"""profiling.py: where a step's time goes, and what was expected, without a GPU."""
+"""kernel_times.py: where a step's time goes, and what was expected, without a GPU."""
 
 import json
 import re
@@ -11,12 +11,14 @@ from programs import program
 from torch.profiler import ProfilerActivity, profile
 
 import bench
-import profiling
+import kernel_times
 from model import GPT, GPTConfig
 
 # Names as Hopper's libraries, torch and its compiler give them.
 KERNELS = {
     'nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT': 'blocks',
+    'void at::native::elementwise_kernel<at::native::clamp_scalar_kernel_impl>': 'elementwise',
+    '_amp_foreach_non_finite_check_and_unscale_cuda': 'optimizer',
     'sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1': 'blocks',
     'void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu_f16_256x128_32x3_nn>': 'blocks',
     'void cublasLt::splitKreduce_kernel<32, 16, int, float, __half>': 'blocks',
@@ -38,7 +40,7 @@ KERNELS = {
 
 @pytest.mark.parametrize('name', KERNELS)
 def test_each_kernel_is_of_one_class(name):
-    assert profiling.class_of(name) == KERNELS[name]
+    assert kernel_times.class_of(name) == KERNELS[name]
 
 
 def event(key, device, microseconds, shapes=(), annotation=False):
@@ -76,7 +78,7 @@ class MadeUp:
 
 
 def test_products_with_the_vocabulary_are_told_apart_by_their_shapes():
-    spent = profiling.spent_by_class(MadeUp(), 'cuda', 50304)
+    spent = kernel_times.spent_by_class(MadeUp(), 'cuda', 50304)
     assert spent == {
         'blocks': 900.0,
         'head': 600.0,
@@ -97,11 +99,13 @@ def test_the_classes_of_a_real_step_are_all_of_its_time():
         model(idx, idx)[1].backward()
         optimizer.step()
 
-    spent = profiling.spent_by_class(trace, 'cpu', 512)
-    assert sum(spent.values()) == pytest.approx(sum(t for t, _ in profiling.kernels(trace, 'cpu')))
+    spent = kernel_times.spent_by_class(trace, 'cpu', 512)
+    assert sum(spent.values()) == pytest.approx(
+        sum(t for t, _ in kernel_times.kernels(trace, 'cpu'))
+    )
     assert all(spent.values()) and min(spent.values()) > 0
     # No other size of this model is 511.
-    assert profiling.of_head(trace, 'cpu', 511) == 0
+    assert kernel_times.of_head(trace, 'cpu', 511) == 0
 
 
 def machine(flops, moved):
@@ -111,7 +115,7 @@ def machine(flops, moved):
 def expected(flops=989e12, moved=4.8e12, attention='cudnn', steps=1, **fields):
     with torch.device('meta'):
         model = GPT(GPTConfig(**fields))
-    numbers = profiling.expected_by_class(model, 32, steps, machine(flops, moved), attention)
+    numbers = kernel_times.expected_by_class(model, 32, steps, machine(flops, moved), attention)
     return model, numbers
 
 
@@ -125,7 +129,7 @@ def test_expected_products_are_the_models_flops(fields):
         ('head', 'head', 1),
         ('attention', 'cudnn', 12 / 7),
     ):
-        flops += share * numbers[kind] / 1e6 * profiling.REACHED[rate] * 989e12
+        flops += share * numbers[kind] / 1e6 * kernel_times.REACHED[rate] * 989e12
     assert flops == pytest.approx(32 * 2048 * model.flops_per_token(2048))
 
 
@@ -142,7 +146,7 @@ def test_the_expected_bytes_are_those_that_the_compiler_counted(path):
         counted = rows.get(name, {}).get('compiled_gb_of_two_micro_steps')
         if counted:
             _, numbers = expected(steps=2, **config)
-            moved = numbers['elementwise'] / 1e6 * profiling.REACHED['bytes'] * 4.8e12
+            moved = numbers['elementwise'] / 1e6 * kernel_times.REACHED['bytes'] * 4.8e12
             assert moved == pytest.approx(counted * 1e9, rel=0.02), name
             compared += 1
     assert compared > 1
@@ -167,13 +171,13 @@ def test_the_expectation_is_the_one_that_was_written_down(attention, millisecond
 def test_without_a_data_sheet_nothing_is_expected(capsys):
     _, numbers = expected(flops=None, moved=None, attention=None)
     assert not any(numbers.values())
-    profiling.print_classes('vanilla', dict.fromkeys(profiling.NAMES, 1.0), numbers)
+    kernel_times.print_classes('vanilla', dict.fromkeys(kernel_times.NAMES, 1.0), numbers)
     assert capsys.readouterr().out.count('| n/a | n/a |') == 7
 
 
 def test_an_unknown_attention_kernel_leaves_the_other_expectations(capsys):
     _, numbers = expected(attention='efficient')
-    profiling.print_classes('vanilla', dict.fromkeys(profiling.NAMES, 1.0), numbers)
+    kernel_times.print_classes('vanilla', dict.fromkeys(kernel_times.NAMES, 1.0), numbers)
     out = capsys.readouterr().out
     assert re.search(r'attention \| .* \| n/a \| n/a \|', out)
     assert re.search(r'vocabulary \| 0.0 \| 16.7% \| 1\d\.\d \| n/a \|', out)
@@ -188,7 +192,7 @@ def test_bench_prints_the_classes_of_a_profile(work):
     for name in ('vanilla', 'svformer'):
         table = out.partition(f'| {name}: kernels |')[2].partition('no measurement')[0]
         shares = [float(share) for share in re.findall(r'\| ([\d.]+)% \|', table)]
-        assert len(shares) == len(profiling.NAMES) + 1
+        assert len(shares) == len(kernel_times.NAMES) + 1
         assert sum(shares[:-1]) == pytest.approx(100, abs=0.5) and shares[-1] == 100
 
 

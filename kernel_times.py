@@ -21,7 +21,7 @@ from tables import markdown_table
 CLASSES = (
     ('elementwise', r'^triton_(?!tem_)'),
     ('attention', r'flash|fmha|sdpa|scaled_dot_product'),
-    ('optimizer', r'multi_tensor_apply|adam|amp_|_foreach_|vector_norm'),
+    ('optimizer', r'multi_tensor_apply|adam|\bamp_|_amp_|_foreach_|vector_norm'),
     ('blocks', r'gemm|nvjet|cutlass|xmma|splitK|^triton_tem_|^aten::(mm|addmm|bmm)$'),
     (
         'elementwise',
