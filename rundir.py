@@ -562,6 +562,13 @@ def build_config(fields, path):
         raise ValueError(f'{path}: {error}') from error
 
 
+# What a config.json holds beside the settings of a run: provenance(), and what training found out.
+FACTS = frozenset(
+    'commit date device cpu threads load dtype world_size torch cudnn numpy python attention_kernel '
+    'origin data'.split()
+)
+
+
 def provenance(machine):
     """What produced a run: commit, versions, hardware, and how busy it was."""
     commit = ''

@@ -19,6 +19,7 @@ from comparison.plan import (
     parse_contrasts,
     recorded_settings,
     same_value,
+    settings_difference,
     text_difference,
 )
 from comparison.results import (
@@ -193,14 +194,14 @@ def arm_numbers(arm, losses):
 
 
 def settings_that_differ(arms):
-    """{setting: {arm: value}}."""
+    """{setting: {arm: value}}; None for an arm without a setting that a fork has added."""
     rates_are_known = all(arm['rate'] is not None for arm in arms.values())
-    names = set(next(iter(arms.values()))['settings']) - {'seed'}
+    names = set().union(*(arm['settings'] for arm in arms.values())) - {'seed'}
     if not rates_are_known:
         names -= {'learning_rate', 'min_lr'}
     result = {}
     for name in sorted(names):
-        values = {arm: data['settings'][name] for arm, data in arms.items()}
+        values = {arm: data['settings'].get(name) for arm, data in arms.items()}
         first = next(iter(values.values()))
         if not all(same_value(value, first) for value in values.values()):
             result[name] = values
@@ -279,8 +280,10 @@ def grouped(states, more=()):
     for state in states:
         settings = recorded_settings(state.config) | {name: state.config.get(name) for name in more}
         del settings['seed']
-        group = next((group for group in groups if group['settings'] == settings), None)
-        if not group:
+        for group in groups:
+            if settings_difference(group['settings'], settings) is None:
+                break
+        else:
             group = {'settings': settings, 'states': []}
             groups.append(group)
         group['states'].append(state)

@@ -28,7 +28,7 @@ from configurator import check_key, configure, read_settings, sort_arguments
 from data import Dataset
 from files import write_json
 from model import GPTConfig
-from rundir import known_commit
+from rundir import FACTS, known_commit
 from train import INCIDENTAL, TrainConfig, check_schedule, share_of_micro_steps
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +131,7 @@ def parse_arms(text):
             continue
         name, _, words = part.partition(':')
         name = name.strip()
-        if not re.fullmatch(r'\w[\w.+-]*', name):
+        if not re.fullmatch(r'[^\W_][\w.+-]*', name):  # matplotlib hides a label like _this
             raise ValueError(
                 f'arms: {name!r} is not a name; write "vanilla; mine: v_residual=True neutreno=0.2"'
             )
@@ -593,7 +593,14 @@ def recorded_settings(config):
     """
     values = {name: config.get(name, default) for name, default in default_settings().items()}
     values['domain_weights'] = values['domain_weights'] or {}  # None in older runs
-    return {**values, 'origin': origin_of(config)}
+    return {**values, **unknown_settings(config), 'origin': origin_of(config)}
+
+
+def unknown_settings(config):
+    """{setting: value} of what a fork's code was told, which this code does not know, by a run's
+    config.json; without what was off."""
+    known = default_settings().keys() | INCIDENTAL | FACTS
+    return {name: value for name, value in config.items() if value and name not in known}
 
 
 @functools.cache
@@ -625,9 +632,10 @@ def same_value(a, b):
 
 def settings_difference(ours, theirs):
     """The first (setting, value, other value) in which two runs differ, of {setting: value}, or None."""
-    for name, value in ours.items():
-        if not same_value(value, theirs[name]):
-            return name, value, theirs[name]
+    for name in {**ours, **theirs}:  # in this order
+        value, other = ours.get(name), theirs.get(name)
+        if not same_value(value, other):
+            return name, value, other
     return None
 
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from comparison import launch
-from comparison.plan import ROUNDING, Run, recorded_settings, settings_difference
+from comparison.plan import (
+    ROUNDING,
+    Run,
+    recorded_settings,
+    settings_difference,
+    unknown_settings,
+)
 from configurator import first_line
 from rundir import read_entries, read_run_config
 from train import INCIDENTAL, NOT_FINITE
@@ -100,8 +106,13 @@ def first_difference(config, settings):
     for name in ('data', *ROUNDING):
         if name in config:
             recorded[name] = config[name]
-    wanted = {name: value for name, value in settings.items() if name in recorded}
-    difference = settings_difference(wanted, recorded)
+    for name, value in unknown_settings(config).items():
+        return f'a run with {name}={value!r}, a setting that this code does not know'
+    names = settings.keys() & recorded.keys()
+    difference = settings_difference(
+        {name: value for name, value in settings.items() if name in names},
+        {name: value for name, value in recorded.items() if name in names},
+    )
     if not difference:
         return ''
     name, value, own = difference

@@ -236,10 +236,17 @@ def savings(models, name, window):
         return {**nothing, 'why': "vanilla's loss does not fall at every size"}
 
     parameters, why = parameters_saved(base, other, name)
-    tokens = tokens_saved(base['runs'][-1], other['runs'][-1], window)
     reasons = [why] if why else []
-    if tokens is None:
-        reasons.append(f'the largest {name} does not reach that loss')
+    tokens = None
+    largest = base['runs'][-1]
+    shape = model_config(largest).shape()
+    same_shape = [run for run in other['runs'] if model_config(run).shape() == shape]
+    if not same_shape:
+        reasons.append(f'there is no {name} of the size of the largest vanilla model')
+    else:
+        tokens = tokens_saved(largest, same_shape[-1], window)
+        if tokens is None:
+            reasons.append(f'{name} of that size does not reach that loss')
     return {'parameters_saved': parameters, 'tokens_saved': tokens, 'why': '; '.join(reasons)}
 
 

@@ -72,9 +72,10 @@ class PlanConfig:
     names: tuple = ()  # figures whose claims are to be tested; (): all of them
 
     def __post_init__(self):
+        known = [*FIGURES, *sorted({claim.figure for claim in CLAIMS} - FIGURES.keys())]
         for name in self.names:
-            if name not in FIGURES:
-                raise ValueError(f'no figure {name!r}; there are {", ".join(FIGURES)}')
+            if name not in known:
+                raise ValueError(f'no figure {name!r}; there are {", ".join(known)}')
 
 
 @dataclass

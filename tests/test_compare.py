@@ -283,6 +283,28 @@ def test_every_bad_run_is_named_and_the_others_stand(place):
     assert read_state(folders['a3']).detail == 'step 11 of 30'
 
 
+def test_a_run_of_a_fork_is_not_taken_for_the_model_without_its_setting(place):
+    plan = make_plan('--arms=vanilla; resformer: v_residual=True', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    folders = sorted(log.parent for log in plan.folder.glob('*/log.jsonl'))
+    runs.edit_config(folders[0], my_flag=True, my_other_flag=False)  # off: as if it were not there
+    (contrast,) = collect(plan)['contrasts'].values()
+    assert 'foreign: a run with my_flag=True, a setting that this code' in contrast['reason']
+
+    arms = compare_runs(CompareConfig(runs=tuple(map(str, folders))))['arms']
+    # It is an arm of its own, whose loss is not taken.
+    assert sorted(len(arm['losses']) for arm in arms.values()) == [0, 2, 3]
+
+
+def test_the_last_bits_of_a_rate_do_not_part_the_seeds_of_an_arm(place):
+    plan = make_plan('--arms=vanilla; resformer: v_residual=True', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    folders = sorted(log.parent for log in plan.folder.glob('*/log.jsonl'))
+    runs.edit_config(folders[0], min_lr=runs.read_config(folders[0])['min_lr'] * (1 + 1e-15))
+    arms = compare_runs(CompareConfig(runs=tuple(map(str, folders))))['arms']
+    assert [len(arm['losses']) for arm in arms.values()] == [3, 3]
+
+
 def test_no_verdict_before_every_planned_seed(place):
     plan = make_plan('--arms=vanilla; better: share_v=True', '--seeds=5')
     gain = {'vanilla': 0.0, 'better': -1.0}

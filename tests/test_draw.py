@@ -224,6 +224,23 @@ def test_savings_at_equal_loss(tmp_path):
     assert losses.tokens_saved(runs[0], runs[0], 10) == pytest.approx(1 - 60 / 100)
 
 
+def test_tokens_are_saved_at_the_size_of_the_largest_vanilla_model(tmp_path):
+    """A still larger model reaches its loss earlier, however little it is worth."""
+
+    def law(n):
+        return falling_to(9 * n**-0.1)
+
+    models = {'vanilla': ({}, law), 'resformer': (dict(v_residual=True), law)}
+    runs = write_sizes(tmp_path, models)
+    saved = draw.scaling_of(runs, 10)['ResFormer']['tokens_saved']
+    larger = write_sizes(tmp_path, {'resformer': models['resformer']}, widths=(128,))
+    assert draw.scaling_of([*runs, *larger], 10)['ResFormer']['tokens_saved'] == saved
+    without = [run for run in runs if run != str(tmp_path / 'resformer_64')]
+    model = draw.scaling_of([*without, *larger], 10)['ResFormer']
+    assert model['tokens_saved'] is None
+    assert 'there is no ResFormer of the size of the largest vanilla model' in model['why']
+
+
 def test_a_saving_that_cannot_be_read_is_named():
     parameters, tokens = {'parameters_saved': 0.1}, {'tokens_saved': 0.6}
     none = {'parameters_saved': None, 'tokens_saved': None}

@@ -247,7 +247,7 @@ PRINTED = 'of the parameters (the paper: 10% to 16%) and '
         (
             [3.0, 2.8, 2.6],
             [3.1, 2.95, 2.8],
-            f'{OUTSIDE}; the largest ResFormer does not reach that loss',
+            f'{OUTSIDE}; ResFormer of that size does not reach that loss',
             'n/a of the tokens',
         ),
         ([3.0, 2.9, 2.8], [2.9, 2.8, 2.7], '', f'saves 50% {PRINTED}80% of the tokens'),

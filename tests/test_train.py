@@ -35,6 +35,7 @@ import train
 from data import Dataset, validation_batches
 from machine import Machine
 from model import GPT, MLP, GPTConfig
+from rundir import FACTS
 
 # --- what a run writes ---------------------------------------------------------------------------
 
@@ -86,6 +87,11 @@ def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
         assert config[name] == (list(value) if isinstance(value, tuple) else value)
         assert re.search(rf'^{name} +{re.escape(str(value))}$', text, re.M)
     assert config['commit'] and config['cpu'] and config['threads'] == 1
+    # All else in it would be taken for the settings of a fork.
+    settings = {
+        field.name for kind in (train.TrainConfig, GPTConfig) for field in dataclasses.fields(kind)
+    }
+    assert set(config) <= settings | FACTS
 
 
 def test_a_checkpoint_loads_with_weights_only_and_has_no_wrapper_prefixes(whole):
