@@ -370,18 +370,20 @@ def first_state(plan):
     }
 
 
-def estimate_tokens(plan, state):
-    """A guess of the tokens still to be written, from the sizes of the files, on the high side.
-
-    A compressed byte holds 4 bytes of text, and a token takes 3.5.
-    """
+def tokens_of_source(plan):
+    """{split: tokens}, a guess: a compressed byte holds 4 bytes of text, and a token takes 3.5."""
     bytes_per_token = 1 if plan.encoder.name == 'bytes' else 3.5
     tokens = collections.Counter()
     for unit in plan.units:
         compressed = unit.name.endswith(('.zst', '.parquet'))
         size = 4 * unit.size if compressed else unit.size
         tokens[unit.split] += size / bytes_per_token
+    return tokens
 
+
+def estimate_tokens(plan, state):
+    """A guess of the tokens still to be written, from the sizes of the files, on the high side."""
+    tokens = tokens_of_source(plan)
     train = tokens['train'] + tokens['hash']
     if plan.settings.tokens:
         train = min(train, plan.settings.tokens)
@@ -394,8 +396,10 @@ def estimate_tokens(plan, state):
 
 
 def check_space(plan, estimate):
-    # A token takes two bytes.
-    need = f'{2 * estimate / 1e9:,.2f} GB'
+    # Beside the token files, each unit on its way has a spill file. A token takes two bytes.
+    spilled = sum(tokens_of_source(plan).values()) / len(plan.units) * look_ahead(plan)
+    needed = 2 * (estimate + spilled)
+    need = f'{needed / 1e9:,.2f} GB'
     free = shutil.disk_usage(plan.out).free
     available = f'{free / 1e9:,.2f} GB'
     files = f'{len(plan.units):,} files'
@@ -403,7 +407,7 @@ def check_space(plan, estimate):
     if 'hash' not in splits:
         files += f' ({splits["train"]:,} train, {splits["validation"]:,} validation)'
     print(f'{files}; needs about {need} in {plan.out}, where {available} are free', flush=True)
-    if free >= 2 * estimate:
+    if free >= needed:
         return
     if not plan.settings.tokens:
         # Rows do not say beforehand how much of them --weights chooses.
@@ -425,17 +429,14 @@ def write_tokens(plan, state, estimate):
     However this ends, the units that were done by then are on the disk, and the state says so.
     """
     out = plan.out
-    workers = min(plan.settings.workers or available_cpus(), len(plan.units))
-    # Units are merged in order. With fewer on their way, one that is slow would idle the workers that
-    # are done with those after it; with more, spill files would take more of the disk.
-    depth = 2 * workers if workers > 1 else 1
+    depth = look_ahead(plan)
 
     with contextlib.ExitStack() as stack:
         parts = open_parts(out, state['counts'], stack)
         stack.callback(save_state, plan, state, parts)
         (out / '.spill').mkdir()
         stack.callback(shutil.rmtree, out / '.spill', ignore_errors=True)
-        submit = stack.enter_context(open_workers(workers))
+        submit = stack.enter_context(open_workers(number_of_workers(plan)))
         bar = stack.enter_context(tqdm(total=estimate, unit='tok', unit_scale=True, mininterval=1))
 
         # For each submitted unit, from state['done'] on: a function that waits for its result.
@@ -476,6 +477,20 @@ def write_tokens(plan, state, estimate):
             text_bytes += size
             speed = text_bytes / 1e6 / (time.monotonic() - began)
             bar.set_postfix_str(f'{speed:.1f} MB/s{domain_progress(plan, counts)}')
+
+
+def number_of_workers(plan):
+    return min(plan.settings.workers or available_cpus(), len(plan.units))
+
+
+def look_ahead(plan):
+    """How many units are on their way at a time.
+
+    They are merged in order. With fewer, one that is slow would idle the workers that are done with
+    those after it; with more, spill files would take more of the disk.
+    """
+    workers = number_of_workers(plan)
+    return min(4 * workers, len(plan.units)) if workers > 1 else 1
 
 
 def available_cpus():

@@ -3,6 +3,7 @@ prepare_slimpajama.py and sources.py: bytes on disk equal a slow, obvious recomp
 work was split or killed.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -146,6 +147,23 @@ def test_as_many_workers_as_the_process_was_given_cpus(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'cpu_count', lambda: 3)
     prepare(settings(tmp_path / 'raw', tmp_path / 'out2', workers=0))
     assert numbers == [1, 3]
+
+
+def test_a_slow_file_does_not_idle_the_other_workers(tmp_path, monkeypatch):
+    make_source(tmp_path / 'raw', files=11, count=3)
+    events = []
+
+    @contextlib.contextmanager
+    def record(number):
+        def submit(task):
+            events.append('submit')
+            return lambda: events.append('wait') or task()
+
+        yield submit
+
+    monkeypatch.setattr(prepare_slimpajama, 'open_workers', record)
+    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0, workers=2))
+    assert events[:10] == ['submit'] * 8 + ['wait', 'submit']
 
 
 def test_a_block_ends_with_the_document_that_fills_it(monkeypatch):
@@ -620,6 +638,17 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert 'ran dry' in lines['CommonCrawl'] and '30,000' in lines['CommonCrawl']
     assert 'ran dry' not in lines['ArXiv']
+
+
+def test_space_for_the_files_on_their_way_is_needed_too(tmp_path, monkeypatch):
+    make_source(tmp_path / 'raw')
+    request = settings(tmp_path / 'raw', tmp_path / 'out', workers=2)
+    plan = prepare_slimpajama.make_plan(request, tmp_path)
+    estimate = prepare_slimpajama.estimate_tokens(plan, prepare_slimpajama.first_state(plan))
+    room = types.SimpleNamespace(free=2 * estimate)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: room)
+    with pytest.raises(OSError, match='not enough space'):
+        prepare(request)
 
 
 def test_the_table_has_the_numbers_of_meta_json(tmp_path, capsys):
