@@ -259,7 +259,8 @@ def read_state(settings, out):
                 state = json.loads(path.read_text())
                 break
         if state is not None:
-            changes = [name for name in request if state['asked'][name] != request[name]]
+            asked = state['asked']
+            changes = [name for name in request if not same(name, asked[name], request[name])]
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(
             f'{out} has a damaged meta.json or progress.json ({error}): delete {out}'
@@ -272,6 +273,13 @@ def read_state(settings, out):
             f'or delete {out}'
         )
     return state
+
+
+def same(name, before, now):
+    """Whether two values of a setting mean the same; a path may be spelled in several ways."""
+    if name in ('source', 'tokenizer'):
+        return os.path.abspath(before) == os.path.abspath(now)
+    return before == now
 
 
 def check_complete(out, meta):

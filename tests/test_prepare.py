@@ -425,7 +425,8 @@ def test_other_settings_or_changed_files_are_refused(tmp_path, monkeypatch):
         prepare(settings(raw, out))
     new.unlink()
 
-    prepare(settings(raw, out))
+    # The same folder, spelled in another way.
+    prepare(settings(f'{os.path.relpath(raw)}/', out))
     with pytest.raises(ValueError, match='begun with --tokens=20000'):
         prepare(settings(raw, out, tokens=5))
     with pytest.raises(ValueError, match='holds files that this program did not write'):
