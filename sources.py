@@ -54,8 +54,8 @@ MAX_LINE = 64 * 2**20
 # Bytes of a hub file that are asked for at a time: they bound the memory, and what a lost connection
 # costs.
 RANGE = 8 * 2**20
-# A range that does not come is asked for again after 1, 2, 4, ... 32 seconds; each time, the hub's
-# own client tries several times, and waits as long as a server that limits the rate tells it to.
+# A range that does not come is asked for again after 1, 2, 4, ... 32 seconds. Each time, the hub's own
+# client tries twice: it waits a second in between, or as long as a server that limits the rate says.
 RETRIES = 6
 # After these HTTP statuses it is not: no access, or not there.
 FINAL_STATUSES = (401, 403, 404)
@@ -481,7 +481,8 @@ def fetch_range(source, revision, path, start, end):
         'Range': f'bytes={start}-{end - 1}',
         'Accept-Encoding': 'identity',
     }
-    response = http_backoff('GET', url, headers=headers, timeout=30)
+    # One more time is enough here, because fetch() retries, too.
+    response = http_backoff('GET', url, headers=headers, timeout=30, max_retries=1)
     hf_raise_for_status(response)
     if len(response.content) != end - start:
         raise OSError(f'{len(response.content):,} bytes came, not {end - start:,}')

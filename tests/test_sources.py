@@ -191,6 +191,21 @@ def test_hub_files_survive_failures_and_equal_the_local_ones(
         prepare(settings('some/where', tmp_path / 'out2', revision='v2'))
 
 
+def test_a_hub_that_stays_away_is_given_up_after_the_promised_time(
+    hub, waits, tmp_path, monkeypatch
+):
+    client_waits = []
+    client_time = types.SimpleNamespace(sleep=client_waits.append)
+    monkeypatch.setattr('huggingface_hub.utils._http.time', client_time)
+    make_source(tmp_path / 'raw', files=1, count=3, validation=False)
+    hub.failures = [503] * 100
+    with pytest.raises(ValueError, match='the hub fails, after 6 retries'):
+        prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+    assert waits == [1, 2, 4, 8, 16, 32]
+    assert client_waits == [1] * 7
+    assert 100 - len(hub.failures) == 14
+
+
 def test_what_is_wrong_with_a_hub_file_is_what_is_wrong_with_a_local_one(hub, waits, tmp_path):
     path = tmp_path / 'raw' / 'train.jsonl'
     path.parent.mkdir()
