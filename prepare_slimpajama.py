@@ -81,7 +81,7 @@ load_tokenizer = functools.cache(tokenizer.load)
 @dataclass
 class Settings:
     source: str = 'cerebras/SlimPajama-627B'  # hub repository, local folder, or 'stdlib'
-    revision: str = 'main'  # of the hub repository
+    revision: str = 'main'  # of the hub repository; the commit that it is at the start is read
     out: str = 'data/slimpajama'  # folder for the token files
     tokenizer: str = 'EleutherAI/gpt-neox-20b'  # tokenizer.json, its folder, hub id, or 'bytes'
     tokens: int = 20_000_000_000  # training tokens in all domains together; 0: everything
@@ -201,6 +201,7 @@ class Plan(NamedTuple):
 
     settings: Settings
     out: Path
+    revision: str  # of a hub repository, its commit
     units: list
     shares: dict  # {domain: share}, which add up to 1
     goals: dict  # {domain: training tokens}, infinite where everything is wanted
@@ -308,7 +309,7 @@ def deciding_settings(settings):
 
 def fill(settings, out, previous):
     """Write the token files, from the start or from the state that an earlier call left."""
-    plan = make_plan(settings, out)
+    plan = make_plan(settings, out, previous)
     state = first_state(plan)
     if previous:
         if previous.keys() != state.keys() or not isinstance(previous['done'], int):
@@ -336,10 +337,13 @@ def fill(settings, out, previous):
     print_table(plan, state)
 
 
-def make_plan(settings, out):
-    units, shares = sources.find_units(
-        settings.source, settings.revision, settings.weights, settings.seed
-    )
+def make_plan(settings, out, previous):
+    if previous and 'revision' in previous:
+        # The commit that was read from the start, whatever the branch holds by now.
+        revision = previous['revision']
+    else:
+        revision = sources.commit_of(settings.source, settings.revision)
+    units, shares = sources.find_units(settings.source, revision, settings.weights, settings.seed)
     encoder = load_tokenizer(settings.tokenizer)
 
     goals = dict.fromkeys(shares, math.inf)
@@ -350,7 +354,7 @@ def make_plan(settings, out):
     # Once: a source may have 90,000 units.
     names = json.dumps([(unit.name, unit.split) for unit in units])
     names_hash = hashlib.sha256(f'[{names}, '.encode())
-    return Plan(settings, out, units, shares, goals, encoder, names_hash)
+    return Plan(settings, out, revision, units, shares, goals, encoder, names_hash)
 
 
 def hash_of_source(plan, done):
@@ -371,6 +375,7 @@ def first_state(plan):
             counts[split][domain] = {'documents': 0, 'tokens': 0, 'bytes': 0, 'files': 0}
     return {
         'asked': deciding_settings(plan.settings),
+        'revision': plan.revision,
         'done': 0,  # units
         'source': hash_of_source(plan, 0),
         'tokenizer': plan.encoder.sha256,
@@ -672,7 +677,7 @@ def finish(plan, state):
     meta = {
         'format': DATASET_FORMAT,
         'source': settings.source,
-        'revision': settings.revision,
+        'revision': plan.revision,
         'seed': settings.seed,
         'weights': plan.shares,
         'tokens': settings.tokens,

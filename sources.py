@@ -393,6 +393,25 @@ ROWS = {'.jsonl': jsonl_rows, '.jsonl.zst': zst_rows, '.parquet': parquet_rows}
 # ---- The hub -------------------------------------------------------------------------------------
 
 
+def commit_of(source, revision):
+    """The commit that `revision` of a hub repository is now, because the name of a branch may soon mean
+    another one; of other sources, `revision` itself."""
+    if source == 'stdlib' or os.path.isdir(source) or not HUB_ID.fullmatch(source):
+        return revision
+    try:
+        from huggingface_hub import HfApi
+
+        # Without `expand`, the hub lists all files.
+        return HfApi().dataset_info(source, revision=revision, expand=['sha']).sha
+    except Exception as error:
+        raise no_hub(source, error) from error
+
+
+def no_hub(source, error):
+    reason = first_line(error)
+    return OSError(f'no folder {source} here, and the hub cannot list it ({reason})')
+
+
 def list_hub(source, revision):
     """[(path, bytes)] of a dataset repository."""
     try:
@@ -403,8 +422,7 @@ def list_hub(source, revision):
         # Folders have no size.
         return [(entry.path, entry.size) for entry in tree if hasattr(entry, 'size')]
     except Exception as error:
-        reason = first_line(error)
-        raise OSError(f'no folder {source} here, and the hub cannot list it ({reason})') from error
+        raise no_hub(source, error) from error
 
 
 def open_hub(source, revision, path, size):

@@ -644,7 +644,7 @@ def test_space_and_dry_domains_are_reported(tmp_path, monkeypatch, capsys):
 def test_space_for_the_files_on_their_way_is_needed_too(tmp_path, monkeypatch):
     make_source(tmp_path / 'raw')
     request = settings(tmp_path / 'raw', tmp_path / 'out', workers=2)
-    plan = prepare_slimpajama.make_plan(request, tmp_path)
+    plan = prepare_slimpajama.make_plan(request, tmp_path, None)
     estimate = prepare_slimpajama.estimate_tokens(plan, prepare_slimpajama.first_state(plan))
     room = types.SimpleNamespace(free=2 * estimate)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: room)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 from conftest import contents
-from documents import make_source, settings, texts_of
+from documents import make_source, read_meta, settings, texts_of
 
 import sources
 from data import Dataset, TrainingRows
@@ -107,7 +107,8 @@ def test_folders_that_would_be_passed_over_are_refused(tmp_path, monkeypatch):
 
 
 class FakeHub:
-    """What the hub's own client talks to in place of the network: one repository, some/where at v2.
+    """What the hub's own client talks to in place of the network: one repository, some/where, whose
+    branch v2 is at `commit`, and which has that commit only.
 
     failures: what becomes of the next ranges that are asked for, one number each: an HTTP status
     from 400 on, or how many bytes are missing in the answer.
@@ -115,6 +116,7 @@ class FakeHub:
 
     def __init__(self, folder):
         self.folder = folder
+        self.commit = 'c0ffee'
         self.failures = []
         self.requests = []
 
@@ -125,13 +127,15 @@ class FakeHub:
             # What the client asks about itself.
             return httpx2.Response(404)
         self.requests.append(f'{request.url.path} {request.headers.get("range", "")}')
-        if request.url.path == '/api/datasets/some/where/tree/v2':
+        if request.url.path == '/api/datasets/some/where/revision/v2':
+            return httpx2.Response(200, json={'id': 'some/where', 'sha': self.commit})
+        if request.url.path == '/api/datasets/some/where/tree/c0ffee':
             entries = [{'type': 'directory', 'path': 'train', 'oid': ''}]
             for name, raw in contents(self.folder).items():
                 entries.append({'type': 'file', 'path': name, 'size': len(raw), 'oid': ''})
             return httpx2.Response(200, json=entries)
 
-        name = request.url.path.removeprefix('/datasets/some/where/resolve/v2/')
+        name = request.url.path.removeprefix('/datasets/some/where/resolve/c0ffee/')
         start, end = request.headers['range'].removeprefix('bytes=').split('-')
         raw = (self.folder / name).read_bytes()[int(start) : int(end) + 1]
         failure = self.failures.pop(0) if self.failures else 0
@@ -177,9 +181,9 @@ def test_hub_files_survive_failures_and_equal_the_local_ones(
     hub.failures = [1, 0, 0, 1, 501]
     prepare(settings('some/where', tmp_path / 'out', revision='v2'))
     assert waits == [1, 1, 2]
-    # One request for the list, one for each range, and none that is not needed.
+    # One request for the commit, one for the list, one for each range, and none that is not needed.
     ranges = [request for request in hub.requests if 'bytes=' in request]
-    assert len(hub.requests) == len(ranges) + 1
+    assert len(hub.requests) == len(ranges) + 2
     assert ranges[2] != ranges[3] == ranges[4] == ranges[5] != ranges[6]
     assert not any('README' in request or '/test/' in request for request in ranges)
 
@@ -189,6 +193,18 @@ def test_hub_files_survive_failures_and_equal_the_local_ones(
     hub.failures = [1] * 9
     with pytest.raises(ValueError, match='the hub fails, after 6 retries: .* bytes came, not'):
         prepare(settings('some/where', tmp_path / 'out2', revision='v2'))
+
+
+def test_a_branch_that_moves_on_is_read_at_the_commit_of_the_start(hub, waits, tmp_path):
+    make_source(tmp_path / 'raw')
+    hub.failures = [0, 0, 0, 401]
+    with pytest.raises(ValueError, match='the 3 files before it are kept'):
+        prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+    # The fake hub would not find the files at this one.
+    hub.commit = 'decaf'
+    prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+    assert read_meta(tmp_path / 'out')['revision'] == 'c0ffee'
+    assert read_meta(tmp_path / 'out')['asked']['revision'] == 'v2'
 
 
 def test_a_hub_that_stays_away_is_given_up_after_the_promised_time(
@@ -227,7 +243,7 @@ def test_what_is_wrong_with_a_hub_file_is_what_is_wrong_with_a_local_one(hub, wa
 def test_a_refusal_is_not_tried_again(status, hub, waits, tmp_path):
     make_source(tmp_path / 'raw', files=1, count=3)
     hub.failures = [status]
-    with pytest.raises(ValueError, match='the hub refuses some/where at v2: .*') as error:
+    with pytest.raises(ValueError, match='the hub refuses some/where at c0ffee: .*') as error:
         prepare(settings('some/where', tmp_path / 'out', revision='v2'))
     assert str(status) in str(error.value) and waits == []
 
