@@ -743,7 +743,23 @@ def print_table(plan, state):
         row = f'{domain:14}{documents:12,}{tokens:16,}{wanted:>16}{tokens / total:8.1%}'
         row += f'{plan.shares[domain]:8.1%}{validation[domain]["tokens"]:14,}'
         print(f'{row}{remark}')
+    if plan.settings.tokens:
+        print_shares_missed(plan, train, total)
     print(f'{plan.out} is complete')
+
+
+def print_shares_missed(plan, train, total):
+    """A note on each domain whose share of the tokens is off by more than a tenth of them all: a long
+    document alone may fill a small domain several times."""
+    for domain, wanted in plan.shares.items():
+        share = train[domain]['tokens'] / total
+        if abs(share - wanted) > 0.1:
+            print(
+                f'note: {domain} has {share:.0%} of the tokens, not {wanted:.0%}, because domains run '
+                'dry, or because their last documents are kept whole: prepare more --tokens of a '
+                'larger source, or give train.py the shares as --domain_weights',
+                file=sys.stderr,
+            )
 
 
 def main():

@@ -7,7 +7,7 @@ import types
 
 import pytest
 from conftest import contents
-from documents import make_source, read_meta, settings, texts_of
+from documents import make_source, read_meta, settings, texts_of, write_rows
 
 import sources
 from data import Dataset, TrainingRows
@@ -46,6 +46,17 @@ def test_the_files_of_each_split_are_counted(tmp_path, capsys):
     text = capsys.readouterr().out
     assert 'not read, for their split is test: 1 of 7 files\n' in text
     assert '6 files (5 train, 1 validation); needs about' in text
+
+
+def test_a_domain_of_one_long_document_that_misses_its_share_is_noted(tmp_path, capsys):
+    documents = [('C4', 'a short one')] * 3000 + [('Book', 'x' * 1500)] * 20
+    write_rows(tmp_path / 'raw' / 'train.jsonl', documents)
+    for tokens, notes in ((2_000, 2), (20_000, 0)):
+        weights = {'C4': 9, 'Book': 1}
+        prepare(settings(tmp_path / 'raw', tmp_path / f'{tokens}', tokens, weights=weights))
+        text = capsys.readouterr().err
+        assert text.count('note: ') == notes
+        assert ('note: Book has 45% of the tokens, not 10%' in text) == (notes > 0)
 
 
 def test_files_that_are_not_read_are_counted(tmp_path, capsys):
