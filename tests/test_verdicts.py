@@ -371,7 +371,7 @@ def test_the_planned_command_is_one_that_compare_accepts_and_its_runs_test_the_c
         verdicts.command(['fig12a'])
     with pytest.raises(ValueError, match='about vanilla alone'):
         verdicts.command(['fig3'])
-    assert 'residual_learned=True' in verdicts.command(verdicts.PlanConfig(('v5',)).names)
+    assert 'learned_resformer-resformer' in verdicts.command(verdicts.PlanConfig(('v5',)).names)
     with pytest.raises(ValueError, match="no figure 'fig99'; there are table1"):
         verdicts.PlanConfig(('fig99',))
 
