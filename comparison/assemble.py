@@ -151,7 +151,7 @@ def assemble(arms, contrasts, incomplete, timing):
         'evaluation': describe_evaluation(arms[baseline]['settings']),
         'settings': settings_that_differ(arms),
         'curves': measures.relative(arms, table, baseline),
-        'norms': measures.gradient_norms(arms),
+        'norms': measures.gradient_norms(arms, table),
     }
 
 

@@ -212,11 +212,17 @@ def series(state, name):
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
-def trailing_mean(steps, values):
-    """Means over a fiftieth of the points, each placed at its last step: it uses no later one."""
-    window = max(1, len(values) // 50)
-    if len(values) <= window:
+def trailing_mean(steps, values, planned):
+    """Means over a fiftieth of the `planned` steps, each placed at its last step: it uses no later
+    one. A run that is still under way is smoothed as it will be at its end; nothing is left of one
+    that has logged less than that.
+    """
+    if not len(steps):
         return steps, values
+    points_of_all_steps = len(steps) * planned / (steps[-1] + 1)
+    window = max(1, int(points_of_all_steps / 50))
+    if len(steps) < window:
+        return steps[:0], values[:0]
     means = np.convolve(values, np.ones(window) / window, mode='valid')
     return steps[window - 1 :], means
 
@@ -237,8 +243,11 @@ def relative(arms, table, baseline):
     steps, both are taken at the same share of their schedules.
     """
     base = arms[baseline]
-    smooth = {seed: trailing_mean(*series(s, 'loss')) for seed, s in base['states'].items()}
-    slope = BaselineSlope(smooth.values())
+    smooth = {}
+    for seed, state in base['states'].items():
+        smooth[seed] = trailing_mean(*series(state, 'loss'), table[baseline]['steps'])
+    # A seed that broke off would end the slope of all others.
+    slope = BaselineSlope([smooth[seed] for seed in paired_seeds(base['states'], base['states'])])
     curves = {}
     for name, arm in arms.items():
         if name == baseline:
@@ -246,7 +255,9 @@ def relative(arms, table, baseline):
         stretch = table[baseline]['steps'] / table[name]['steps']
         pairs = {}
         for seed in paired_seeds(arm['states'], base['states']):
-            steps, values = trailing_mean(*series(arm['states'][seed], 'loss'))
+            steps, values = trailing_mean(
+                *series(arm['states'][seed], 'loss'), table[name]['steps']
+            )
             if len(steps) > 1 and len(smooth[seed][0]) > 1:
                 pairs[seed] = (steps * stretch, values), smooth[seed]
         if not pairs:
@@ -329,12 +340,13 @@ class BaselineSlope:
         return float(level)
 
 
-def gradient_norms(arms):
+def gradient_norms(arms, table):
     """{arm: {'steps', 'mean'}}: the gradient norm, smoothed, mean over seeds."""
     curves = {}
     for name, arm in arms.items():
         seeds = paired_seeds(arm['states'], arm['states'])
-        each = [trailing_mean(*series(arm['states'][seed], 'grad_norm')) for seed in seeds]
+        norms = [series(arm['states'][seed], 'grad_norm') for seed in seeds]
+        each = [trailing_mean(*of_seed, table[name]['steps']) for of_seed in norms]
         each = [curve for curve in each if len(curve[0]) > 1]
         if each:
             end = min(curve[0][-1] for curve in each)

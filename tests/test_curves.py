@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from comparisons import collect, make_plan, pretend, pretend_all
 
-from comparison import charts, measures, report, verdict
+from comparison import charts, launch, measures, report, verdict
 from comparison.assemble import compare_runs
 from comparison.plan import CompareConfig, Run
 from comparison.results import Results
@@ -65,9 +65,50 @@ def test_at_equal_cost_the_baseline_has_gone_on():
 
 def test_a_curve_is_smoothed_over_a_fiftieth_of_the_points_before_it():
     steps, values = np.arange(100.0), np.arange(100.0) ** 2
-    at, means = measures.trailing_mean(steps, values)
+    at, means = measures.trailing_mean(steps, values, 100)
     assert at.tolist() == steps[1:].tolist()
     assert means.tolist() == [(values[i] + values[i - 1]) / 2 for i in range(1, 100)]
+
+    # Of every tenth step that was logged, and of a run that has got half as far.
+    for every, planned in ((10, 1000), (1, 200)):
+        at, means = measures.trailing_mean(every * steps, values, planned)
+        window = planned // every // 50
+        assert at[0] == every * (window - 1)
+        assert means[0] == pytest.approx(values[:window].mean())
+
+
+def break_off(folder, step, failure=''):
+    """Leave the log of a run up to this step, as if it were under way or had failed."""
+    log = folder / 'log.jsonl'
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text(''.join(lines[:step]))
+    if failure:
+        launch.failure_file(folder).write_text(failure)
+
+
+def test_a_run_under_way_is_smoothed_as_the_finished_baseline_is(place):
+    """Where both fall fast, means over other windows would differ by more than the models do."""
+    plan = make_plan(ARMS, '--seeds=1', '--max_iters=200')
+    pretend(plan, Run('vanilla', 2e-2, 1), 2.0)
+    run = Run('better', 2e-2, 1)
+    pretend(plan, run, 1.8)
+    break_off(plan.run_folder(run), 60)
+    curve = collect(plan)['curves']['better']
+    assert curve['steps'][-1] == 59
+    assert curve['mean'] == pytest.approx([-0.2] * len(curve['steps']))
+
+    break_off(plan.run_folder(run), 3)  # fewer steps than the four of a mean
+    assert not collect(plan)['curves']
+
+
+def test_a_baseline_seed_that_broke_off_does_not_end_the_curves_at_equal_cost(place):
+    plan = make_plan(ARMS, '--seeds=3')
+    pretend_all(plan, lambda run: LOSSES[run.arm][run.seed])
+    whole = collect(plan)['curves']['better']['flops']['steps']
+    break_off(plan.run_folder(Run('vanilla', 2e-2, 3)), 10, failure='no memory')
+    curve = collect(plan)['curves']['better']
+    assert list(curve['seeds']) == [1, 2]
+    assert curve['flops']['steps'] == whole
 
 
 def test_gradient_norms_are_means_over_seeds(place):
@@ -78,7 +119,8 @@ def test_gradient_norms_are_means_over_seeds(place):
     states = {arm: {'states': {}} for arm in plan.arms}
     for run in Results(plan).all_runs():
         states[run.arm]['states'][run.seed] = Results(plan).state(run)
-    curves = measures.gradient_norms(states)
+    table = dict.fromkeys(states, {'steps': 30})
+    curves = measures.gradient_norms(states, table)
     assert set(curves['vanilla']['mean']) == {1.5} and set(curves['better']['mean']) == {4.5}
 
 
