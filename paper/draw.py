@@ -181,8 +181,8 @@ def scaling_of(runs, window):
     """{model: {'parameters', 'loss', 'runs', ...}} of runs of several sizes, from small to large.
 
     A model has a 'power_law' or says under 'no_law' why not; all but vanilla have losses.savings().
-    Raises ValueError where two wirings have one name, and where the runs differ in more than their
-    models, sizes and learning rates.
+    Raises ValueError where two wirings have one name, where a run has not finished, and where the
+    runs differ in more than their models, sizes and learning rates.
     """
     points, wirings = {}, {}
     for run in runs:
@@ -193,6 +193,7 @@ def scaling_of(runs, window):
         if wirings.setdefault(name, wired) != wired:
             raise ValueError(f'{run} and another run are both {name}, but differ in their wiring')
         losses.check_sizes(runs[0], run)
+        losses.check_finished(run)
         point = losses.parameters_of(run), losses.last_loss(run, window), str(run)
         points.setdefault(name, []).append(point)
 
@@ -349,9 +350,14 @@ def critical_axes(axes, points, color):
             face = color if is_filled else 'white'
             look = {'color': color, 'markerfacecolor': face, 'markersize': 8, 'linestyle': 'none'}
             axes.plot(x, y, marker=marker, label=label, **look)
-    end = max(point['steps'] for point in points)
-    label = f'end of training:\n{min(point["tokens"] for point in points):,} tokens'
-    axes.axhline(end, color='#BBBBBB', linewidth=1, zorder=0, label=label)
+    ends = [point['steps'] for point in points]
+    tokens = {point['tokens'] for point in points}
+    label = 'end of training'
+    if len(tokens) == 1:
+        label += f':\n{tokens.pop():,} tokens'
+    # As wide as a marker, at each length: the pairs need not have the same number of steps.
+    look = {'color': '#BBBBBB', 'markersize': 22, 'linestyle': 'none', 'zorder': 0}
+    axes.plot([point['length'] for point in points], ends, marker='_', label=label, **look)
 
     known = [point for point in points if point['kind'] == 'overtaken']
     if len({point['length'] for point in known}) >= losses.MIN_POINTS:
@@ -366,7 +372,7 @@ def critical_axes(axes, points, color):
     axes.set_xscale('log')
     axes.set_xticks(lengths, [f'{length:,}' for length in lengths])
     axes.minorticks_off()
-    axes.set_ylim(0, 1.08 * max(end, *[place_of(point) for point in points]))
+    axes.set_ylim(0, 1.08 * max(*ends, *[place_of(point) for point in points]))
     axes.set_xlabel('sequence length T (tokens)', fontsize=FONT)
     axes.set_ylabel('step at which it is overtaken', fontsize=FONT)
     axes.grid(alpha=0.3)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from comparison.plan import recorded_settings, settings_difference
+from comparison.results import final_losses
 from model import GPT
-from rundir import gpt_config, read_losses, read_run_config
+from rundir import gpt_config, read_entries, read_losses, read_run_config
 
 
 def model_config(run, *needed):
@@ -148,6 +149,16 @@ def early_difference(baseline, run):
 
 
 # --- loss against size ----------------------------------------------------------------------------
+
+
+def check_finished(run):
+    """Raise ValueError where a run has not been evaluated at its end: until then, its learning rate
+    has not decayed, and its loss is no loss of that size."""
+    steps = read_run_config(run, 'max_iters')['max_iters']
+    entries = read_entries(run)
+    if final_losses(entries, steps) is None:
+        last = max((entry['step'] for entry in entries), default=0)
+        raise ValueError(f'{run} is unfinished: step {last} of {steps}')
 
 
 def last_loss(run, window):

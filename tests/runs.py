@@ -285,7 +285,8 @@ def write_run(folder, values, val=None, **config):
     last = val or values[-1]
     entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
     write_log(folder, entries)
-    settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, **config}
+    settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, 'max_iters': len(values)}
+    settings |= config
     (folder / 'config.json').write_text(json.dumps(settings))
     return folder
 

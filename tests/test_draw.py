@@ -284,6 +284,19 @@ def test_two_wirings_of_one_name_are_not_fitted_together(tmp_path):
         draw.scaling_of(write_sizes(tmp_path, models), 10)
 
 
+def test_the_loss_of_a_size_is_that_of_a_finished_run(tmp_path):
+    def law(n):
+        return falling_to(9 * n**-0.1)
+
+    runs = write_sizes(tmp_path, {'vanilla': ({}, law)})
+    assert draw.scaling_of(runs, 10)['vanilla']['loss']
+    log = Path(runs[1], 'log.jsonl')
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text(''.join(lines[:61]))
+    with pytest.raises(ValueError, match='vanilla_32 is unfinished: step 60 of 100'):
+        draw.scaling_of(runs, 10)
+
+
 def test_a_window_is_of_steps_also_where_not_every_step_was_logged(tmp_path):
     folders = []
     for name, loss in (('base', 3.0), ('run', 2.0)):
