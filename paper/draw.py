@@ -364,9 +364,11 @@ def critical_axes(axes, points, color):
         lengths = [point['length'] for point in known]
         logarithms = [np.log(point['step']) for point in known]
         slope, intercept = np.polyfit(lengths, logarithms, 1)
-        x = np.linspace(min(lengths), max(lengths), 50)
-        label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
-        axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
+        # The paper's law is that longer sequences postpone the step; another one has no name.
+        if slope > 0:
+            x = np.linspace(min(lengths), max(lengths), 50)
+            label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
+            axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
 
     lengths = [point['length'] for point in points]
     axes.set_xscale('log')
@@ -506,7 +508,13 @@ def draw_critical(settings):
 
     curves = curves_of(pairs, settings.window, settings.window)
     configs = {run: losses.model_config(run) for run in curves}
-    names = {run: f'{config.block_size:,} tokens' for run, config in configs.items()}
+    longest = max(curve['steps'][-1] for curve in curves.values())
+    names = {}
+    for run, config in configs.items():
+        names[run] = f'{config.block_size:,} tokens'
+        last = curves[run]['steps'][-1]
+        if last < longest:
+            names[run] += f' ({last + 1:,} steps)'
     width, height = SIZE
     figure, (above, below) = pyplot().subplots(2, figsize=(width, 2 * height), layout='constrained')
     look = looks(configs, names, ordered=True)

@@ -190,7 +190,8 @@ def points_of(tmp_path, middles, steps=100):
 
 
 def test_only_three_known_crossings_are_fitted_and_each_kind_has_a_marker(tmp_path):
-    for middles, fits in (((None, 20, 30, 130), 0), ((None, 20, 30, 40), 1)):
+    cases = ((None, 20, 30, 130), 0), ((None, 20, 30, 40), 1), ((None, 40, 30, 20), 0)
+    for middles, fits in cases:
         points = points_of(tmp_path, middles)
         expected = [None if middle is None else middle + 1 for middle in middles]
         assert [point['step'] and round(point['step']) for point in points][:3] == expected[:3]
@@ -202,7 +203,7 @@ def test_only_three_known_crossings_are_fitted_and_each_kind_has_a_marker(tmp_pa
         assert ('not overtaken: predicted' in texts) == (130 in middles)
         assert 'end of training' in texts
         filled = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == 'o']
-        assert filled == (['#0072B2'] if fits else ['#0072B2', 'white'])
+        assert filled == (['#0072B2', 'white'] if 130 in middles else ['#0072B2'])
 
 
 def test_a_run_that_is_not_overtaken_is_drawn_at_the_end_of_its_training(tmp_path):
@@ -221,6 +222,16 @@ def test_pairs_of_other_lengths_may_have_another_number_of_steps(tmp_path):
     draw.critical_axes(axes, long + short, '#0072B2')
     (ends,) = [line for line in axes.lines if line.get_marker() == '_']
     assert list(ends.get_xdata()) == [64, 128] and list(ends.get_ydata()) == [100, 60]
+
+
+def test_a_curve_that_ends_before_the_others_says_where(tmp_path, capsys):
+    runs = []
+    for length, steps in ((64, 100), (128, 60)):
+        rise = np.arange(steps) - 20.5
+        runs += write_pair(tmp_path, rise, block_size=length, share_v=True)
+    figure = draw.draw_critical(draw.DrawConfig(tuple(map(str, runs)), window=1))
+    words = [text.get_text().split('  ')[-1] for text in figure.axes[0].texts]
+    assert '64 tokens' in words and '128 tokens (60 steps)' in words
 
 
 def test_words_give_the_tokens_and_both_witnesses(tmp_path):

@@ -50,6 +50,11 @@ def read(folder):
     return np.array(training), last
 
 
+def cells(numbers, form='{:+.4f}'):
+    """Numbers in cells of a table; None is an empty one."""
+    return ' | '.join('' if number is None else form.format(number) for number in numbers)
+
+
 def final(model, seed):
     return read(folder_of(model, seed))[1]['mean']
 
@@ -151,6 +156,40 @@ def test_losses_of_the_domains_and_their_mean_are_those_of_one_evaluation():
         assert losses['mean'] == pytest.approx(np.mean(domains))
 
 
+# --- the rates ------------------------------------------------------------------------------------
+
+RATES = CLAIMS.parent / 'rates'
+
+
+def rate_loss(model, rate, seed):
+    return read(RATES / f'{model}_lr{rate:g}_seed{seed}')[1]['mean']
+
+
+def test_the_rates_are_chosen_by_the_means_of_both_tuning_seeds():
+    page = (RATES / 'README.md').read_text()
+    means = {}
+    for rate in (0.003, 0.006, 0.012):
+        for model in ('vanilla', 'resformer', 'svformer'):
+            losses = [rate_loss(model, rate, seed) for seed in (101, 102)]
+            means[model, rate] = np.mean(losses)
+            row = cells((*losses, np.mean(losses)), '{:.4f}')
+            assert f'| {NAMES[model]} | {rate:g} | {row} |' in page.replace('**', '')
+    for model, best in (('vanilla', 0.006), ('resformer', 0.012), ('svformer', 0.006)):
+        assert min((0.003, 0.006, 0.012), key=lambda rate: means[model, rate]) == best
+        assert f'**{means[model, best]:.4f}**' in page
+
+
+@pytest.mark.parametrize('theirs', ['resformer', 'vanilla', 'svformer', 'neutreno'])
+def test_resformer_at_the_rate_of_two_tuning_seeds(theirs):
+    differences = [
+        rate_loss('resformer', 0.012, seed) - final(theirs, seed) for seed in range(1, 6)
+    ]
+    low, high = scipy.stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    each = ' '.join(f'{difference:+.3f}' for difference in differences)
+    row = f'| {NAMES[theirs]} at 6e-3 | {np.mean(differences):+.4f} ± {(high - low) / 2:.4f} | {each} |'
+    assert row in (RATES / 'README.md').read_text().replace('**', '')
+
+
 # --- the longer run -------------------------------------------------------------------------------
 
 LONG = CLAIMS.parent / 'long'
@@ -165,39 +204,39 @@ def read_long(name):
     return np.array([training[step] for step in sorted(training)]), validation
 
 
-def cells(numbers, form='{:+.4f}'):
-    return ' | '.join(form.format(number) for number in numbers)
-
-
 def test_the_numbers_of_the_longer_runs_are_those_of_their_logs():
     page = (LONG / 'README.md').read_text()
     edges = [(0, 1172), (1250, 2000), (2000, 4000), (4000, 6000), (6000, 8000), (8000, 9719)]
     edges += [(9719, 11719), (12919, 12969)]
     steps = (2000, 4000, 6000, 8000, 10000, 11719, 12969)
-    for length, suffix, end in ((64, '', ' '), (256, '_cooldown', '')):
+    for length, suffix in ((64, ''), (256, '_cooldown'), (1024, '')):
         vanilla, losses = read_long(f'vanilla_{length}{suffix}')
         svformer, our_losses = read_long(f'svformer_{length}{suffix}')
         difference = svformer - vanilla
-        means = [difference[first:last].mean() for first, last in edges if last <= len(vanilla)]
-        assert f'| {length} bytes | {cells(means)} |{end}' in page
-        evaluated = [step for step in steps if step in losses]
-        theirs, ours = ([val[step] for step in evaluated] for val in (losses, our_losses))
-        rows = [
-            f'| vanilla, {length} bytes | {cells(theirs, "{:.4f}")} |',
-            f'| SVFormer, {length} bytes | {cells(ours, "{:.4f}")} |',
-            f'| difference | {cells(np.subtract(ours, theirs))} |',
+        means = [
+            difference[first:last].mean() if last <= len(difference) else None
+            for first, last in edges
         ]
-        assert '\n'.join(row + (' |' if end else '') for row in rows) in page
+        assert f'| {length:,} bytes | {cells(means)} |' in page
+        theirs, ours = ([val.get(step) for step in steps] for val in (losses, our_losses))
+        minus = [a - b if a and b else None for a, b in zip(ours, theirs, strict=True)]
+        rows = [
+            f'| vanilla, {length:,} bytes | {cells(theirs, "{:.4f}")} |',
+            f'| SVFormer, {length:,} bytes | {cells(ours, "{:.4f}")} |',
+            f'| difference | {cells(minus)} |',
+        ]
+        assert '\n'.join(rows) in page
 
 
 @pytest.mark.parametrize(
-    'length, best, at, step, words',
+    'length, steps, best, at, step, words',
     [
-        (64, -0.175, 156, 1473, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 64 bytes'),
-        (256, -0.104, 234, 1597, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 256'),
+        (64, 11719, -0.175, 156, 1473, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 64 bytes'),
+        (256, 11719, -0.104, 234, 1597, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 256'),
+        (1024, 4000, -0.078, 310, 885, 'by {:.4f} (95% interval {:.4f} to {:.4f}) at 1,024'),
     ],
 )
-def test_the_step_at_which_svformer_is_overtaken(length, best, at, step, words):
+def test_the_step_at_which_svformer_is_overtaken(length, steps, best, at, step, words):
     page = (LONG / 'README.md').read_text()
     vanilla, losses = read_long(f'vanilla_{length}')
     svformer, our_losses = read_long(f'svformer_{length}')
@@ -206,7 +245,7 @@ def test_the_step_at_which_svformer_is_overtaken(length, best, at, step, words):
     assert means.argmin() + 99 == at and means.min() == pytest.approx(best, abs=5e-4)
     assert np.cumsum(means).argmin() + 100 == step
     assert f'{step:,}' in page and f'{step * 4096 / 1e6:.1f}M bytes' in page
-    assert f'{our_losses[11719] - losses[11719]:.3f}' in page
+    assert f'{our_losses[steps] - losses[steps]:.3f}' in page
 
     found = crossings.crossing(LONG / f'vanilla_{length}', LONG / f'svformer_{length}', 100)
     assert (found.kind, found.step) == ('overtaken', step)
