@@ -227,6 +227,11 @@ def trailing_mean(steps, values, planned):
     return steps[window - 1 :], means
 
 
+def smooth_series(state, name, planned):
+    """trailing_mean() of a run's series()."""
+    return trailing_mean(*series(state, name), planned)
+
+
 def logarithmic(steps):
     """Up to POINTS of a run's steps, evenly spaced on a logarithmic axis."""
     if len(steps) <= POINTS:
@@ -245,7 +250,7 @@ def relative(arms, table, baseline):
     base = arms[baseline]
     smooth = {}
     for seed, state in base['states'].items():
-        smooth[seed] = trailing_mean(*series(state, 'loss'), table[baseline]['steps'])
+        smooth[seed] = smooth_series(state, 'loss', table[baseline]['steps'])
     # A seed that broke off would end the slope of all others.
     slope = BaselineSlope([smooth[seed] for seed in paired_seeds(base['states'], base['states'])])
     curves = {}
@@ -255,9 +260,7 @@ def relative(arms, table, baseline):
         stretch = table[baseline]['steps'] / table[name]['steps']
         pairs = {}
         for seed in paired_seeds(arm['states'], base['states']):
-            steps, values = trailing_mean(
-                *series(arm['states'][seed], 'loss'), table[name]['steps']
-            )
+            steps, values = smooth_series(arm['states'][seed], 'loss', table[name]['steps'])
             if len(steps) > 1 and len(smooth[seed][0]) > 1:
                 pairs[seed] = (steps * stretch, values), smooth[seed]
         if not pairs:
@@ -345,8 +348,8 @@ def gradient_norms(arms, table):
     curves = {}
     for name, arm in arms.items():
         seeds = paired_seeds(arm['states'], arm['states'])
-        norms = [series(arm['states'][seed], 'grad_norm') for seed in seeds]
-        each = [trailing_mean(*of_seed, table[name]['steps']) for of_seed in norms]
+        planned = table[name]['steps']
+        each = [smooth_series(arm['states'][seed], 'grad_norm', planned) for seed in seeds]
         each = [curve for curve in each if len(curve[0]) > 1]
         if each:
             end = min(curve[0][-1] for curve in each)

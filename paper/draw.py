@@ -350,6 +350,7 @@ def critical_axes(axes, points, color):
             face = color if is_filled else 'white'
             look = {'color': color, 'markerfacecolor': face, 'markersize': 8, 'linestyle': 'none'}
             axes.plot(x, y, marker=marker, label=label, **look)
+    lengths = [point['length'] for point in points]
     ends = [point['steps'] for point in points]
     tokens = {point['tokens'] for point in points}
     label = 'end of training'
@@ -357,20 +358,10 @@ def critical_axes(axes, points, color):
         label += f':\n{tokens.pop():,} tokens'
     # As wide as a marker, at each length: the pairs need not have the same number of steps.
     look = {'color': '#BBBBBB', 'markersize': 22, 'linestyle': 'none', 'zorder': 0}
-    axes.plot([point['length'] for point in points], ends, marker='_', label=label, **look)
+    axes.plot(lengths, ends, marker='_', label=label, **look)
 
-    known = [point for point in points if point['kind'] == 'overtaken']
-    if len({point['length'] for point in known}) >= losses.MIN_POINTS:
-        lengths = [point['length'] for point in known]
-        logarithms = [np.log(point['step']) for point in known]
-        slope, intercept = np.polyfit(lengths, logarithms, 1)
-        # The paper's law is that longer sequences postpone the step; another one has no name.
-        if slope > 0:
-            x = np.linspace(min(lengths), max(lengths), 50)
-            label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
-            axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
+    draw_exponential(axes, points, color)
 
-    lengths = [point['length'] for point in points]
     axes.set_xscale('log')
     axes.set_xticks(lengths, [f'{length:,}' for length in lengths])
     axes.minorticks_off()
@@ -379,6 +370,24 @@ def critical_axes(axes, points, color):
     axes.set_ylabel('step at which it is overtaken', fontsize=FONT)
     axes.grid(alpha=0.3)
     axes.legend(**BESIDE)
+
+
+def draw_exponential(axes, points, color):
+    """The paper's law through the known crossings: longer sequences postpone them.
+
+    Nothing is drawn where they are too few, or where the step does not rise with the length.
+    """
+    known = [point for point in points if point['kind'] == 'overtaken']
+    lengths = [point['length'] for point in known]
+    if len(set(lengths)) < losses.MIN_POINTS:
+        return
+    logarithms = [np.log(point['step']) for point in known]
+    slope, intercept = np.polyfit(lengths, logarithms, 1)
+    if slope <= 0:
+        return
+    x = np.linspace(min(lengths), max(lengths), 50)
+    label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
+    axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
 
 
 def place_of(point):
