@@ -7,14 +7,15 @@ A run is the folder that train.py wrote. Losses are in nats per token.
 import itertools
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from comparison.plan import recorded_settings, settings_difference
-from comparison.results import final_losses
+from comparison.results import read_state
 from model import GPT
-from rundir import gpt_config, read_entries, read_losses, read_run_config
+from rundir import gpt_config, read_losses, read_run_config
 
 
 def model_config(run, *needed):
@@ -154,11 +155,9 @@ def early_difference(baseline, run):
 def check_finished(run):
     """Raise ValueError where a run has not been evaluated at its end: until then, its learning rate
     has not decayed, and its loss is no loss of that size."""
-    steps = read_run_config(run, 'max_iters')['max_iters']
-    entries = read_entries(run)
-    if final_losses(entries, steps) is None:
-        last = max((entry['step'] for entry in entries), default=0)
-        raise ValueError(f'{run} is unfinished: step {last} of {steps}')
+    state = read_state(Path(run))
+    if state.kind not in ('finished', 'diverged'):
+        raise ValueError(f'{run} is {state.kind}: {state.detail}')
 
 
 def last_loss(run, window):

@@ -286,7 +286,7 @@ def write_run(folder, values, val=None, **config):
     entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
     write_log(folder, entries)
     settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, 'max_iters': len(values)}
-    settings |= config
+    settings |= {'seed': 1337, 'learning_rate': 6e-4, **config}
     (folder / 'config.json').write_text(json.dumps(settings))
     return folder
 
