@@ -48,6 +48,7 @@ class GPTConfig:
     norm_eps: float = 1e-5  # epsilon of the norms
     dropout: float = 0.0  # on embeddings, attention weights, and what attention and MLP add
     tie_embeddings: bool = False  # lm_head shares wte's weight
+    embed_norm: bool = False  # RMSNorm without weights after wte (nanochat, modded-nanogpt)
     # residuals: what is mixed into v, q or k
     v_residual: bool = False  # ResFormer (Eq. 7): V_n <- (V_1 + V_n) / 2 for n >= 2
     q_residual: bool = False  # the same mixing on queries, before RoPE (Fig. 6)
@@ -457,6 +458,8 @@ class GPT(nn.Module):
             positions, mask = cache.begin(T)
 
         x = self.transformer.wte(idx)  # (B, T, C)
+        if self.config.embed_norm:
+            x = F.rms_norm(x, (self.config.n_embd,), eps=self.config.norm_eps)
         rope = None
         if self.config.arch == 'llama':
             rope = self.cos[positions], self.sin[positions]

@@ -45,8 +45,9 @@ FAMILIES = {
 
 # Fields that may differ within a family, and among vanilla models.
 DETAILS = set(
-    'arch rope_theta rope_scaling norm_eps dropout tie_embeddings residual_from residual_lambda '
-    'residual_learned residual_layers residual_map share_q_every share_k_every share_v_every'.split()
+    'arch rope_theta rope_scaling norm_eps dropout tie_embeddings embed_norm residual_from '
+    'residual_lambda residual_learned residual_layers residual_map share_q_every share_k_every '
+    'share_v_every'.split()
 )
 
 # Fields that make no family of their own and do not change a model's family; and the color that they

@@ -44,6 +44,8 @@ def sequence_logits(config, weights, tokens):
     T = len(tokens)
     embedding = weights['transformer.wte.weight']
     x = embedding[tokens]
+    if config.embed_norm:
+        x = x / torch.sqrt((x**2).mean(dim=1, keepdim=True) + config.norm_eps)
     if config.arch == 'gpt2':
         x = x + weights['transformer.wpe.weight'][:T]
 

@@ -150,6 +150,20 @@ def test_resformer_averages_with_the_first_values_svformer_attends_with_them(set
         torch.testing.assert_close(v, (first + own) / 2 if setting == 'v_residual' else first)
 
 
+def test_embed_norm_changes_the_stream_but_hardly_the_first_values():
+    """V_1 of llama reads RMSNorm(wte), which a second RMSNorm changes by epsilon alone."""
+    plain = make()
+    normed = make(embed_norm=True)
+    values = []
+    for model in (plain, normed):
+        attention = model.transformer.h[0].attn
+        attention.c_attn.register_forward_hook(lambda module, inputs, y: values.append(y))
+    idx = tokens(2, 24)
+    logits = [model(idx)[0] for model in (plain, normed)]
+    assert relative_error(values[1], values[0]) < 1e-3
+    assert relative_error(logits[1], logits[0]) > 0.1
+
+
 def test_last_only_gives_the_last_position():
     model = make()
     idx = tokens(2, 9)

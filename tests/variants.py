@@ -43,6 +43,9 @@ VARIANTS = {
     'tied embeddings': dict(tie_embeddings=True),
     'other theta and epsilon, n_inner 0': dict(rope_theta=100.0, norm_eps=1e-2, n_inner=0),
     'llama3 RoPE': LLAMA3,
+    'embedding norm': dict(embed_norm=True, norm_eps=1e-2),
+    'embedding norm ResFormer': dict(RES, embed_norm=True),
+    'gpt2 embedding norm': dict(GPT2, embed_norm=True),
     # ResFormer and SVFormer, alone and with what shrinks the cache (Fig. 10)
     'ResFormer': RES,
     'ResFormer GQA': dict(RES, n_kv_head=2),
