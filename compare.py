@@ -23,8 +23,9 @@ import time
 
 from comparison import charts, launch, measures, report
 from comparison.assemble import compare_plan, compare_runs, folder_of_runs, problems
-from comparison.plan import CompareConfig, Plan, Run, as_json, code_state, hash_of, same_code
+from comparison.plan import CompareConfig, Plan, Run, code_state, hash_of, same_code
 from comparison.results import Results
+from comparison.runs import as_json
 from comparison.verdict import distributions
 from configurator import configure, first_line, one_line_errors
 from files import locked, write_whole

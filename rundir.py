@@ -496,64 +496,6 @@ class Log:
         os.fsync(self.file)
 
 
-def read_entries(run):
-    """The lines of a run's log.jsonl, [{'step': ...}]. ValueError names a damaged line."""
-    path = Path(run, 'log.jsonl')
-    entries = []
-    for number, line in enumerate(path.read_text(errors='replace').splitlines(), 1):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            raise ValueError(f'{path}, line {number}: not JSON') from None
-        is_entry = (
-            isinstance(entry, dict)
-            and isinstance(entry.get('step'), int)
-            and isinstance(entry.get('loss'), int | float | None)
-        )
-        if not is_entry:
-            raise ValueError(f'{path}, line {number}: not a line of a training log')
-        entries.append(entry)
-    return entries
-
-
-def read_losses(run):
-    """The training loss of a run, {step: loss}, where it is finite."""
-    losses = {}
-    for entry in read_entries(run):
-        loss = entry.get('loss')
-        if loss is not None and math.isfinite(loss):
-            losses[entry['step']] = loss
-    if not losses:
-        raise ValueError(f'{Path(run, "log.jsonl")} holds no training loss yet')
-    return losses
-
-
-def read_run_config(run, *needed):
-    """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
-    of those `needed` is missing."""
-    path = Path(run, 'config.json')
-    if not path.exists() and not needed:
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except ValueError:
-        raise ValueError(f'{path}: not JSON') from None
-    if not isinstance(config, dict):
-        raise ValueError(f'{path} holds no settings')
-    for name in needed:
-        if name not in config:
-            raise ValueError(f'{path} does not say {name}')
-    return config
-
-
-def gpt_config(settings, run):
-    """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
-    fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
-    path = Path(run, 'config.json')
-    with name_misfits(path):
-        return build_config(fields, path)
-
-
 def build_config(fields, path):
     """The GPTConfig of these fields. ValueError names `path`, where they are from."""
     try:

@@ -13,24 +13,24 @@ from pathlib import Path
 from comparison import measures
 from comparison.plan import (
     COMPARISONS,
-    ROUNDING,
     Run,
     contrast_name,
     parse_contrasts,
     recorded_settings,
-    same_value,
     settings_difference,
     text_difference,
 )
-from comparison.results import (
+from comparison.results import different_data
+from comparison.runs import (
     BROKEN,
+    ROUNDING,
     WAITING,
     changes_on_the_way,
-    different_data,
+    gpt_config,
     read_state,
+    same_value,
 )
 from comparison.verdict import describe, judge, paired_differences, worth_of_cost
-from rundir import gpt_config
 
 # --- the comparison -------------------------------------------------------------------------------
 
@@ -399,7 +399,7 @@ def why_not_alike(ours, theirs):
     if changes == others:
         return ''
     state, words = (ours, changes) if changes else (theirs, others)
-    return f'{state.folder} was {words[0]}'
+    return f'{state.folder} was resumed at {words[0]}'
 
 
 def folder_of_runs(options):

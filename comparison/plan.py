@@ -23,6 +23,7 @@ import subprocess
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from comparison.runs import ROUNDING, as_json, difference, facts, origin_of
 from comparison.verdict import LEVEL, RULE, distributions
 from configurator import check_key, configure, read_settings, sort_arguments
 from data import Dataset
@@ -35,8 +36,6 @@ ROOT = Path(__file__).parent.parent
 
 # Settings that compare.py itself chooses.
 CHOSEN = set('seed out_dir init_from eval_only'.split())
-# Settings of the machine that round differently. An arm may ask what one of them costs.
-ROUNDING = ('dtype', 'compile', 'attention')
 # Where comparisons are, each in a folder of its own.
 COMPARISONS = Path('out', 'compare')
 
@@ -401,18 +400,21 @@ class Plan:
         """{setting: value} of all that decides a run's numbers, as JSON has them."""
         return decisive_settings(*self.configs(run))
 
-    def recorded_by(self, run):
-        """{setting: value} that the config.json of a run must show, as far as it speaks of them."""
+    def wanted(self, run):
+        """The facts that a run must have: see comparison/runs.py."""
+        training, config = self.configs(run)
+        return facts(asdict(training) | asdict(config) | {'data': self.data or None})
+
+    def ignored(self, run):
+        """Names of facts in which a run may differ from wanted().
+
+        How a run rounds is the machine's choice, unless it is what its arm is about.
+        """
         training, _ = self.configs(run)
-        expected = self.settings_of(run)
-        # How a run rounds is the machine's, unless it is what the arm is about.
-        for name in self.arms[run.arm].keys() & set(ROUNDING):
-            value = getattr(training, name)
-            if value != 'auto':
-                expected[name] = value
-        if self.data:
-            expected['data'] = self.data
-        return expected
+        chosen = {name for name in self.arms[run.arm].keys() if name in ROUNDING}
+        return {
+            name for name in ROUNDING if name not in chosen or getattr(training, name) == 'auto'
+        }
 
     @functools.cached_property
     def data(self):
@@ -591,52 +593,17 @@ def recorded_settings(config):
 
     A setting that the file lacks was added since, with a default that changes nothing.
     """
-    values = {name: config.get(name, default) for name, default in default_settings().items()}
+    defaults = decisive_settings(TrainConfig(), GPTConfig())
+    values = {name: config.get(name, default) for name, default in defaults.items()}
     values['domain_weights'] = values['domain_weights'] or {}  # None in older runs
-    return {**values, **unknown_settings(config), 'origin': origin_of(config)}
-
-
-def unknown_settings(config):
-    """{setting: value} of what a fork's code was told, which this code does not know, by a run's
-    config.json; without what was off."""
-    known = default_settings().keys() | INCIDENTAL | FACTS
-    return {name: value for name, value in config.items() if value and name not in known}
-
-
-@functools.cache
-def default_settings():
-    """decisive_settings() of a run without any arguments; states are read every second."""
-    return decisive_settings(TrainConfig(), GPTConfig())
-
-
-def origin_of(config):
-    """Whose weights a run began with, by its config.json; 'scratch' where nothing else is known."""
-    origin = config.get('origin', config.get('init_from'))
-    if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
-        return 'scratch'
-    return origin
-
-
-def as_json(value):
-    """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: None)
-
-
-def same_value(a, b):
-    """Whether two settings are the same, but for the last bits of a float."""
-    both_numbers = isinstance(a, int | float) and isinstance(b, int | float)
-    if both_numbers and not isinstance(a, bool) and not isinstance(b, bool):
-        return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
-    return a == b
+    known = values.keys() | INCIDENTAL | FACTS
+    unknown = {name: value for name, value in config.items() if value and name not in known}
+    return {**values, **unknown, 'origin': origin_of(config)}
 
 
 def settings_difference(ours, theirs):
-    """The first (setting, value, other value) in which two runs differ, of {setting: value}, or None."""
-    for name in {**ours, **theirs}:  # in this order
-        value, other = ours.get(name), theirs.get(name)
-        if not same_value(value, other):
-            return name, value, other
-    return None
+    """difference() of comparison/runs.py, under its older name."""
+    return difference(ours, theirs)
 
 
 def hash_of(contents):

@@ -5,135 +5,13 @@ Everything is read from the runs' own folders: nothing is lost when compare.py i
 not matter who trained them.
 """
 
-import contextlib
 import math
 import statistics
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 from comparison import launch
-from comparison.plan import (
-    ROUNDING,
-    Run,
-    recorded_settings,
-    settings_difference,
-    unknown_settings,
-)
-from configurator import first_line
-from rundir import read_entries, read_run_config
-from train import INCIDENTAL, NOT_FINITE
-
-# --- what a run's folder holds --------------------------------------------------------------------
-
-# The kinds of State, besides `finished`: its last evaluation is in the log.
-# missing, unfinished: it has not begun, or not reached its last evaluation. damaged: its log cannot
-# be read; training resumes such a run, too, and leaves out the damaged line.
-WAITING = ('missing', 'unfinished', 'damaged')
-# failed: training ended with an error. diverged: its last evaluation is not finite. foreign: it has
-# other settings. The report names them all.
-BROKEN = ('failed', 'diverged', 'damaged', 'foreign')
-
-
-@dataclass
-class State:
-    folder: Path
-    kind: str  # finished, or of WAITING or BROKEN
-    detail: str = ''
-    entries: list = field(default_factory=list)
-    config: dict = field(default_factory=dict)
-    # At the end of training: {domain: validation loss, ..., 'mean': mean over domains}
-    losses: dict = field(default_factory=dict)
-
-    @property
-    def loss(self):
-        return self.losses.get('mean')
-
-    @property
-    def has_diverged(self):
-        """Whether training itself has led to numbers that are not finite, at whatever step."""
-        gave_up = self.kind == 'failed' and NOT_FINITE in self.detail
-        return self.kind == 'diverged' or gave_up
-
-
-def read_state(folder, settings=None):
-    """The State of a run. settings: those it must have, from Plan.recorded_by()."""
-    failure = launch.failure_file(folder)
-    failed = failure.read_text().strip() if failure.exists() else ''
-    log = folder / 'log.jsonl'
-    if not log.exists():
-        return State(folder, 'failed' if failed else 'missing', failed)
-    if not log.stat().st_size:
-        state = State(
-            folder, 'failed' if failed else 'unfinished', failed or 'its log is still empty'
-        )
-        with contextlib.suppress(ValueError, OSError):
-            state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
-        return state
-    config = {}
-    try:
-        config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
-        difference = first_difference(config, settings or {})
-        if difference:
-            return State(folder, 'foreign', difference, config=config)
-        entries = read_entries(folder)
-        resumed = changes_on_the_way(entries)
-        if settings and resumed:
-            return State(folder, 'foreign', resumed[0], entries, config)
-        losses = final_losses(entries, config['max_iters'])
-    except (ValueError, OSError) as error:
-        kind = 'failed' if failed else 'damaged'
-        return State(folder, kind, failed or first_line(error), config=config)
-
-    state = State(folder, 'unfinished', '', entries, config)
-    if losses is None:
-        if failed:
-            state.kind, state.detail = 'failed', failed
-        step = max((entry['step'] for entry in entries), default=0)
-        state.detail = state.detail or f'step {step} of {config["max_iters"]}'
-    elif not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses.values()):
-        state.kind, state.detail = 'diverged', 'its validation loss is not finite'
-    else:
-        state.kind, state.losses = 'finished', losses
-    return state
-
-
-def first_difference(config, settings):
-    """How a run differs from the one that the plan wants, or ''.
-
-    What a config.json does not say was not recorded when it was written.
-    """
-    recorded = recorded_settings(config)
-    for name in ('data', *ROUNDING):
-        if name in config:
-            recorded[name] = config[name]
-    for name, value in unknown_settings(config).items():
-        return f'a run with {name}={value!r}, a setting that this code does not know'
-    names = settings.keys() & recorded.keys()
-    difference = settings_difference(
-        {name: value for name, value in settings.items() if name in names},
-        {name: value for name, value in recorded.items() if name in names},
-    )
-    if not difference:
-        return ''
-    name, value, own = difference
-    if name == 'data':
-        return f'it was trained on other data than {config["dataset"]} now holds'
-    return f'a run with {name}={own!r}, not {value!r}'
-
-
-# What may change when a run is resumed, and yet leave it the same run: where its data are, how its
-# steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
-HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
-
-
-def changes_on_the_way(entries):
-    """In words, how the settings of a run changed when it was resumed; [] where nothing did that matters."""
-    words = []
-    for entry in entries:
-        for name, (old, new) in (entry.get('changed') or {}).items():
-            if name not in HARMLESS:
-                words.append(f'resumed at step {entry["step"]} with {name}={new!r}, before {old!r}')
-    return words
+from comparison.plan import Run
+from comparison.runs import read_state
 
 
 def different_data(states):
@@ -143,17 +21,6 @@ def different_data(states):
         if 'data' in state.config:
             folders.setdefault(state.config['data'], str(state.folder))
     return f'not the same data: {" and ".join(folders.values())}' if len(folders) > 1 else ''
-
-
-def final_losses(entries, steps):
-    """The last evaluation, {domain: loss, ..., 'mean': ...}; None where it is not there yet."""
-    for entry in reversed(entries):
-        if 'val' in entry and entry['step'] == steps:
-            losses = entry['val']
-            if not isinstance(losses, dict) or 'mean' not in losses:
-                raise ValueError(f'the evaluation at step {steps} is damaged')
-            return losses
-    return None
 
 
 # --- the runs of a plan ---------------------------------------------------------------------------
@@ -177,7 +44,7 @@ class Results:
             stamps_before, state = self.cache[run.name]
             if stamps_before == stamps:
                 return state
-        state = read_state(folder, self.plan.recorded_by(run))
+        state = read_state(folder, self.plan.wanted(run), self.plan.ignored(run))
         self.cache[run.name] = stamps, state
         return state
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from comparison.runs import read_entries, read_run_config
 from comparison.verdict import LEVEL, distributions
 from paper import losses
-from rundir import read_entries, read_run_config
 
 TAIL = 2000  # steps of that mean; of a shorter run, its last half
 # The blocks into which steps are cut must outlast the memory of the noise. Those of 2,000 steps have

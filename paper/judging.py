@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from comparison.plan import recorded_settings, settings_difference
-from comparison.results import changes_on_the_way, different_data, read_state
+from comparison.results import different_data
+from comparison.runs import changes_on_the_way, gpt_config, read_state
 from comparison.verdict import judge
 from configurator import first_line
 from model import GPTConfig
@@ -17,7 +18,6 @@ from paper import analyze, insides, losses
 from paper.claims import BASES, METRICS, SIGNS
 from paper.figures import NAMES
 from paper.runs import PAPER, configs_of
-from rundir import gpt_config
 
 # {verdict: how a headline counts it}
 VERDICTS = {
@@ -60,7 +60,7 @@ def read_groups(folders, analyses):
             raise ValueError(f'{folder} is {state.kind}: {state.detail or "it has no log"}')
         changes = changes_on_the_way(state.entries)
         if changes:
-            raise ValueError(f'{folder} was {changes[0]}')
+            raise ValueError(f'{folder} was resumed at {changes[0]}')
         config = gpt_config(state.config, folder)
         shared = json.dumps(losses.common_settings(state.config, config), sort_keys=True)
         states.setdefault(shared, []).append(state)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from comparison.plan import recorded_settings, settings_difference
-from comparison.results import read_state
+from comparison.runs import gpt_config, read_losses, read_run_config, read_state
 from model import GPT
-from rundir import gpt_config, read_losses, read_run_config
 
 
 def model_config(run, *needed):

@@ -8,12 +8,12 @@ import functools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from comparison import launch
-from comparison.plan import decisive_settings, read_wiring
-from comparison.results import read_state
+from comparison.plan import read_wiring
+from comparison.runs import ROUNDING, facts, read_state
 from configurator import configure, read_settings
 from data import dataset_folder
 from model import GPTConfig
@@ -214,7 +214,8 @@ def folder(run, scale):
 
 def state_of(run, scale):
     """What the run's folder holds: a comparison.results.State."""
-    return read_state(folder(run, scale), decisive_settings(*configs_of(run, scale)))
+    settings, config = configs_of(run, scale)
+    return read_state(folder(run, scale), facts(asdict(settings) | asdict(config)), ROUNDING)
 
 
 def is_finished(run, scale):

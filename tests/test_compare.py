@@ -27,8 +27,9 @@ import train
 from comparison import launch, report
 from comparison import plan as plans
 from comparison.assemble import compare_plan, compare_runs
-from comparison.plan import CompareConfig, Run, origin_of, parse_arms
-from comparison.results import Results, next_rate, read_state
+from comparison.plan import CompareConfig, Run, parse_arms
+from comparison.results import Results, next_rate
+from comparison.runs import read_state
 from files import locked
 
 place = comparisons.place
@@ -395,21 +396,6 @@ def test_runs_that_began_with_other_weights_are_another_arm(place):
     assert words == {'b': '', 'vanilla': 'origin=scratch'}
 
 
-@pytest.mark.parametrize(
-    'config, origin',
-    [
-        ({'init_from': 'scratch'}, 'scratch'),
-        ({'init_from': 'resume'}, 'scratch'),
-        ({'init_from': 'resume', 'origin': 'unknown'}, 'scratch'),
-        ({'init_from': 'a/ckpt.pt'}, 'a/ckpt.pt'),
-        ({'init_from': 'resume', 'origin': 'a/ckpt.pt'}, 'a/ckpt.pt'),
-        ({}, 'scratch'),
-    ],
-)
-def test_the_origin_of_a_run_survives_a_resume(config, origin):
-    assert origin_of(config) == origin
-
-
 def test_a_curve_that_ends_early_has_no_value_at_the_end():
     whole = {'steps': list(range(100)), 'mean': [-0.1] * 100}
     short = {'steps': list(range(30)), 'mean': [-0.2] * 30}
@@ -495,9 +481,9 @@ def test_runs_must_have_seen_the_same_data(place):
     for seed, data in ((1, plan.data), (2, 'def')):
         folder = plan.run_folder(Run('b', 0.02, seed))
         change_config(folder, data=data)
-        kinds[seed] = read_state(folder, plan.recorded_by(Run('b', 0.02, seed)))
+        kinds[seed] = read_wanted(plan, Run('b', 0.02, seed))
     assert kinds[1].kind == 'finished'
-    assert kinds[2].kind == 'foreign' and 'other data than chain now holds' in kinds[2].detail
+    assert kinds[2].kind == 'foreign' and 'other data than its dataset now holds' in kinds[2].detail
 
 
 def test_a_run_says_which_data_it_saw(place):
@@ -534,7 +520,7 @@ def test_runs_that_were_resumed_with_other_settings_are_not_what_their_settings_
     wanted = f'{folders[1]} was resumed at step 12 with learning_rate=0.02, before 0.01'
     assert contrast['reason'] == wanted and contrast['p_holm'] is None
     assert comparison['provenance']['cpu'] == ['another']
-    state = read_state(folders[1], plan.recorded_by(Run('b', 0.02, 2)))
+    state = read_wanted(plan, Run('b', 0.02, 2))
     assert (state.kind, state.detail) == ('foreign', wanted.removeprefix(f'{folders[1]} was '))
 
     # Both runs of the pair, and alike: then they can be compared.
@@ -567,7 +553,11 @@ def test_an_arm_that_is_about_rounding_must_have_rounded_so(place):
 
 
 def changed_kind(plan, run):
-    return read_state(plan.run_folder(run), plan.recorded_by(run)).kind
+    return read_wanted(plan, run).kind
+
+
+def read_wanted(plan, run):
+    return read_state(plan.run_folder(run), plan.wanted(run), plan.ignored(run))
 
 
 def test_an_arm_may_weight_the_domains_otherwise(place):

@@ -13,7 +13,8 @@ import train
 from comparison import launch, report
 from comparison.assemble import compare_plan, compare_runs, group_name
 from comparison.plan import CompareConfig
-from comparison.results import Results, State, read_state
+from comparison.results import Results
+from comparison.runs import State, read_state
 
 place = comparisons.place
 
@@ -227,9 +228,9 @@ def test_the_logs_of_runs_under_way_are_read_when_one_of_them_ends(place, monkey
     jobs = Results(plan).jobs()
     reads, shown = [], []
 
-    def count(folder, settings=None):
+    def count(folder, *wanted):
         reads.append(folder.name)
-        return read_state(folder, settings)
+        return read_state(folder, *wanted)
 
     monkeypatch.setattr('comparison.results.read_state', count)
     watcher = compare.Watcher(Results(plan), lambda: None)

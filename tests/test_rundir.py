@@ -17,6 +17,7 @@ from runs import command_line, load
 
 import rundir
 import tokenizer
+from comparison.runs import read_entries
 from configurator import configure
 from data import Dataset
 from machine import Machine
@@ -32,9 +33,6 @@ from rundir import (
     name_misfits,
     nothing_to_resume,
     provenance,
-    read_entries,
-    read_losses,
-    read_run_config,
     save_checkpoint,
 )
 from train import TrainConfig
@@ -188,45 +186,7 @@ def test_a_log_is_cut_at_the_step_where_a_run_goes_on(tmp_path):
     assert read_entries(tmp_path) == []
 
 
-def test_losses_are_those_of_training_that_are_finite(tmp_path):
-    write_log(
-        tmp_path, '{"step": 0, "loss": 3}\n{"step": 1, "loss": null}\n{"step": 1, "val": {}}\n'
-    )
-    assert read_losses(tmp_path) == {0: 3}
-    write_log(tmp_path, '{"step": 0, "val": {}}\n')
-    with pytest.raises(ValueError, match='log.jsonl holds no training loss yet'):
-        read_losses(tmp_path)
-
-
-@pytest.mark.parametrize(
-    'line',
-    ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '', 'null', '\xff'],
-)
-def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
-    text = f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}'
-    (tmp_path / 'log.jsonl').write_text(text, encoding='latin-1')  # in which \xff is no UTF-8
-    with pytest.raises(ValueError, match=f'{tmp_path}/log.jsonl, line 2: not '):
-        read_entries(tmp_path)
-
-
 # --- settings and provenance ---------------------------------------------------------------------
-
-
-def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
-    assert read_run_config(tmp_path) == {}
-    with pytest.raises(OSError, match='config.json'):
-        read_run_config(tmp_path, 'seed')
-    path = tmp_path / 'config.json'
-    path.write_text('{"seed": 3}')
-    assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
-    for text, needed, message in (
-        ('{"seed": 3}', ['seed', 'n_layer'], 'config.json does not say n_layer'),
-        ('{', [], 'config.json: not JSON'),
-        ('[]', [], 'config.json holds no settings'),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_run_config(tmp_path, *needed)
 
 
 def test_a_checkpoint_whose_config_is_refused_is_named(half):

@@ -12,13 +12,13 @@ from runs import edit_config, read_config, write_run
 
 from comparison import charts
 from comparison.plan import CompareConfig, Plan, decisive_settings, recorded_settings
+from comparison.runs import gpt_config
 from configurator import configure
 from model import GPTConfig
 from paper import insides, judging, verdicts
 from paper.claims import CLAIMS, SIGNS, Claim
 from paper.figures import FIGURES, NAMES, R, S, V
 from paper.runs import Run
-from rundir import gpt_config
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent

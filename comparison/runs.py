@@ -1,0 +1,306 @@
+"""
+A run that train.py has left in a folder: its settings, its log, whether it has finished, its facts.
+
+    state = read_state('out/run')
+    state.kind, state.detail          'finished', or what else it is, and why
+    state.config                      what config.json says: settings, origin, data, provenance
+    state.losses, state.loss          the last evaluation: {domain: loss, ..., 'mean': ...}, its mean
+    state.training()                  {step: training loss}
+    state.evaluations()               {step: {domain: loss, ..., 'mean': ...}}
+    state.model                       GPTConfig
+    state.facts                       {name: value} of all that decides the run's numbers
+
+    difference(a.facts, b.facts, but=('seed',))     None, or the first (name, value, other value)
+
+Facts are the decisive settings of TrainConfig and GPTConfig, those of a fork that this code does not
+know, `origin` (scratch, or whose weights the run began with), `resumed` (how its settings changed on
+the way), and, in runs that record them, `data` (the fingerprint of the token files) and how the run
+rounds (ROUNDING). Two facts are stated so that they are the same where they mean the same:
+`min_lr / learning_rate`, and `eval_iters * batch_size`, the rows that are evaluated (0: all).
+
+Everybody who asks whether two runs are the same, but for something, asks difference(). A run that is
+still to be trained has facts, too: facts(asdict(settings) | asdict(config)).
+"""
+
+import functools
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from configurator import first_line
+from model import GPTConfig
+from rundir import FACTS, build_config, name_misfits
+from train import INCIDENTAL, NOT_FINITE, TrainConfig
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def read_text(run, name):
+    """The text of a file of a run's folder. Raises OSError where there is none."""
+    return Path(run, name).read_text(errors='replace')
+
+
+def has_file(run, name):
+    return Path(run, name).exists()
+
+
+def read_entries(run):
+    """The lines of a run's log.jsonl, [{'step': ...}]. ValueError names a damaged line."""
+    path = Path(run, 'log.jsonl')
+    entries = []
+    for number, line in enumerate(read_text(run, 'log.jsonl').splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            raise ValueError(f'{path}, line {number}: not JSON') from None
+        is_entry = (
+            isinstance(entry, dict)
+            and isinstance(entry.get('step'), int)
+            and isinstance(entry.get('loss'), int | float | None)
+        )
+        if not is_entry:
+            raise ValueError(f'{path}, line {number}: not a line of a training log')
+        entries.append(entry)
+    return entries
+
+
+def read_losses(run):
+    """The training loss of a run, {step: loss}, where it is finite."""
+    losses = finite_losses(read_entries(run))
+    if not losses:
+        raise ValueError(f'{Path(run, "log.jsonl")} holds no training loss yet')
+    return losses
+
+
+def finite_losses(entries):
+    losses = {}
+    for entry in entries:
+        loss = entry.get('loss')
+        if loss is not None and math.isfinite(loss):
+            losses[entry['step']] = loss
+    return losses
+
+
+def read_run_config(run, *needed):
+    """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
+    of those `needed` is missing."""
+    path = Path(run, 'config.json')
+    if not has_file(run, 'config.json') and not needed:
+        return {}
+    try:
+        config = json.loads(read_text(run, 'config.json'))
+    except ValueError:
+        raise ValueError(f'{path}: not JSON') from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{path} holds no settings')
+    for name in needed:
+        if name not in config:
+            raise ValueError(f'{path} does not say {name}')
+    return config
+
+
+def gpt_config(settings, run):
+    """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
+    fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
+    path = Path(run, 'config.json')
+    with name_misfits(path):
+        return build_config(fields, path)
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+# How a run rounds. It is the machine's choice, unless it is what a comparison is about.
+ROUNDING = ('dtype', 'compile', 'attention')
+# Facts that older runs do not record. Where one of two runs lacks such a fact, they do not differ in it.
+RECORDED = ('data', *ROUNDING)
+
+# What may change when a run is resumed, and yet leave it the same run: where its data are, how its
+# steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
+HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
+
+
+def facts(values, entries=()):
+    """{name: value}, as JSON has values: all that decides the numbers of a run.
+
+    values: a config.json, or asdict() of a TrainConfig and a GPTConfig. entries: the run's log.
+    A setting that the file lacks was added since, with a default that changes nothing.
+    """
+    defaults = default_settings()
+    settings = {name: values.get(name, default) for name, default in defaults.items()}
+    settings['domain_weights'] = settings['domain_weights'] or {}  # None in older runs
+    rate, least = settings['learning_rate'], settings.pop('min_lr')
+    settings['min_lr / learning_rate'] = least / rate if rate else 0.0
+    settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
+
+    # A fork's settings, without those that are off.
+    known = defaults.keys() | INCIDENTAL | FACTS
+    unknown = {name: value for name, value in values.items() if value and name not in known}
+    recorded = {name: values.get(name) for name in RECORDED}
+    others = {'origin': origin_of(values), 'resumed': changes_on_the_way(entries)}
+    return as_json({**settings, **unknown, **others, **recorded})
+
+
+@functools.cache
+def default_settings():
+    """{name: value} of the settings that decide a run's numbers, in a run without any arguments."""
+    values = asdict(TrainConfig()) | asdict(GPTConfig())
+    return {name: value for name, value in values.items() if name not in INCIDENTAL}
+
+
+def origin_of(values):
+    """Whose weights a run began with; 'scratch' where nothing else is known."""
+    origin = values.get('origin', values.get('init_from'))
+    if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
+        return 'scratch'
+    return origin
+
+
+def changes_on_the_way(entries):
+    """['step 12: learning_rate=0.02, before 0.01', ...]: how a run's settings changed when it was
+    resumed, as far as that matters."""
+    words = []
+    for entry in entries:
+        for name, (old, new) in (entry.get('changed') or {}).items():
+            if name not in HARMLESS:
+                words.append(f'step {entry["step"]}: {name}={new!r}, before {old!r}')
+    return words
+
+
+def difference(a, b, but=()):
+    """The first (name, value, other value) in which two runs' facts differ, or None.
+
+    a, b: {name: value}, all facts or some of them. but: names of facts that may differ.
+    """
+    for name in {**a, **b}:  # in this order
+        value, other = a.get(name), b.get(name)
+        is_unrecorded = name in RECORDED and None in (value, other)
+        if name in but or is_unrecorded or same_value(value, other):
+            continue
+        return name, value, other
+    return None
+
+
+def same_value(a, b):
+    """Whether two settings are the same, but for the last bits of a float."""
+    both_numbers = isinstance(a, int | float) and isinstance(b, int | float)
+    if both_numbers and not isinstance(a, bool) and not isinstance(b, bool):
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
+    return a == b
+
+
+def as_json(value):
+    """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
+# --- what a run's folder holds --------------------------------------------------------------------
+
+# The kinds of State, besides `finished`: its last evaluation is in the log, and train.py saves before
+# it evaluates.
+# missing, unfinished: it has not begun, or not reached its last evaluation. damaged: its log cannot
+# be read; training resumes such a run, too, and leaves out the damaged line.
+WAITING = ('missing', 'unfinished', 'damaged')
+# failed: training ended with an error. diverged: its last evaluation is not finite. foreign: it is
+# not the run that was wanted.
+BROKEN = ('failed', 'diverged', 'damaged', 'foreign')
+
+
+@dataclass
+class State:
+    folder: Path
+    kind: str  # finished, or of WAITING or BROKEN
+    detail: str = ''
+    entries: list = field(default_factory=list)
+    config: dict = field(default_factory=dict)
+    # At the end of training: {domain: validation loss, ..., 'mean': mean over domains}
+    losses: dict = field(default_factory=dict)
+
+    @property
+    def loss(self):
+        return self.losses.get('mean')
+
+    @property
+    def has_diverged(self):
+        """Whether training itself has led to numbers that are not finite, at whatever step."""
+        gave_up = self.kind == 'failed' and NOT_FINITE in self.detail
+        return self.kind == 'diverged' or gave_up
+
+    @functools.cached_property
+    def facts(self):
+        return facts(self.config, self.entries)
+
+    @functools.cached_property
+    def model(self):
+        return gpt_config(self.config, self.folder)
+
+    def training(self):
+        """{step: training loss}, where it is finite."""
+        return finite_losses(self.entries)
+
+    def evaluations(self):
+        """{step: {domain: validation loss, ..., 'mean': mean over domains}}"""
+        return {entry['step']: entry['val'] for entry in self.entries if 'val' in entry}
+
+
+def read_state(folder, wanted=None, but=()):
+    """The State of a run. wanted: the facts that it must have, but for those named in `but`."""
+    folder = Path(folder)
+    failed = read_text(folder, 'failed.txt').strip() if has_file(folder, 'failed.txt') else ''
+    if not has_file(folder, 'log.jsonl'):
+        return State(folder, 'failed' if failed else 'missing', failed)
+    state = State(folder, 'unfinished')
+    losses = {}
+    try:
+        state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
+        state.entries = read_entries(folder)
+        other = difference(state.facts, wanted, but) if wanted else None
+        if other:
+            state.kind, state.detail = 'foreign', foreign_text(*other)
+            return state
+        losses = final_losses(state.entries, state.config['max_iters'])
+    except (ValueError, OSError) as error:
+        state.kind, state.detail = 'damaged', first_line(error)
+
+    if losses and all(isinstance(x, float) and math.isfinite(x) for x in losses.values()):
+        state.kind, state.losses = 'finished', losses
+    elif losses:
+        state.kind, state.detail = 'diverged', 'its validation loss is not finite'
+    elif failed:
+        state.kind, state.detail = 'failed', failed
+    elif state.kind == 'unfinished':
+        step = max((entry['step'] for entry in state.entries), default=0)
+        state.detail = f'step {step} of {state.config["max_iters"]}'
+    return state
+
+
+def foreign_text(name, value, wanted):
+    """In words, how a run differs from the one that is wanted."""
+    if name == 'data':
+        return 'it was trained on other data than its dataset now holds'
+    if name == 'resumed':
+        return f'it was resumed with other settings ({"; ".join(value)})'
+    text = f'a run with {name}={value!r}, not {wanted!r}'
+    if name not in default_settings().keys() | RECORDED and wanted is None:
+        text += ': a setting that this code does not know'
+    return text
+
+
+def final_losses(entries, steps):
+    """The last evaluation, {domain: loss, ..., 'mean': ...}; {} where it is not there yet."""
+    for entry in reversed(entries):
+        if 'val' in entry and entry['step'] == steps:
+            losses = entry['val']
+            if not isinstance(losses, dict) or 'mean' not in losses or not has_its_mean(losses):
+                raise ValueError(f'the evaluation at step {steps} is damaged')
+            return losses
+    return {}
+
+
+def has_its_mean(losses):
+    """Whether the mean of an evaluation is that of its domains, as far as they are finite numbers."""
+    domains = [loss for name, loss in losses.items() if name != 'mean']
+    if not domains or None in losses.values():
+        return True
+    return math.isclose(losses['mean'], statistics.fmean(domains), rel_tol=1e-6)

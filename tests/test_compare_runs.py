@@ -1,0 +1,138 @@
+"""comparison/runs.py: what is read of a run's folder, its facts, and what tells two runs apart."""
+
+import json
+
+import pytest
+import runs
+
+from comparison.runs import (
+    difference,
+    facts,
+    origin_of,
+    read_entries,
+    read_losses,
+    read_run_config,
+    read_state,
+)
+
+
+def write_log(tmp_path, text):
+    (tmp_path / 'log.jsonl').write_text(text)
+    return tmp_path
+
+
+def test_losses_are_those_of_training_that_are_finite(tmp_path):
+    write_log(
+        tmp_path, '{"step": 0, "loss": 3}\n{"step": 1, "loss": null}\n{"step": 1, "val": {}}\n'
+    )
+    assert read_losses(tmp_path) == {0: 3}
+    write_log(tmp_path, '{"step": 0, "val": {}}\n')
+    with pytest.raises(ValueError, match='log.jsonl holds no training loss yet'):
+        read_losses(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'line',
+    ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '', 'null', '\xff'],
+)
+def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
+    text = f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}'
+    (tmp_path / 'log.jsonl').write_text(text, encoding='latin-1')  # in which \xff is no UTF-8
+    with pytest.raises(ValueError, match=f'{tmp_path}/log.jsonl, line 2: not '):
+        read_entries(tmp_path)
+
+
+def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
+    assert read_run_config(tmp_path) == {}
+    with pytest.raises(OSError, match='config.json'):
+        read_run_config(tmp_path, 'seed')
+    path = tmp_path / 'config.json'
+    path.write_text('{"seed": 3}')
+    assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
+    for text, needed, message in (
+        ('{"seed": 3}', ['seed', 'n_layer'], 'config.json does not say n_layer'),
+        ('{', [], 'config.json: not JSON'),
+        ('[]', [], 'config.json holds no settings'),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_run_config(tmp_path, *needed)
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+SETTINGS = {'learning_rate': 0.1, 'min_lr': 0.01, 'eval_iters': 2, 'batch_size': 8, 'seed': 1}
+
+
+@pytest.mark.parametrize(
+    'values, name',
+    [
+        ({}, None),
+        ({'out_dir': 'elsewhere', 'log_interval': 7, 'commit': 'abc'}, None),
+        ({'v_residual': False, 'fork': 0}, None),  # a default, and what is off in a fork
+        ({'domain_weights': None}, None),  # older runs
+        ({'learning_rate': 0.1 + 1e-15, 'min_lr': 0.1 * 0.1}, None),
+        ({'data': 'abc', 'dtype': 'float16'}, None),  # which the other does not record
+        ({'seed': 2}, 'seed'),
+        ({'v_residual': True}, 'v_residual'),
+        ({'fork': 1}, 'fork'),
+        ({'min_lr': 0.02}, 'min_lr / learning_rate'),
+        ({'eval_iters': 4}, 'eval_iters * batch_size'),
+        ({'origin': 'out/a/ckpt_6.pt'}, 'origin'),
+    ],
+)
+def test_two_runs_differ_in_what_decides_their_numbers(values, name):
+    ours, theirs = facts(SETTINGS), facts({**SETTINGS, **values})
+    found = difference(ours, theirs)
+    assert (found and found[0]) == name
+    assert difference(ours, theirs, but=[name]) is None
+
+
+def test_runs_that_record_their_data_differ_in_it():
+    ours, theirs = facts({**SETTINGS, 'data': 'abc'}), facts({**SETTINGS, 'data': 'def'})
+    assert difference(ours, theirs) == ('data', 'abc', 'def')
+
+
+def test_a_resume_with_other_settings_is_a_fact_unless_it_does_no_harm():
+    changed = {'step': 6, 'changed': {'learning_rate': [1, 2], 'batch_size': [4, 8]}}
+    (words,) = facts(SETTINGS, [changed])['resumed']
+    assert 'step 6' in words and 'learning_rate=2' in words
+    assert facts(SETTINGS, [{'step': 6, 'changed': {'out_dir': ['a', 'b']}}])['resumed'] == []
+
+
+@pytest.mark.parametrize(
+    'val, kind',
+    [
+        ({'A': 1.0, 'B': 3.0, 'mean': 2.0}, 'finished'),
+        ({'mean': 2.0}, 'finished'),
+        ({'A': 1.0, 'B': None, 'mean': None}, 'diverged'),
+        ({'A': 1.0, 'B': 3.0, 'mean': 1.0}, 'damaged'),  # no mean of its domains
+        ({'A': 1.0}, 'damaged'),
+        (None, 'unfinished'),
+    ],
+)
+def test_a_run_has_finished_when_its_last_evaluation_is_in_the_log(tmp_path, val, kind):
+    lines = [{'step': 0, 'loss': 3.0}, {'step': 1, 'val': val}][: 1 if val is None else 2]
+    runs.write_log(tmp_path, lines)
+    (tmp_path / 'config.json').write_text(json.dumps({**SETTINGS, 'max_iters': 1}))
+    state = read_state(tmp_path)
+    assert state.kind == kind and bool(state.losses) == (kind == 'finished')
+    assert state.training() == {0: 3.0}
+    (tmp_path / 'failed.txt').write_text('no space left')
+    assert read_state(tmp_path).kind == ('failed' if kind == 'unfinished' else kind)
+    assert read_state(tmp_path, facts({**SETTINGS, 'max_iters': 2})).kind == 'foreign'
+
+
+@pytest.mark.parametrize(
+    'config, origin',
+    [
+        ({'init_from': 'scratch'}, 'scratch'),
+        ({'init_from': 'resume'}, 'scratch'),
+        ({'init_from': 'resume', 'origin': 'unknown'}, 'scratch'),
+        ({'init_from': 'a/ckpt.pt'}, 'a/ckpt.pt'),
+        ({'init_from': 'resume', 'origin': 'a/ckpt.pt'}, 'a/ckpt.pt'),
+        ({}, 'scratch'),
+    ],
+)
+def test_the_origin_of_a_run_survives_a_resume(config, origin):
+    assert origin_of(config) == origin
