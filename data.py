@@ -378,6 +378,7 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, w
 
     They are up to `iters` batches of full windows, evenly spaced over the domain's file; with
     iters=0, all windows. Every batch has batch_size rows, so that a compiled model sees one shape.
+    All ranks get as many: the targets of a batch that only fills up the number are all -1.
     """
     if iters:
         full = max(1, dataset.sequences('validation', domain, block_size))
@@ -385,6 +386,6 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, w
         rows = np.unique(rows.astype(int))
     else:
         rows = np.arange(windows(dataset, domain, block_size))
-    for first in range(rank * batch_size, len(rows), world_size * batch_size):
-        batch = rows[first : first + batch_size]
+    for first in range(0, len(rows), world_size * batch_size):
+        batch = rows[first:][rank * batch_size :][:batch_size]
         yield read_windows(dataset, domain, batch, block_size, size=batch_size)

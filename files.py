@@ -13,8 +13,10 @@ from pathlib import Path
 DATASET_FORMAT = 1
 
 
-def write_whole(path, data, shared=False):
-    """Write str or bytes to `path` completely or not at all, even when the power fails.
+@contextlib.contextmanager
+def whole_file(path, shared=False):
+    """A binary file to write, which becomes `path` at the end: completely or not at all, even when the
+    power fails.
 
     The temporary file beside it always has the same name, `<name>.tmp`, so that one that a killed
     process left is overwritten the next time. Only one process at a time may write to a path: see
@@ -25,20 +27,23 @@ def write_whole(path, data, shared=False):
     temporary = path.with_name(f'{path.name}.tmp')
     if shared:
         temporary = path.with_name(f'{path.name}.{os.uname().nodename}_{os.getpid()}.tmp')
-    raw = data.encode() if isinstance(data, str) else data
-
     try:
         with open(temporary, 'wb') as file:
-            file.write(raw)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         # A full disk should not hold half a file as well.
         temporary.unlink(missing_ok=True)
         raise
-
     sync_folder(path.parent)
+
+
+def write_whole(path, data, shared=False):
+    """Write str or bytes to `path` as whole_file() does."""
+    with whole_file(path, shared) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path, value):

@@ -175,26 +175,42 @@ class Machine:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, outcome):
+    def any(self, *flags):
+        """Of each flag, whether any process has it set."""
+        if not self.distributed:
+            return flags
+        counts = self.sum(torch.tensor(flags, dtype=torch.int64, device=self.device))
+        return counts.bool().tolist()
+
+    def gather(self, value):
+        """What each process gives. All wait for the last one."""
+        values = [value]
+        if self.distributed:
+            values = [None] * self.world_size
+            dist.all_gather_object(values, value)
+        return values
+
+    def fail_together(self, error):
         """Stop all processes with the first error of any, so that none waits for one that has left.
 
-        outcome: an exception, or what this process is about to do, in words or numbers. If processes
-        would do different things, that is a ValueError, too.
+        error: this process's, or None.
         """
-        outcomes = [outcome]
-        if self.distributed:
-            outcomes = [None] * self.world_size
-            dist.all_gather_object(outcomes, outcome)
-
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if not errors and len(set(outcomes)) > 1:
-            errors = [
-                ValueError(
-                    f'processes would go different ways, {outcomes}: out_dir must be shared by all'
-                )
-            ]
+        errors = [error for error in self.gather(error) if error]
         if errors:
             raise errors[0] if self.is_first else SystemExit(1)  # one line is enough
+
+    def agree(self, plan):
+        """Stop all processes with a ValueError if they are about to do different things.
+
+        plan: what this process is about to do, in words.
+        """
+        plans = self.gather(plan)
+        error = None
+        if len(set(plans)) > 1:
+            error = ValueError(
+                f'processes would go different ways, {plans}: out_dir must be shared by all'
+            )
+        self.fail_together(error)
 
     def name(self):
         """The GPU's name, or the kind of device."""
@@ -303,9 +319,11 @@ class Signals:
     def receive(self, number, frame):
         self.received.append(number)
 
+    def stopping(self):
+        """Whether a signal to stop waits to be taken."""
+        return any(number != signal.SIGUSR1 for number in self.received)
+
     def take(self):
         """(save?, stop?). Each signal is taken once, whenever it arrives."""
         received, self.received = self.received, []
-        save = bool(received)
-        stop = any(number != signal.SIGUSR1 for number in received)
-        return save, stop
+        return bool(received), received.count(signal.SIGUSR1) < len(received)

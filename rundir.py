@@ -1,11 +1,10 @@
 """
 A run's folder: what train.py writes there, and what every other program reads back.
 
-ckpt.pt, ckpt.pt.1, ...   checkpoints, newest first; ckpt_best.pt, ckpt_<step>.pt
-log.jsonl                 one JSON object per line: training steps, evaluations; where the run was
-                          resumed, the changed settings and the provenance, before and after
-config.json               settings, GPTConfig, origin (scratch, or whose weights came first) and
-                          provenance
+ckpt_<step>.pt   checkpoints. Of an older run, ckpt.pt is one, too
+log.jsonl        one JSON object per line: training steps, evaluations; where the run was resumed, the
+                 changed settings and the provenance, before and after
+config.json      settings, GPTConfig, origin (scratch, or whose weights came first) and provenance
 
 load_run(folder) gives the model, its tokenizer and the checkpoint.
 """
@@ -13,13 +12,11 @@ load_run(folder) gives the model, its tokenizer and the checkpoint.
 import collections
 import contextlib
 import datetime
-import itertools
 import json
 import math
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -33,7 +30,7 @@ import torch
 import tokenizer as tokenizers
 from configurator import first_line
 from data import dataset_folder
-from files import locked, sync_folder, write_json, write_whole
+from files import locked, whole_file, write_json, write_whole
 from hub.read import holds_weights
 from hub.read import load as load_hub
 from model import BASE, GPT, MAY_BE_MISSING, GPTConfig
@@ -63,121 +60,90 @@ def locked_run(folder):
 
 
 def checkpoints(folder):
-    """A run's checkpoints to resume from, newest first: ckpt.pt, ckpt.pt.1, ..., ckpt_best.pt."""
-    ages = {'ckpt.pt': 0, 'ckpt_best.pt': math.inf}
-    for path in Path(folder).glob('ckpt.pt.*'):
-        number = path.suffix[1:]
-        if number.isdecimal():
-            ages[path.name] = int(number)
-    paths = [Path(folder, name) for name in sorted(ages, key=ages.get)]
-    return [path for path in paths if path.exists()]
+    """A run's checkpoints, the highest step first."""
+    steps = {path: step_of(path) for path in Path(folder).glob('ckpt*.pt')}
+    paths = [path for path, step in steps.items() if step is not None]
+    return sorted(paths, key=steps.get, reverse=True)
 
 
-def kept_checkpoints(folder):
-    """The checkpoints that save_steps keep, newest first. A run resumes from none of them."""
-    steps = {}
-    for path in Path(folder).glob('ckpt_*.pt'):
-        step = path.stem.removeprefix('ckpt_')
-        if step.isdecimal():
-            steps[path] = int(step)
-    return sorted(steps, key=steps.get, reverse=True)
+def step_of(path):
+    """The step of a checkpoint, which its name says; None for another file.
+
+    The name of an older run's ckpt.pt does not. If it cannot be read, it counts as the newest, so
+    that it is not passed over in silence.
+    """
+    if path.name == 'ckpt.pt':
+        try:
+            return read_checkpoint(path)['step']
+        except Exception:  # zip, pickle and torch each raise their own
+            return math.inf
+    name = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
+    return int(name[1]) if name else None
 
 
 def no_checkpoint(path):
-    return f'there is no {path}: nothing to resume or load'
+    return f'{path} has no checkpoint: nothing to resume or load'
 
 
-def nothing_to_resume(folder):
-    """Why a folder without checkpoints() cannot be resumed, and what can be done."""
-    kept = kept_checkpoints(folder)
-    if not kept:
-        return no_checkpoint(Path(folder, 'ckpt.pt'))
-    return (
-        f'{folder} has no checkpoint to resume, only {kept[0].name}; start from its weights with '
-        f'--init_from={kept[0]} and another --out_dir, or rename it to ckpt.pt and continue the run '
-        'with --init_from=resume'
-    )
-
-
-def save_checkpoint(folder, checkpoint, keep=1, names=()):
-    """Write, flush, rename: a crash or a full disk leaves the earlier checkpoints whole.
-
-    The last keep - 1 of them stay as ckpt.pt.1, ckpt.pt.2, ... names: other names under which to
-    keep the new one, too. Raises OSError if it cannot be written.
-    """
-    older = [path for path in checkpoints(folder) if path.name != 'ckpt_best.pt']
-    path = folder / 'ckpt.pt'
-    temporary = folder / 'ckpt.tmp'
-    copy = folder / 'copy.tmp'
+def save_checkpoint(folder, checkpoint):
+    """Write ckpt_<step>.pt whole or not at all. Raises OSError if it cannot be written."""
+    path = folder / f'ckpt_{checkpoint["step"]}.pt'
+    older = checkpoints(folder)
     try:
-        # A killed run may have left it as another name of ckpt_best.pt.
-        temporary.unlink(missing_ok=True)
-        with open(temporary, 'wb') as file:
+        for left in folder.glob('ckpt_*.tmp'):  # by a killed process
+            left.unlink()
+        with whole_file(path) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-        # The other names come before the rename: a run killed in between writes them again.
-        for name in names:
-            copy.unlink(missing_ok=True)
-            try:
-                os.link(temporary, copy)
-            except OSError:  # a file system without links
-                shutil.copyfile(temporary, copy)
-                with open(copy, 'rb+') as file:
-                    os.fsync(file)
-            os.replace(copy, folder / name)
-
-        for i, old in reversed(list(enumerate(older, 1))):
-            os.replace(old, folder / f'ckpt.pt.{i}')
-        os.replace(temporary, path)
-        sync_folder(folder)
-
-        # Delete the oldest only now, so that there are never fewer than before.
-        for i in range(keep, len(older) + 1):
-            (folder / f'ckpt.pt.{i}').unlink()
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-        temporary.unlink(missing_ok=True)
-        copy.unlink(missing_ok=True)
         reason = error if isinstance(error, OSError) else error.__context__ or error
-        advice = '; the one before is whole: continue with --init_from=resume' if older else ''
+        advice = f'; {older[0]} is whole: continue with --init_from=resume' if older else ''
         raise OSError(f'cannot write {path}: {first_line(reason)}{advice}') from error
 
 
+def prune_checkpoints(folder, keep, save_steps):
+    """Delete a run's checkpoints but for the newest `keep`, those of save_steps, and the one with the
+    lowest validation loss in its log."""
+    losses = validation_losses(read_log(Path(folder, 'log.jsonl')))
+    paths = checkpoints(folder)
+    stay = {*paths[:keep], *(path for path in paths if step_of(path) in save_steps)}
+    evaluated = [path for path in paths if losses.get(step_of(path)) is not None]
+    if evaluated:
+        stay.add(min(evaluated, key=lambda path: losses[step_of(path)]))
+    for path in paths:
+        if path not in stay:
+            path.unlink()
+
+
 def load_checkpoint(path, warn=print):
-    """A checkpoint's dict, with the file that it is from under 'path'.
+    """A checkpoint's dict, with the file that it is from under 'path' and, under 'damaged', the newer
+    files that are damaged.
 
     path: a checkpoint file, or a run's folder, of which the newest whole checkpoint is loaded.
     Raises FileNotFoundError or ValueError where there is none, and OSError where the newest one
     cannot be read.
     """
     path = Path(path)
-    candidates = [path]
-    if path.is_dir():
-        candidates = checkpoints(path)
-        if not candidates:
-            raise FileNotFoundError(nothing_to_resume(path))
+    candidates = checkpoints(path) if path.is_dir() else [path]
+    if not candidates or not candidates[0].exists():
+        raise FileNotFoundError(no_checkpoint(path))
 
-    failure = None
+    damaged = {}
     for candidate in candidates:
         try:
             checkpoint = read_checkpoint(candidate)
-        except FileNotFoundError:
-            # Where a live run has just renamed it, a later candidate is the same checkpoint.
-            continue
         except (OSError, MemoryError):
             # The file may be whole: no permission, a network disk that fails, too little memory.
             raise
         except Exception as error:  # zip, pickle and torch each raise their own
             # torch's own advice, to trust the file, is bad advice.
-            failure = failure or ValueError(
+            damaged[candidate] = (
                 f'{candidate} is not a checkpoint of train.py, or damaged ({type(error).__name__})'
             )
             continue
-        if failure:
-            warn(f'warning: {failure}; going on from {candidate}, step {checkpoint["step"]}')
-        return {**checkpoint, 'path': candidate}
-    raise failure or FileNotFoundError(no_checkpoint(candidates[0]))
+        for message in damaged.values():
+            warn(f'warning: {message}; going on from {candidate}, step {checkpoint["step"]}')
+        return {**checkpoint, 'path': candidate, 'damaged': list(damaged)}
+    raise ValueError(damaged[candidates[0]])
 
 
 def read_checkpoint(path):
@@ -194,16 +160,6 @@ def read_checkpoint(path):
     if type(step) is not int or step < 0:
         raise TypeError
     return checkpoint
-
-
-def set_aside_newer(path):
-    """Rename the checkpoints newer than this one, which are damaged.
-
-    save_checkpoint() ignores their new names; under the old ones they would displace whole
-    checkpoints.
-    """
-    for newer in itertools.takewhile(lambda other: other != path, checkpoints(path.parent)):
-        os.replace(newer, newer.with_name(f'damaged_{newer.name}'))
 
 
 @contextlib.contextmanager
@@ -405,22 +361,12 @@ def find_weights(path):
     """What load_run() reads: a checkpoint file, or a Hugging Face folder. FileNotFoundError if it is
     missing."""
     path = Path(path)
-    if path.is_dir():
-        # Older checkpoints of a folder are for resuming only.
-        newest = path / 'ckpt.pt'
-        if newest.exists():
-            return newest
-        if holds_weights(path):
-            return path
-        others = checkpoints(path) + kept_checkpoints(path)
-        if others:
-            raise FileNotFoundError(
-                f'there is no {newest}; give one of the other checkpoints, such as {others[0]}'
-            )
-        path = newest
-    if not path.exists():
-        raise FileNotFoundError(no_checkpoint(path))
-    return path
+    paths = checkpoints(path)
+    if paths:
+        return paths[0]
+    if path.is_file() or holds_weights(path):
+        return path
+    raise FileNotFoundError(no_checkpoint(path))
 
 
 def load_tokenizer(path, checkpoint, where):
@@ -446,51 +392,64 @@ def load_tokenizer(path, checkpoint, where):
 # --- log and provenance --------------------------------------------------------------------------
 
 
-class Log:
-    """out_dir/log.jsonl, one object per line. On resume, lines past the checkpoint are cut."""
+def read_log(path, step=math.inf, warn=print):
+    """The entries of a log that stay when its run goes on at a step; a damaged one does not."""
+    entries = []
+    if not path.exists():
+        return entries
+    for line in path.read_text(errors='replace').splitlines():
+        try:
+            entry = json.loads(line)
+            # Evaluations and what is said of a resume come before the step itself.
+            stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
+            check_mean(entry)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            # It may be half a line, written when the run died.
+            warn(f'warning: {path} had a damaged line, left out now: {line[:60]}')
+            continue
+        if stays:
+            entries.append(entry)
+    return entries
 
-    def __init__(self, path, step=None):
-        self.recent = collections.deque(maxlen=100)  # losses
-        lines = []
-        if step is not None and path.exists():
-            lines = self.lines_before(path, step)
-        write_whole(path, ''.join(lines))
+
+def check_mean(entry):
+    """ValueError where the mean of an evaluation is not that of its domains."""
+    if 'val' not in entry:
+        return
+    losses = {**entry['val']}
+    mean = losses.pop('mean')
+    if None in losses.values():  # a loss that was not finite
+        return
+    if losses and not math.isclose(mean, statistics.mean(losses.values()), rel_tol=1e-6):
+        raise ValueError
+
+
+def validation_losses(entries):
+    """{step: validation loss, or None where it is not finite} of a log."""
+    return {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
+
+
+class Log:
+    """out_dir/log.jsonl, one object per line. entries: those that it begins with."""
+
+    def __init__(self, path, entries=()):
+        write_whole(path, ''.join(json.dumps(entry) + '\n' for entry in entries))
+        self.recent = collections.deque((entry.get('loss') for entry in entries), maxlen=100)
         self.file = open(path, 'a', buffering=1)
 
-    def lines_before(self, path, step):
-        lines = []
-        for line in path.read_text(errors='replace').splitlines():
-            try:
-                entry = json.loads(line)
-                # Evaluations and what is said of a resume come before the step itself.
-                is_step = 'loss' in entry
-                stays = entry['step'] < step or (entry['step'] == step and not is_step)
-            except (ValueError, TypeError, LookupError):  # half a line, written when the run died
-                print(
-                    f'warning: {path} had a damaged line, left out now: {line[:60]}',
-                    file=sys.stderr,
-                )
-                continue
-            if stays:
-                lines.append(line + '\n')
-                self.recent.append(entry.get('loss'))
-        return lines
-
     def write(self, entry):
-        """Write a line. Returns whether its loss is a spike, six standard deviations above the mean
-        of the last hundred; the line then says so, too."""
-        spike = False
-        before = [loss for loss in self.recent if isinstance(loss, float)]
+        """Write an entry, and return it as it was written. A loss that is a spike, six standard
+        deviations above the mean of the last hundred entries, is marked there."""
+        before = [loss for loss in self.recent if loss is not None]
         if 'loss' in entry and len(before) >= 20:
             limit = statistics.mean(before) + 6 * statistics.stdev(before)
-            spike = entry['loss'] > limit
-        if spike:
-            entry['spike'] = True
+            if entry['loss'] > limit:
+                entry = {**entry, 'spike': True}
         # JSON has no NaN: it becomes null.
         entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
         self.recent.append(entry.get('loss'))
         self.file.write(json.dumps(entry) + '\n')
-        return spike
+        return entry
 
     def flush(self):
         os.fsync(self.file)

@@ -14,11 +14,8 @@ Killed while it writes, a run goes on from the checkpoint before.
 
 import contextlib
 import datetime
-import gc
-import importlib.util
 import math
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -40,17 +37,16 @@ from rundir import (
     check_resume,
     checkpoints,
     compare_tokenizers,
-    kept_checkpoints,
     load_checkpoint,
     load_state,
     load_weights,
     locked_run,
     model_differences,
     name_misfits,
-    nothing_to_resume,
     provenance,
+    prune_checkpoints,
+    read_log,
     save_checkpoint,
-    set_aside_newer,
 )
 
 # --- settings ------------------------------------------------------------------------------------
@@ -59,7 +55,9 @@ from rundir import (
 @dataclass
 class TrainConfig:
     out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
-    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), a ckpt.pt, a HF folder
+    init_from: str = (
+        'scratch'  # scratch, resume, auto (resume if it can), a checkpoint, a HF folder
+    )
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = 'slimpajama'  # a folder in data/
@@ -80,15 +78,14 @@ class TrainConfig:
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # gradient norm; 0: no clipping
     # evaluation, log, checkpoints
-    eval_interval: int = 1000  # steps between evaluations with a checkpoint; 0: at the end only
+    eval_interval: int = 1000  # steps between evaluations; 0: at the end only
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     eval_only: bool = False  # evaluate and exit
-    log_interval: int = 1  # steps between log lines; signals and max_skipped are read then, too
-    keep_checkpoints: int = 2  # ckpt.pt, ckpt.pt.1, ...; besides them, ckpt_best.pt
-    save_steps: tuple = ()  # steps whose checkpoints are kept, as ckpt_<step>.pt
+    log_interval: int = 1  # steps between log lines
+    save_interval: int = 1000  # steps between checkpoints; 0: at the end only
+    keep_checkpoints: int = 2  # the newest ones; the best by its validation loss stays, too
+    save_steps: tuple = ()  # other steps with a checkpoint, all of which stay
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
-    eval_tasks: str = ''  # zero-shot tasks at the end, as in evaluate.py tasks --tasks=...
-    eval_data_dir: str = ''  # where their data are, as in evaluate.py; '': the hub
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'nanoresformer'  # its project
     wandb_run_name: str = ''  # its run; '': out_dir's name
@@ -127,29 +124,6 @@ class TrainConfig:
                 not is_number or step < 0 or step % 1,
                 f'save_steps={self.save_steps} has {step!r}, which is not a step; give whole numbers',
             )
-        self.check_tasks()
-
-    def check_tasks(self):
-        """Refuse before training what would only be found out after it."""
-        if not self.eval_tasks:
-            refuse(self.eval_data_dir, 'eval_data_dir does nothing without eval_tasks; drop it')
-            return
-        refuse(
-            self.eval_only,
-            'eval_only prints losses alone; drop eval_tasks, and run: python evaluate.py tasks '
-            f'{self.out_dir} --tasks={self.eval_tasks}',
-        )
-        from tasks import check_names, read_items  # here: training works from the core alone
-
-        names = self.eval_tasks.split(',')
-        check_names(names, self.eval_data_dir)
-        if self.eval_data_dir:
-            for name in names:
-                read_items(name, self.eval_data_dir)
-        refuse(
-            not importlib.util.find_spec('lm_eval'),
-            'eval_tasks needs lm-evaluation-harness: pip install lm_eval',
-        )
 
     @property
     def rows_per_step(self):
@@ -158,15 +132,15 @@ class TrainConfig:
 
 AT_LEAST_1 = 'gradient_accumulation_steps batch_size max_iters log_interval keep_checkpoints'
 AT_LEAST_0 = (
-    'eval_interval eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters '
+    'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters '
     'lr_decay_iters max_skipped'
 )
 
 # Settings that say where a run happens and how it is watched. Two runs that differ only in these
 # are the same run.
 INCIDENTAL = frozenset(
-    'out_dir init_from verify_data eval_interval eval_only log_interval keep_checkpoints save_steps '
-    'max_skipped eval_tasks eval_data_dir wandb_log wandb_project wandb_run_name device dtype '
+    'out_dir init_from verify_data eval_interval eval_only log_interval save_interval '
+    'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
     'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
 
@@ -327,8 +301,11 @@ def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_
 
 
 @torch.no_grad()
-def evaluate(model, dataset, settings, machine):
-    """{domain: loss, ..., 'mean': mean over domains}, in nats per token, on the same rows every time."""
+def evaluate(model, dataset, settings, machine, signals):
+    """{domain: loss, ..., 'mean': mean over domains}, in nats per token, on the same rows every time.
+
+    None if a signal to stop came, which is looked for after each batch.
+    """
     model.eval()
     domains = list(dataset.meta['splits']['validation'])
     sums = torch.zeros(len(domains), 2, device=machine.device)  # loss, tokens
@@ -343,11 +320,14 @@ def evaluate(model, dataset, settings, machine):
             machine.world_size,
         )
         for x, y in batches:
-            x, y = x.to(machine.device), y.to(machine.device)
-            with machine.autocast():
-                _, loss = model(x, y)
-            tokens = (y != -1).sum()
-            sums[i] += torch.stack((loss * tokens, tokens))
+            tokens = (y != -1).sum().item()
+            if tokens:
+                with machine.autocast():
+                    _, loss = model(x.to(machine.device), y.to(machine.device))
+                sums[i, 0] += loss * tokens
+                sums[i, 1] += tokens
+            if any(machine.any(signals.stopping())):
+                return None
     model.train()
 
     losses = [loss / tokens for loss, tokens in machine.sum(sums).tolist()]
@@ -369,25 +349,27 @@ class Start:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0
-    best: float = math.inf  # lowest validation loss
-    evaluated: bool = False  # whether a run that is resumed was evaluated at this step
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
     origin: str = 'scratch'  # or the file or folder that the run's first weights came from
     wandb_id: str | None = None
-    # Of a run that is resumed: settings that differ from before, and what made the part before.
+    # Of a run that is resumed: settings that differ from before, what made the part before, and the
+    # entries of its log.
     changed: dict = field(default_factory=dict)
     before: dict = field(default_factory=dict)
+    entries: list = field(default_factory=list)
+
+    @property
+    def evaluated(self):
+        """Whether its log has the evaluation of this step."""
+        return any('val' in entry and entry['step'] == self.step for entry in self.entries)
 
 
 def start_run(settings, config, machine, closing):
     """The Start of a run, once all processes agree that it can start. Locks the run's folder."""
     writes = machine.is_first and not settings.eval_only
-    problem = None
-    if writes:
-        problem = lock_problem(settings, closing)
-    machine.agree(problem)
+    machine.fail_together(lock_problem(settings, closing) if writes else None)
 
-    checkpoint = start = None
+    checkpoint = start = problem = None
     try:
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(settings.out_dir) else 'scratch'
@@ -403,13 +385,14 @@ def start_run(settings, config, machine, closing):
         start = Start(dataset, rows, model, optimizer, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config, machine.warn)
-        outcome = f'{settings.init_from} from step {start.step}'
     except (ValueError, OSError) as error:
-        outcome = error
-    machine.agree(outcome)
+        problem = error
+    machine.fail_together(problem)
+    machine.agree(f'{settings.init_from} from step {start.step}')
 
     if writes and settings.init_from == 'resume':
-        set_aside_newer(checkpoint['path'])
+        for path in checkpoint['damaged']:
+            path.rename(f'{path}.damaged')
     return start
 
 
@@ -451,7 +434,6 @@ def open_checkpoint(settings, config, machine):
             f'{out} already holds a run; continue it with --init_from=resume, choose another '
             '--out_dir, or delete it',
         )
-        refuse(kept_checkpoints(out), nothing_to_resume(out))
     if settings.init_from == 'scratch':
         return None
     if resumes or not Path(settings.init_from).is_dir():
@@ -493,11 +475,10 @@ def take_over(checkpoint, start, settings, config, warn):
         load_weights(start.model, checkpoint)
         load_state(start.optimizer, start.scaler, checkpoint)
     start.step = checkpoint['step']
-    start.best = checkpoint.get('best', math.inf)
-    start.skipped = checkpoint.get('skipped', (0, 0))
+    start.entries = read_log(Path(settings.out_dir, 'log.jsonl'), start.step, warn)
     start.wandb_id = checkpoint.get('wandb_id')
     # Older checkpoints do not say these.
-    start.evaluated = checkpoint.get('evaluated', True)
+    start.skipped = checkpoint.get('skipped', (0, 0))
     start.origin = checkpoint.get('origin', 'unknown')
     start.before = checkpoint.get('provenance', {})
 
@@ -515,11 +496,8 @@ class Reporter:
         self.machine = machine
         self.start = start
         self.active = machine.is_first
-        self.best = start.best  # lowest validation loss so far
         self.tracker = None
         self.wandb_id = start.wandb_id
-        resumes = settings.init_from == 'resume'
-        self.saved = start.step if resumes else None  # step of the last checkpoint
         if not self.active:
             return
 
@@ -540,11 +518,13 @@ class Reporter:
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
         print(f'{inner:,} parameters without embeddings, {total:,} with\n')
 
-        self.log = Log(out / 'log.jsonl', self.saved)
+        self.log = Log(out / 'log.jsonl', start.entries)
         if start.changed:
             print('resumed with other settings:', start.changed)
-        # A finished run that is resumed as it was has no new part.
-        is_new_part = not resumes or start.changed or start.step < settings.max_iters
+        # A finished run that is resumed has no new part, but it may be one that was shortened.
+        resumes = settings.init_from == 'resume'
+        trains = start.step < settings.max_iters or 'max_iters' in start.changed
+        is_new_part = not resumes or trains
         if is_new_part:
             # config.json holds what the newest part of a run was made with, the log of all others.
             write_json(out / 'config.json', everything)
@@ -576,15 +556,15 @@ class Reporter:
             print(f'warning: no wandb: {error}', file=sys.stderr)
 
     def write(self, entry):
-        """Log an entry. Returns whether its loss is a spike."""
-        spike = self.log.write(entry)
+        """Log an entry, and return it as it was written."""
+        entry = self.log.write(entry)
         if self.tracker:
             values = entry
             if 'val' in entry:
                 values = {f'val/{domain}': loss for domain, loss in entry['val'].items()}
             with contextlib.suppress(Exception):  # never fatal
                 self.tracker.log(values, step=entry['step'])
-        return spike
+        return entry
 
     def evaluation(self, step, losses, model):
         if not self.active:
@@ -597,7 +577,7 @@ class Reporter:
         print(f'step {step} | validation loss {losses["mean"]:.4f}')
 
     def step(self, step, loss, norm, lr, scaler, skipped, seconds):
-        """Log one step; seconds: the time that a step takes."""
+        """Log one step; seconds: the time that it took."""
         if not self.active:
             return
         speed = self.tokens_per_step / seconds
@@ -605,7 +585,7 @@ class Reporter:
         if self.peak_flops:
             mfu = self.flops_per_token * speed / self.machine.world_size / self.peak_flops
         scale = scaler.get_scale() if scaler.is_enabled() else None
-        spike = self.write(
+        entry = self.write(
             {
                 'step': step,
                 'loss': loss,
@@ -622,7 +602,7 @@ class Reporter:
         words = [f'step {step}', f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.3f}']
         if scale is not None:
             words.append(f'scale {scale:g}')
-        if spike:
+        if 'spike' in entry:
             words.append('loss spike')
         if skipped:
             words.append(f'{skipped} steps skipped')
@@ -632,26 +612,12 @@ class Reporter:
         words.append(f'{datetime.timedelta(seconds=round(seconds * steps_left))} left')
         print(' | '.join(words), flush=True)
 
-    def checkpoint(self, step, losses, skipped):
-        """Write the checkpoint of a step. losses: of its evaluation, or None."""
+    def checkpoint(self, step, skipped):
+        """Write the checkpoint of a step."""
         if not self.active:
             return
         # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
         self.log.flush()
-        if losses and not math.isfinite(losses['mean']):
-            print(
-                'warning: the validation loss is not finite: no checkpoint is written, and the earlier ones stay',
-                file=sys.stderr,
-            )
-            return
-
-        names = []
-        if step in self.settings.save_steps:
-            names.append(f'ckpt_{step}.pt')
-        if losses and losses['mean'] < self.best:
-            self.best = losses['mean']
-            names.append('ckpt_best.pt')
-
         start = self.start
         tokenizer = start.dataset.meta['tokenizer']
         checkpoint = {
@@ -666,47 +632,30 @@ class Reporter:
                 'sha256': start.dataset.hashes(),
                 'tokenizer': {name: tokenizer[name] for name in ('name', 'sha256')},
             },
-            'best': self.best,
-            'evaluated': losses is not None,
-            'skipped': skipped.tolist(),
+            'skipped': list(skipped),
             'origin': start.origin,
             'wandb_id': self.wandb_id,
             'provenance': self.provenance,
         }
-        folder = Path(self.settings.out_dir)
-        save_checkpoint(folder, checkpoint, self.settings.keep_checkpoints, names)
-        self.saved = step
+        save_checkpoint(Path(self.settings.out_dir), checkpoint)
+        self.prune()
+
+    def prune(self):
+        settings = self.settings
+        prune_checkpoints(settings.out_dir, settings.keep_checkpoints, settings.save_steps)
 
     def finish(self, step, interrupted):
         if not self.active:
             return
-        if not interrupted:
-            print(f'finished at step {step}')
-        elif self.saved == step:
+        # The last evaluation may have found a better checkpoint.
+        self.prune()
+        if interrupted:
             print(f'interrupted at step {step}; the run is saved')
-        elif self.saved is None:
-            print(f'interrupted at step {step}; no checkpoint has been written')
         else:
-            print(f'interrupted at step {step}; the last checkpoint is of step {self.saved}')
+            print(f'finished at step {step}')
         if self.tracker:
             with contextlib.suppress(Exception):
                 self.tracker.finish()
-
-
-class Clock:
-    """Seconds per step since the last look, or since the last evaluation."""
-
-    def __init__(self):
-        self.restart()
-
-    def restart(self):
-        self.began = time.perf_counter()
-        self.steps = 0
-
-    def seconds_per_step(self):
-        seconds = (time.perf_counter() - self.began) / self.steps
-        self.restart()
-        return seconds
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -723,65 +672,74 @@ def train(settings, config, machine, micro_steps, closing):
         checkpoint_blocks(model)
     compiled = compile_model(model, settings)
     wrapped = distribute(compiled, machine)
-
+    signals = closing.enter_context(Signals())
     if settings.eval_only:
-        losses = evaluate(compiled, start.dataset, settings, machine)
-        if machine.is_first:
+        losses = evaluate(compiled, start.dataset, settings, machine, signals)
+        if losses and machine.is_first:
             print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
-        return False
+        return losses is None
 
     reporter = Reporter(settings, config, machine, start)
-    signals = closing.enter_context(Signals())
     loader = open_loader(start, settings, machine)
-    skipped = torch.tensor(start.skipped, device=machine.device)
-    save = stop = False
-    clock = Clock()
+    step = start.step
+    saved = step if settings.init_from == 'resume' else None
+    skipped, in_a_row = start.skipped
 
-    for step in range(start.step, settings.max_iters + 1):
+    while True:
         last = step == settings.max_iters
-        at_interval = settings.eval_interval > 0 and step % settings.eval_interval == 0
-        # A run that is shortened to the step where it was interrupted lacks its last evaluation.
-        evaluates = (last or at_interval) and (step > start.step or not start.evaluated)
-        keeps = step in settings.save_steps and step != reporter.saved
-        if evaluates or keeps or save:
-            losses = None
-            if evaluates:
-                losses = evaluate(compiled, start.dataset, settings, machine)
-                reporter.evaluation(step, losses, model)
-            reporter.checkpoint(step, losses, skipped)
-            save = False
-            clock.restart()
-        if last or stop:
+        save, stop = machine.any(*signals.take())
+
+        # Save first: what is saved cannot be lost while it is evaluated.
+        is_due = step > 0 and at_interval(step, settings.save_interval)
+        if step != saved and (is_due or step in settings.save_steps or save or last):
+            reporter.checkpoint(step, (skipped, in_a_row))
+            saved = step
+        if stop:
+            break
+
+        evaluates = last or at_interval(step, settings.eval_interval)
+        if evaluates and not (step == start.step and start.evaluated):
+            losses = evaluate(compiled, start.dataset, settings, machine, signals)
+            if losses is None:
+                continue  # to save and to stop
+            reporter.evaluation(step, losses, model)
+        if last:
             break
 
         seed_step(step, settings, machine)
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group['lr'] = lr
+        began = time.perf_counter()
         loss, norm = train_step(
             wrapped, optimizer, scaler, machine, loader.next, micro_steps, settings.grad_clip
         )
-        clock.steps += 1
-        skipped = count_skipped(skipped, ~norm.isfinite())
+        if norm.isfinite():  # this waits for the device
+            in_a_row = 0
+        else:
+            skipped += 1
+            in_a_row += 1
+        seconds = time.perf_counter() - began
+        if scaler.is_enabled() and scaler.get_scale() < 1:  # below it, gradients vanish
+            scaler.update(1.0)
 
         if step % settings.log_interval == 0:
-            flags = torch.tensor(signals.take(), device=machine.device)
-            # This waits for the device.
-            loss, save, stop = machine.sum(torch.cat((loss[None], flags))).tolist()
-            skipped_in_all, skipped_in_a_row = skipped.tolist()
-            if scaler.is_enabled() and scaler.get_scale() < 1:  # below it, gradients vanish
-                scaler.update(1.0)
-            seconds = clock.seconds_per_step()
-            loss /= machine.world_size
-            reporter.step(step, loss, norm.item(), lr, scaler, skipped_in_all, seconds)
-            if settings.max_skipped and skipped_in_a_row >= settings.max_skipped:
-                machine.agree(gave_up(step, skipped_in_a_row, settings))
+            loss = machine.sum(loss).item() / machine.world_size
+            reporter.step(step, loss, norm.item(), lr, scaler, skipped, seconds)
+        if settings.max_skipped and in_a_row >= settings.max_skipped:
+            machine.fail_together(gave_up(step, in_a_row, settings))
+        step += 1
 
     loader.close()
     # Leave together: soon after the first process has left, torchrun kills the others.
-    machine.agree(step)
-    reporter.finish(step, interrupted=not last)
-    return not last
+    machine.gather(step)
+    reporter.finish(step, interrupted=stop)
+    return stop
+
+
+def at_interval(step, interval):
+    """Whether a step is a multiple of an interval; of 0, none is."""
+    return interval > 0 and step % interval == 0
 
 
 def open_loader(start, settings, machine):
@@ -801,17 +759,6 @@ def seed_step(step, settings, machine):
     repeats them."""
     number = (settings.seed * 1_000_003 + step) * machine.world_size + machine.rank
     torch.manual_seed(number % 2**63)
-
-
-def count_skipped(skipped, is_skipped):
-    """(skipped steps in all, the last ones in a row), a tensor, after one more step.
-
-    On the device, which the training loop does not wait for.
-    """
-    in_all, in_a_row = skipped
-    in_all = torch.where(is_skipped, in_all + 1, in_all)
-    in_a_row = torch.where(is_skipped, in_a_row + 1, 0)
-    return torch.stack((in_all, in_a_row))
 
 
 def share_of_micro_steps(settings, processes):
@@ -842,28 +789,6 @@ def gave_up(step, skipped, settings):
     )
 
 
-def evaluate_tasks(settings):
-    """Run `evaluate.py tasks` as a separate program on one device. Returns its exit status."""
-    options = {
-        'out_dir': settings.out_dir,
-        'tasks': settings.eval_tasks,
-        'data_dir': settings.eval_data_dir,
-        'device': settings.device,
-        'dtype': settings.dtype,
-        'out': f'{settings.out_dir}/tasks.json',
-    }
-    command = [sys.executable, Path(__file__).with_name('evaluate.py'), 'tasks']
-    command += [f'--{name}={value}' for name, value in options.items()]
-    # The other process needs the memory that this one has kept for reuse.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    environment = dict(os.environ)
-    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'):
-        environment.pop(name, None)
-    return subprocess.run(command, env=environment).returncode
-
-
 LESS_MEMORY = (
     'Halve batch_size, and double gradient_accumulation_steps and eval_iters: the same step, the same '
     'data order and the same validation text. Or set --activation_memory_budget=0.9, or '
@@ -892,8 +817,6 @@ def main():
         machine.close()
     if interrupted:
         sys.exit(INTERRUPTED)
-    if settings.eval_tasks and machine.is_first:
-        sys.exit(evaluate_tasks(settings))
 
 
 if __name__ == '__main__':

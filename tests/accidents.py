@@ -61,15 +61,23 @@ def die_before_flush():
     train.train_step = at_call(6, train.train_step, prepare_to_die)
 
 
-def die_before_rename(number):
+def die_before_rename():
+    """The checkpoint of step 6 is on the disk, and has not got its name."""
     replace = os.replace
-    dying = at_call(number, replace, die)
 
     def replace_or_die(source, target):
-        is_checkpoint = str(target).endswith('ckpt.pt')
-        return (dying if is_checkpoint else replace)(source, target)
+        if str(target).endswith('ckpt_6.pt'):
+            die()
+        replace(source, target)
 
     os.replace = replace_or_die
+
+
+def die_in_an_evaluation():
+    """In the middle of the last evaluation, the third."""
+    batches = train.validation_batches
+    domains = 3
+    train.validation_batches = at_call(3 * domains, batches, die)
 
 
 def die_in_an_append():
@@ -133,9 +141,9 @@ def be_elsewhere():
 
 CASES = {
     'before flush': die_before_flush,
-    'before the first rename': lambda: die_before_rename(1),
-    'before rename': lambda: die_before_rename(2),  # the one before has another name by now
+    'before rename': die_before_rename,
     'in the middle of an append': die_in_an_append,
+    'in the last evaluation': die_in_an_evaluation,
     'death, then preemption': die_then_be_preempted,
     'not finite': lose_a_loss,
     'a lost disk': lose_a_disk,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import write_dataset
 from programs import BYTES, ours
-from runs import good, load
+from runs import good, newest
 
 from data import Dataset
 
@@ -42,7 +42,7 @@ def train_once():
     write_byte_dataset(Path('data/bytes'), {'A': 700, 'B': 321, 'C': 130})
     write_byte_dataset(Path('data/short'), {'A': 700, 'B': 21, 'C': 2})
     good('out/trained', **SIZE, dataset='bytes', max_iters=1, save_steps=())
-    return load('out/trained/ckpt.pt')
+    return newest('out/trained')
 
 
 def write_run(checkpoint, name, dataset='bytes', **changes):

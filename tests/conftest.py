@@ -105,7 +105,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def whole(work):
-    """The out_dir of 12 steps in one go, with checkpoints at 0, 6 (kept) and 12."""
+    """The out_dir of 12 steps in one go, with checkpoints at 6 and 12."""
     import runs
 
     runs.good('out/whole')
@@ -119,11 +119,9 @@ def half(whole):
 
     def half(name, **changes):
         shutil.copytree(whole, name)
-        path = Path(name, 'ckpt.pt')
-        os.replace(Path(name, 'ckpt_6.pt'), path)
-        Path(name, 'ckpt.pt.1').unlink()
-        Path(name, 'ckpt_best.pt').unlink()
+        Path(name, 'ckpt_12.pt').unlink()
         if changes:
+            path = Path(name, 'ckpt_6.pt')
             torch.save({**runs.load(path), **changes}, path)
         return name
 

@@ -139,7 +139,7 @@ finished_runs() {
     local model run
     for model in vanilla resformer svformer neutreno denseformer learned_resformer; do
         run=$RUNS/$model
-        if [ -e "$run/ckpt.pt" ] && grep -q "\"step\": $ITERATIONS," "$run/log.jsonl"; then
+        if [ -e "$run/ckpt_$ITERATIONS.pt" ] && grep -q "\"step\": $ITERATIONS," "$run/log.jsonl"; then
             echo "$run"
         fi
     done

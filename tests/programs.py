@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from conftest import write_dataset
-from runs import call, good, load
+from runs import call, good, newest
 
 import tokenizer
 from model import GPT, GPTConfig
@@ -91,7 +91,7 @@ def trained(work):
 def run_with(model, trained, name):
     """A run's folder like `trained`, with another model in it."""
     Path(name).mkdir(parents=True)
-    checkpoint = load(f'{trained}/ckpt.pt')
+    checkpoint = newest(trained)
     checkpoint['model'] = model.state_dict()
     checkpoint['model_config'] = model.config.__dict__
     torch.save(checkpoint, f'{name}/ckpt.pt')

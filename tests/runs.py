@@ -18,6 +18,7 @@ from conftest import ROOT, contents
 from torch.distributed import TCPStore
 
 import train
+from rundir import checkpoints
 
 TRAIN = {'A': 5000, 'B': 3000, 'C': 1500}
 VALIDATION = {'A': 700, 'B': 300, 'C': 20}
@@ -221,8 +222,14 @@ def load(path):
     return torch.load(path, map_location='cpu', weights_only=True)
 
 
-def steps_of_checkpoints(paths):
-    return [load(path)['step'] for path in paths]
+def newest(out_dir):
+    """A run's newest checkpoint."""
+    return load(checkpoints(out_dir)[0])
+
+
+def steps_of_checkpoints(out_dir):
+    """The steps of a run's checkpoints, newest first."""
+    return [load(path)['step'] for path in checkpoints(out_dir)]
 
 
 def same(a, b):
@@ -238,7 +245,7 @@ def same(a, b):
 def assert_same_run(a, b):
     """Bit for bit: every logged number, the weights, AdamW's and the scaler's state."""
     assert history(a) == history(b)
-    one, two = load(Path(a, 'ckpt.pt')), load(Path(b, 'ckpt.pt'))
+    one, two = newest(a), newest(b)
     for part in ('model', 'optimizer', 'scaler', 'step', 'data', 'model_config'):
         assert same(one[part], two[part]), part
 

@@ -17,7 +17,7 @@ import torch
 from conftest import ROOT, write_dataset
 from programs import assert_one_line
 from programs import program as call_program
-from runs import finish, good, load, start
+from runs import finish, good, newest, start
 from test_analyze import KINDS, analyzed, assert_close, every_kind, inside
 
 import tokenizer
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     size = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=257)
     steps = dict(max_iters=2, eval_interval=2, warmup_iters=1, lr_decay_iters=2, save_steps=())
     good('out/trained', dataset='bytes', **size, **steps)
-    checkpoint = load('out/trained/ckpt.pt')
+    checkpoint = newest('out/trained')
     for seed, (name, fields) in enumerate(MODELS.items()):
         config = GPTConfig(**{**RUN, **fields})
         model = reference.perturb(GPT(config), seed)
@@ -83,7 +83,7 @@ def report(kind, *names, **settings):
 
 
 def run_model(name):
-    checkpoint = load(f'out/{name}/ckpt.pt')
+    checkpoint = newest(f'out/{name}')
     model = GPT(GPTConfig(**checkpoint['model_config']))
     model.load_state_dict(checkpoint['model'])
     return model.eval()
@@ -414,7 +414,7 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at)
 
 def test_a_report_says_of_which_run_and_step_it_is(at):
     (found,) = report('entropy', 'vanilla2', sequences=2)['runs'].values()
-    checkpoint = load('out/vanilla2/ckpt.pt')
+    checkpoint = newest('out/vanilla2')
     assert found['step'] == checkpoint['step'] > 0
     for name in ('seed', 'learning_rate', 'max_iters', 'dataset'):
         assert found['settings'][name] == checkpoint['settings'][name]

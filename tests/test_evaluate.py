@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from byte_runs import RESFORMER, random_model, write_byte_dataset
 from programs import BYTES, assert_one_line, table
 from programs import program as call_program
-from runs import load, ranks
+from runs import newest, ranks
 
 import evaluate
 import tokenizer
@@ -123,7 +123,7 @@ def test_losses_are_those_of_a_slow_loop_over_the_windows(run, changes):
         mean = sum(entry[name] for entry in domains) / 3
         assert report['mean'][name] == pytest.approx(mean, abs=1e-12)
     assert (report['block_size'], report['dataset']) == (32, 'data/bytes')
-    assert report['step'] == load(f'{out}/ckpt.pt')['step'] == 1
+    assert report['step'] == newest(out)['step'] == 1
 
 
 def test_a_standard_error_is_the_usual_one_and_a_short_window_hardly_counts():
@@ -256,7 +256,7 @@ def test_a_lower_precision_changes_the_losses_little(run):
 def test_a_run_whose_losses_are_not_finite_is_refused_and_not_written(run):
     """JSON has no NaN."""
     outs = run('sound'), run('overflowed')
-    checkpoint = load(f'{outs[1]}/ckpt.pt')
+    checkpoint = newest(outs[1])
     checkpoint['model']['transformer.wte.weight'][1, 0] = math.nan
     torch.save(checkpoint, f'{outs[1]}/ckpt.pt')
 
@@ -364,7 +364,7 @@ def test_another_dataset_of_the_same_name_is_refused_unless_it_is_named(run):
     assert before['dataset'] == after['dataset'] and before['data'] != after['data']
     assert after['data'] == Dataset('remade').fingerprint()
 
-    checkpoint = load(f'{out}/ckpt.pt')
+    checkpoint = newest(out)
     del checkpoint['data']['sha256']  # as an older version wrote it
     torch.save(checkpoint, f'{out}/ckpt.pt')
     assert compared(out)['runs'][out] == after

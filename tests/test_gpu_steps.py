@@ -31,7 +31,7 @@ with open(os.environ['CALLS'], 'a') as file:
     file.write(json.dumps(words) + '\\n')
 if words[0] == 'train.py':
     os.makedirs(options['out_dir'], exist_ok=True)
-    for name in ('ckpt.pt', 'config.json', 'log.jsonl'):
+    for name in ('ckpt_400.pt', 'config.json', 'log.jsonl'):
         with open(os.path.join(options['out_dir'], name), 'w') as file:
             file.write('{{"step": 400, "val": {{}}}}')
 elif 'out' in options and 'prepare' not in words[0]:

@@ -256,7 +256,7 @@ def test_a_run_is_exported_and_exported_again_into_the_same_folder(trained, tmp_
     status, out, _ = exported(trained, folder)
     assert status == 0 and str(folder) in out
     first = contents(folder)
-    assert exported(f'{trained}/ckpt.pt', folder)[0] == 0
+    assert exported(f'{trained}/ckpt_2.pt', folder)[0] == 0
     assert contents(folder) == first
     model, _, _ = load_run(trained)
     assert torch.equal(load_remote(folder)(tokens()).logits, model(tokens())[0])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import SCALING, assert_equal_logits, written
 from programs import BYTES, tokens
-from runs import TINY, evaluations, good, here, load, refused
+from runs import TINY, evaluations, good, here, newest, refused
 
 import data
 import hub.convert
@@ -84,7 +84,7 @@ def test_training_from_a_folder_begins_with_its_loss(work, name):
 
 
 def export(run, to):
-    checkpoint = load(f'{run}/ckpt.pt')
+    checkpoint = newest(run)
     model = GPT(GPTConfig(**checkpoint['model_config']))
     model.load_state_dict(checkpoint['model'])
     hub.convert.export(model, BYTES, to)
@@ -93,7 +93,7 @@ def export(run, to):
 def test_training_from_an_export_begins_with_its_loss(whole):
     export(whole, 'from/export')
     line = evaluated('from/export')
-    assert line == evaluated(f'{whole}/ckpt.pt')
+    assert line == evaluated(f'{whole}/ckpt_12.pt')
     assert parsed(line) == pytest.approx(evaluations(whole)[-1]['val'], abs=6e-5)
 
 
@@ -102,7 +102,7 @@ def test_training_from_an_exported_variant_begins_with_its_loss(work):
     good('out/svformer', **svformer, max_iters=2)
     export('out/svformer', 'from/svformer')
     line = evaluated('from/svformer', **svformer)
-    assert line == evaluated('out/svformer/ckpt.pt', **svformer)
+    assert line == evaluated('out/svformer/ckpt_2.pt', **svformer)
     refused('from/svformer', 'c_attn', init_from='from/svformer')
 
 

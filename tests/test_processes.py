@@ -20,9 +20,9 @@ from runs import (
     finish,
     good,
     good_ranks,
-    load,
     log,
     losses,
+    newest,
     ranks,
     run_train,
     snapshot,
@@ -50,7 +50,7 @@ def test_two_processes_reproduce_one(two, whole):
     for ours, theirs in zip(log(two), log(whole), strict=True):
         assert ours.get('grad_norm', 0) == pytest.approx(theirs.get('grad_norm', 0), abs=1e-4)
         assert ours.get('lr') == theirs.get('lr')
-    one, both = load(f'{whole}/ckpt.pt'), load(f'{two}/ckpt.pt')
+    one, both = newest(whole), newest(two)
     assert one['model'].keys() == both['model'].keys() and one['data'] == both['data']
 
 
@@ -62,7 +62,7 @@ def test_evaluation_is_the_same_on_one_and_two_processes(two, whole):
 
 def test_a_run_of_two_processes_resumes_on_one(two, whole):
     shutil.copytree(two, 'out/two-one')
-    os.replace('out/two-one/ckpt_6.pt', 'out/two-one/ckpt.pt')
+    os.remove('out/two-one/ckpt_12.pt')
     good('out/two-one', init_from='resume')
     assert_close_losses('out/two-one', whole)
 
@@ -76,7 +76,7 @@ def test_a_run_of_one_process_resumes_on_two(half, whole):
 def test_a_run_of_two_processes_resumes_on_two_bit_for_bit(work):
     good_ranks('out/two-whole', dropout=0.2)
     shutil.copytree('out/two-whole', 'out/two-two')
-    os.replace('out/two-two/ckpt_6.pt', 'out/two-two/ckpt.pt')
+    os.remove('out/two-two/ckpt_12.pt')
     good_ranks('out/two-two', dropout=0.2, init_from='resume')
     assert_same_run('out/two-two', 'out/two-whole')
 
@@ -117,8 +117,8 @@ def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefix
     good('out/eager', n_layer=1)
     good_ranks('out/compiled', compile=True, n_layer=1)
     assert_close_losses('out/compiled', 'out/eager', tolerance=1e-3)
-    keys = load('out/eager/ckpt.pt')['model'].keys()
-    assert load('out/compiled/ckpt.pt')['model'].keys() == keys
+    keys = newest('out/eager')['model'].keys()
+    assert newest('out/compiled')['model'].keys() == keys
 
 
 def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(work):
@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(work):
         assert status == 0, err
     entries = training_steps('out/lone')
     assert [entry['grad_norm'] is None for entry in entries] == [n == 3 for n in range(12)]
-    assert load('out/lone/ckpt.pt')['skipped'] == [1, 0] and entries[-1]['loss'] < 4
+    assert newest('out/lone')['skipped'] == [1, 0] and entries[-1]['loss'] < 4
 
 
 @pytest.mark.skipif(not hasattr(LaunchConfig, 'shutdown_timeout'), reason='torch 2.11 lacks it')

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, write_dataset
 from programs import assert_one_line, program
-from runs import finish, load, log, read_config, start, write_run
+from runs import finish, log, newest, read_config, start, write_run
 
 from machine import Machine
 from paper import analyze, figures, reproduce, runs
@@ -136,7 +136,7 @@ def test_an_interrupted_training_is_saved_and_goes_on(here):
         interrupt(process)
         status, _, err = finish(process)
         assert status == 75 and len(err.splitlines()) == 1 and 'same command' in err, err
-        before, saved = saved, load(run / 'ckpt.pt')['step']
+        before, saved = saved, newest(run)['step']
         steps = [entry['step'] for entry in log(run) if 'loss' in entry]
         assert saved > before and steps == list(range(saved))
         assert '; the run is saved' in (run / 'train.log').read_text()

@@ -13,7 +13,7 @@ import reference
 import torch
 from conftest import ROOT
 from programs import BYTES, MALICE, Evil, assert_one_line, cut, ours, program, run_with, small_bpe
-from runs import ENVIRONMENT, load
+from runs import ENVIRONMENT, newest
 from safetensors.torch import load_file
 from variants import SV
 
@@ -265,8 +265,8 @@ def test_a_damaged_or_unsafe_checkpoint_is_refused_though_an_older_one_lies_besi
     )
     for damage in ('truncated', 'unsafe'):
         shutil.copytree(trained, folder, dirs_exist_ok=True)
-        path = folder / 'ckpt.pt'
-        shutil.copy(path, folder / 'ckpt.pt.1')
+        path = folder / 'ckpt_2.pt'
+        shutil.copy(path, folder / 'ckpt_1.pt')
         if damage == 'truncated':
             cut(path, 0.7)
         else:
@@ -274,8 +274,8 @@ def test_a_damaged_or_unsafe_checkpoint_is_refused_though_an_older_one_lies_besi
         for main, *words in calls:
             assert_one_line(program(main, *words)[0], path, 'damaged')
 
-    path.unlink()
-    assert_one_line(program(sample.main, *calls[0][1:])[0], path)
+    shutil.rmtree(folder)
+    assert_one_line(program(sample.main, *calls[0][1:])[0], folder)
     assert not marker.exists() and not to.exists()
 
 
@@ -285,7 +285,7 @@ def test_a_runs_missing_dataset_is_named_and_not_looked_for_on_the_hub(trained, 
 
     monkeypatch.setattr('huggingface_hub.hf_hub_download', ask)
     run = run_with(ours(), trained, 'out/elsewhere')
-    checkpoint = load(f'{run}/ckpt.pt')
+    checkpoint = newest(run)
     checkpoint['settings']['dataset'] = 'gone'
     checkpoint['data']['tokenizer'] = {'name': 'gpt2', 'sha256': '0' * 64}
     torch.save(checkpoint, f'{run}/ckpt.pt')
@@ -295,7 +295,7 @@ def test_a_runs_missing_dataset_is_named_and_not_looked_for_on_the_hub(trained, 
 
 def test_another_tokenizer_than_the_runs_is_refused_with_its_place(trained, tmp_path):
     run = run_with(ours(), trained, 'out/of-gpt2')
-    checkpoint = load(f'{run}/ckpt.pt')
+    checkpoint = newest(run)
     checkpoint['data']['tokenizer'] = {'name': 'gpt2', 'sha256': '0' * 64}
     torch.save(checkpoint, f'{run}/ckpt.pt')
 

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +21,12 @@ from runs import (
     load,
     log,
     losses,
+    newest,
     read_config,
     same,
     snapshot,
     start,
+    steps_of_checkpoints,
     training_steps,
 )
 from torch import nn
@@ -33,7 +34,7 @@ from variants import VARIANTS, config_of, tokens
 
 import train
 from data import Dataset, validation_batches
-from machine import Machine
+from machine import Machine, Signals
 from model import GPT, MLP, GPTConfig
 from rundir import FACTS
 
@@ -95,43 +96,25 @@ def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
 
 
 def test_a_checkpoint_loads_with_weights_only_and_has_no_wrapper_prefixes(whole):
-    checkpoint = load(Path(whole, 'ckpt.pt'))
+    checkpoint = newest(whole)
     model = GPT(GPTConfig(**checkpoint['model_config']))
     assert set(checkpoint['model']) == set(model.state_dict())
     assert checkpoint['step'] == 12 and checkpoint['data']['row'] == 12 * 8
     assert checkpoint['settings']['learning_rate'] == 1e-2 and checkpoint['wandb_id'] is None
 
 
-def test_checkpoints_are_written_at_evaluations_save_steps_and_the_end(work, monkeypatch):
-    written = []
-    save = train.save_checkpoint
-
-    def watching(folder, checkpoint, keep, names):
-        written.append((checkpoint['step'], names[:1]))
-        save(folder, checkpoint, keep, names)
-
-    monkeypatch.setattr(train, 'save_checkpoint', watching)
-    good('out/kept', max_iters=5, eval_interval=2, save_steps=(1, 4))
-    assert [step for step, _ in written] == [0, 1, 2, 4, 5]
-    names = [names for _, names in written if names != ['ckpt_best.pt']]
-    assert names == [['ckpt_1.pt'], ['ckpt_4.pt']]
-
-    steps = {'ckpt.pt': 5, 'ckpt.pt.1': 4, 'ckpt_1.pt': 1, 'ckpt_4.pt': 4}
-    files = sorted([*steps, 'ckpt_best.pt', 'config.json', 'log.jsonl'])
-    assert sorted(os.listdir('out/kept')) == files
-    assert {name: load(f'out/kept/{name}')['step'] for name in steps} == steps
-    values = {entry['step']: entry['val']['mean'] for entry in evaluations('out/kept')}
-    assert list(values) == [0, 2, 4, 5]
-    best = load('out/kept/ckpt_best.pt')
-    assert best['step'] == min(values, key=values.get) and best['best'] == min(values.values())
+def test_checkpoints_are_written_every_save_interval_at_save_steps_and_at_the_end(work):
+    options = dict(save_interval=3, save_steps=(1,), keep_checkpoints=9)
+    good('out/saved', max_iters=7, **options)
+    assert steps_of_checkpoints('out/saved') == [7, 6, 3, 1]
+    good('out/end', max_iters=2, save_interval=0, save_steps=())
+    assert sorted(os.listdir('out/end')) == ['ckpt_2.pt', 'config.json', 'log.jsonl']
 
 
-def test_with_an_eval_interval_of_zero_only_the_end_is_evaluated_and_saved(work):
+def test_with_an_eval_interval_of_zero_only_the_end_is_evaluated(work):
     good('out/sparse', max_iters=7, eval_interval=0, log_interval=3, save_steps=())
     entries = [(entry['step'], 'val' in entry) for entry in log('out/sparse')]
     assert entries == [(0, False), (3, False), (6, False), (7, True)]
-    assert not Path('out/sparse/ckpt.pt.1').exists()
-    assert load('out/sparse/ckpt.pt')['step'] == 7
 
 
 def test_learned_mixing_weights_are_logged_at_evaluations(work):
@@ -174,7 +157,8 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
     dataset = Dataset('tiny')
     model = GPT(config, seed=3)
     model.lm_head.weight.data *= 20  # rows differ
-    result = train.evaluate(model, dataset, settings, Machine('cpu'))
+    with Signals() as signals:
+        result = train.evaluate(model, dataset, settings, Machine('cpu'), signals)
     assert model.training
     for domain, count in tokens_counted.items():
         text = torch.from_numpy(dataset.read('validation', domain, 0, 9999))[: count + 1]
@@ -203,7 +187,7 @@ def test_half_the_batch_and_twice_the_iterations_evaluate_the_same_text(work):
 @pytest.mark.parametrize('seed', [0, -1, 10**20])
 def test_any_integer_is_a_seed(work, seed):
     good(f'out/seed{seed}', seed=seed, dropout=0.1, max_iters=1)
-    assert load(f'out/seed{seed}/ckpt.pt')['settings']['seed'] == seed
+    assert newest(f'out/seed{seed}')['settings']['seed'] == seed
 
 
 def test_eval_only_prints_the_losses_and_writes_nothing(whole, work):
@@ -232,7 +216,7 @@ def test_resume_is_bitwise_equal(work, options):
     good(f'{name}-resumed', **options, max_iters=6)
     good(f'{name}-resumed', **options, init_from='resume')
     assert_same_run(name, f'{name}-resumed')
-    assert (load(f'{name}/ckpt.pt')['scaler'] != {}) == (options['dtype'] == 'float16')
+    assert (newest(name)['scaler'] != {}) == (options['dtype'] == 'float16')
 
 
 def test_a_forks_random_numbers_are_those_of_the_seed_and_the_step(work, monkeypatch):
@@ -295,7 +279,7 @@ def test_changes_that_resume_allows_take_effect_and_are_logged(half):
     (changed,) = (entry['changed'] for entry in log(name) if 'changed' in entry)
     assert changed == {**changes, 'out_dir': ['out/whole', name]}
     assert 'weight_decay' in text
-    groups = load(f'{name}/ckpt.pt')['optimizer']['param_groups']
+    groups = newest(name)['optimizer']['param_groups']
     assert [group['weight_decay'] for group in groups] == [0.5, 0.0]
     assert all(tuple(group['betas']) == (0.9, 0.9) for group in groups)
 
@@ -313,20 +297,17 @@ def test_precision_may_change_on_resume(work, before, after):
 def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys):
     # A neutral start: the vanilla model's loss.
     neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))
-    good('out/weights', init_from=f'{whole}/ckpt.pt', max_iters=1, seed=7, **neutral)
+    good('out/weights', init_from=f'{whole}/ckpt_12.pt', max_iters=1, seed=7, **neutral)
     note = (
-        f'note: {whole}/ckpt.pt was trained as another model: residual_lambda=(), here (0.0, 1.0); '
+        f'note: {whole}/ckpt_12.pt was trained as another model: residual_lambda=(), here (0.0, 1.0); '
         'residual_learned=False, here True; v_residual=False, here True'
     )
     assert note in capsys.readouterr().err
     first = log('out/weights')[0]
     assert first['step'] == 0 and first['val'] == log(whole)[-1]['val']
-    checkpoint = load('out/weights/ckpt.pt')
+    checkpoint = newest('out/weights')
     assert checkpoint['step'] == 1
-    assert (
-        checkpoint['origin'] == f'{whole}/ckpt.pt'
-        and load(f'{whole}/ckpt.pt')['origin'] == 'scratch'
-    )
+    assert checkpoint['origin'] == f'{whole}/ckpt_12.pt' and newest(whole)['origin'] == 'scratch'
     moments = checkpoint['optimizer']['state'].values()
     assert {state['step'].item() for state in moments} == {1.0}
 
@@ -334,15 +315,15 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     first_part = read_config('out/weights')
     good('out/weights', init_from='resume', max_iters=2, seed=7, **neutral)
     config = read_config('out/weights')
-    assert (config['init_from'], config['origin']) == ('resume', f'{whole}/ckpt.pt')
-    assert load('out/weights/ckpt.pt')['origin'] == f'{whole}/ckpt.pt'
+    assert (config['init_from'], config['origin']) == ('resume', f'{whole}/ckpt_12.pt')
+    assert newest('out/weights')['origin'] == f'{whole}/ckpt_12.pt'
     (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)
     assert resumed['step'] == 1 and resumed['changed'] == {'max_iters': [1, 2]}
     assert resumed['provenance']['commit'] == config['commit']
     assert 'note:' not in capsys.readouterr().err
 
     # The same model is taken without a note.
-    good('out/same', init_from=f'{whole}/ckpt.pt', max_iters=1, dropout=0.1)
+    good('out/same', init_from=f'{whole}/ckpt_12.pt', max_iters=1, dropout=0.1)
     assert 'note:' not in capsys.readouterr().err
     assert {'date', 'load', 'commit'} <= resumed['before'].keys()
     assert all(first_part[name] == value for name, value in resumed['before'].items())
@@ -429,21 +410,21 @@ def test_float16_skips_a_step_that_overflows(half):
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**40)
     scaler.scale(torch.zeros(1))
     name = half('out/overflow', scaler=scaler.state_dict())
-    before = load(f'{name}/ckpt.pt')
+    before = newest(name)
     good(name, init_from='resume', dtype='float16', max_iters=7)
     last = training_steps(name)[-1]
     assert last['step'] == 6 and last['grad_norm'] is None
     assert last['scale'] == 2.0**39 and math.isfinite(last['loss'])
-    after = load(f'{name}/ckpt.pt')
+    after = newest(name)
     assert same(before['model'], after['model'])
     assert same(before['optimizer']['state'], after['optimizer']['state'])
 
 
 def test_a_diverged_run_still_writes_a_log_of_json(half):
     name = half('out/diverged')
-    checkpoint = load(f'{name}/ckpt.pt')
+    checkpoint = newest(name)
     checkpoint['model']['lm_head.weight'] *= math.nan
-    torch.save(checkpoint, f'{name}/ckpt.pt')
+    torch.save(checkpoint, f'{name}/ckpt_6.pt')
     good(name, init_from='resume', max_iters=7)
     assert training_steps(name)[-1]['loss'] is None  # log() accepts no NaN
     assert log(name)[-1]['val'] == {'A': None, 'B': None, 'C': None, 'mean': None}
@@ -505,7 +486,7 @@ def test_the_rate_in_the_log_and_in_the_optimizer_is_the_schedules(whole):
     settings = train.TrainConfig(warmup_iters=3, max_iters=12, learning_rate=1e-2)
     for entry in training_steps(whole):
         assert entry['lr'] == train.learning_rate(entry['step'], settings)
-    for name, last_step in (('ckpt_6.pt', 5), ('ckpt.pt', 11)):
+    for name, last_step in (('ckpt_6.pt', 5), ('ckpt_12.pt', 11)):
         groups = load(f'{whole}/{name}')['optimizer']['param_groups']
         assert [g['lr'] for g in groups] == [train.learning_rate(last_step, settings)] * 2
 
@@ -565,7 +546,7 @@ def test_mfu_is_of_all_gpus_peak():
         peak_flops=1e6,
         machine=SimpleNamespace(world_size=8),
         settings=train.TrainConfig(),
-        write=logged.append,
+        write=lambda entry: logged.append(entry) or entry,
     )
     scaler = torch.amp.GradScaler('cpu', enabled=False)
     train.Reporter.step(reporter, 0, 3.0, 1.0, 6e-4, scaler, 0, seconds=0.5)

@@ -26,6 +26,7 @@ from runs import (
     load,
     log,
     losses,
+    newest,
     same,
     steps_of_checkpoints,
     training_steps,
@@ -33,34 +34,30 @@ from runs import (
 
 import train
 from files import locked
-from machine import INTERRUPTED
-from rundir import Log, checkpoints
+from machine import INTERRUPTED, Signals
+from rundir import Log, checkpoints, read_log
 
 # --- kills ---------------------------------------------------------------------------------------
 
-# Which checkpoints a kill at that moment leaves, and their steps.
+# The steps of the checkpoints that a kill at that moment leaves.
 KILLS = {
-    'before flush': {'ckpt.pt': 0, 'ckpt_best.pt': 0},
-    'before the first rename': {'ckpt_best.pt': 0},
-    'before rename': {'ckpt.pt.1': 0, 'ckpt_best.pt': 6},
-    'in the middle of an append': {'ckpt.pt': 6, 'ckpt.pt.1': 0, 'ckpt_best.pt': 6},
+    'before flush': [3],
+    'before rename': [3],
+    'in the middle of an append': [9, 6],
+    'in the last evaluation': [12, 9, 6],
 }
 
 
-@pytest.mark.parametrize('keep', [1, 2])
 @pytest.mark.parametrize('moment', KILLS)
-def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whole, moment, keep):
-    name = f'out/{moment} {keep}'
-    options = dict(init_from='auto', save_steps=(), keep_checkpoints=keep)
+def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whole, moment):
+    name = f'out/{moment}'
+    options = dict(init_from='auto', save_steps=(), save_interval=3)
     status, _, err = finish(fork(train_with, moment, *command_line(name, options)))
     assert status == -signal.SIGKILL, err
-    left = dict(KILLS[moment])
-    if keep == 1 and 'ckpt.pt' in left:
-        left.pop('ckpt.pt.1', None)
-    assert {path.name: load(path)['step'] for path in checkpoints(name)} == left
+    assert steps_of_checkpoints(name) == KILLS[moment]
     good(name, **options)
     assert_same_run(name, whole)
-    assert not Path(name, 'ckpt.tmp').exists()
+    assert not list(Path(name).glob('*.tmp'))
 
 
 # --- preemption ----------------------------------------------------------------------------------
@@ -92,7 +89,7 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whol
     status, text = signalled(monkeypatch, number, 4, name)
     assert status == INTERRUPTED == 75 and 'interrupted at step 5; the run is saved' in text
     assert signal.getsignal(number) == before
-    assert load(f'{name}/ckpt.pt')['step'] == 5 and log(name)[-1]['step'] == 4
+    assert newest(name)['step'] == 5 and log(name)[-1]['step'] == 4
     good(name, init_from='resume')
     assert_same_run(name, whole)
 
@@ -100,51 +97,70 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whol
 def test_sigusr1_saves_once_and_goes_on(monkeypatch, whole):
     status, _ = signalled(monkeypatch, signal.SIGUSR1, 8, 'out/usr1', keep_checkpoints=9)
     assert status == 0
-    assert steps_of_checkpoints(checkpoints('out/usr1')) == [12, 9, 6, 0, 12]
+    assert steps_of_checkpoints('out/usr1') == [12, 9, 6]
     assert_same_run('out/usr1', whole)
 
 
-@pytest.mark.parametrize(
-    'number, saved', [(signal.SIGTERM, [6, 0]), (signal.SIGUSR1, [9, 6, 0])], ids=str
-)
-def test_a_signal_between_the_look_at_the_signals_and_their_clearing_is_not_lost(
-    monkeypatch, work, number, saved
+def test_a_signal_that_comes_while_the_signals_are_looked_at_is_not_lost():
+    class List(list):
+        """A list during whose first look another signal comes."""
+
+        def __bool__(self):
+            signals.receive(signal.SIGUSR1, None)
+            return len(self) > 0
+
+    signals = Signals()
+    signals.received = List([signal.SIGTERM])
+    assert signals.take() == (True, True)
+    assert signals.take() == (True, False)
+
+
+@pytest.mark.parametrize('step', [6, 12])
+@pytest.mark.parametrize('eval_interval', [0, 6])
+def test_a_signal_between_two_batches_of_an_evaluation_saves_and_stops(
+    monkeypatch, whole, step, eval_interval
 ):
-    tensor = torch.tensor
-    looks = itertools.count()
+    """Resumed, a run that was stopped in its last evaluation only evaluates."""
+    name = f'out/evaluating {step} {eval_interval}'
+    options = dict(eval_interval=eval_interval, save_steps=(), max_iters=step)
+    batches = train.validation_batches
 
-    def signalled_tensor(value, *args, **options):
-        result = tensor(value, *args, **options)
-        is_look = isinstance(value, tuple) and [type(flag) for flag in value] == [bool, bool]
-        if is_look and next(looks) == 4:
-            send(number)
-        return result
+    def signalled_batches(*args):
+        for number, batch in enumerate(batches(*args)):
+            if len(log(name)) >= step and number == 1:
+                send(signal.SIGTERM)
+            yield batch
 
-    name = f'out/between {number.name}'
-    monkeypatch.setattr(torch, 'tensor', signalled_tensor)
-    status, _ = here(name, eval_interval=9, max_iters=9, save_steps=(), keep_checkpoints=9)
-    assert status == (75 if number == signal.SIGTERM else 0)
-    kept = [path for path in checkpoints(name) if path.name != 'ckpt_best.pt']
-    assert steps_of_checkpoints(kept) == saved
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'validation_batches', signalled_batches)
+        status, text = here(name, **options)
+    assert status == 75 and f'interrupted at step {step}; the run is saved' in text
+    assert steps_of_checkpoints(name) == [step]
+    assert step not in [entry['step'] for entry in evaluations(name)]
+
+    before = log(name)
+    text = good(name, init_from='auto', **options)
+    assert log(name)[:-1] == before and f'finished at step {step}' in text
+    assert log(name)[-1] == [e for e in evaluations(whole) if e['step'] == step][0]
 
 
-def test_a_signal_is_heeded_at_the_next_log_line(monkeypatch, work):
-    status, _ = signalled(monkeypatch, signal.SIGTERM, 5, 'out/later', log_interval=4)
-    assert status == 75 and load('out/later/ckpt.pt')['step'] == 9
+def test_a_finished_run_that_lost_its_last_line_is_evaluated_again(whole):
+    shutil.copytree(whole, 'out/lost line')
+    path = Path('out/lost line/log.jsonl')
+    path.write_bytes(path.read_bytes()[:-60])
+    good('out/lost line', init_from='auto')
+    assert log('out/lost line') == log(whole)
 
 
-@pytest.mark.parametrize(
-    'first, words',
-    [(4.0, 'the last checkpoint is of step 0'), (math.nan, 'no checkpoint has been written')],
-)
-def test_an_interrupted_run_whose_loss_is_not_finite_says_what_is_saved(
-    monkeypatch, work, first, words
-):
-    values = itertools.chain([first], itertools.repeat(math.nan))
-    monkeypatch.setattr(train, 'evaluate', lambda *args: {'mean': next(values)})
-    options = dict(eval_interval=2, save_steps=())
-    status, text = signalled(monkeypatch, signal.SIGTERM, 1, f'out/unsaved {first}', **options)
-    assert status == 75 and f'interrupted at step 2; {words}\n' in text
+def test_a_mean_that_is_not_its_domains_is_evaluated_again(whole, capsys):
+    shutil.copytree(whole, 'out/false mean')
+    path = Path('out/false mean/log.jsonl')
+    *lines, last = log(whole)
+    false = {**last, 'val': {**last['val'], 'mean': 1.0}}
+    path.write_text(''.join(json.dumps(line) + '\n' for line in [*lines, false]))
+    good('out/false mean', init_from='resume')
+    assert 'log.jsonl' in capsys.readouterr().err
+    assert log('out/false mean') == log(whole)
 
 
 def test_a_run_shortened_to_the_step_of_its_interruption_is_evaluated_there_once(monkeypatch, work):
@@ -155,28 +171,27 @@ def test_a_run_shortened_to_the_step_of_its_interruption_is_evaluated_there_once
         text = good('out/shortened', init_from='resume', max_iters=4, **options)
         assert 'finished at step 4' in text
         assert [entry['step'] for entry in evaluations('out/shortened')] == [4]
-    assert load('out/shortened/ckpt.pt')['step'] == load('out/shortened/ckpt_best.pt')['step'] == 4
+    assert steps_of_checkpoints('out/shortened') == [4]
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_the_last_checkpoints_are_kept_and_the_best(work):
-    def steps():
-        return {path.name: load(path)['step'] for path in checkpoints('out/keep')}
-
-    options = dict(eval_interval=1, save_steps=())
-    good('out/keep', max_iters=5, keep_checkpoints=3, **options)
-    assert steps() == {'ckpt.pt': 5, 'ckpt.pt.1': 4, 'ckpt.pt.2': 3, 'ckpt_best.pt': 5}
+def test_the_newest_checkpoints_stay_and_those_of_save_steps_and_the_best(work, monkeypatch):
+    means = iter([5.0, 4.0, 3.0, 4.0, 5.0, 6.0, 2.0, 4.0])
+    monkeypatch.setattr(train, 'evaluate', lambda *args: {'A': (m := next(means)), 'mean': m})
+    options = dict(eval_interval=1, save_interval=1, save_steps=(1,))
+    good('out/keep', max_iters=5, keep_checkpoints=2, **options)
+    assert steps_of_checkpoints('out/keep') == [5, 4, 2, 1]
     good('out/keep', max_iters=6, keep_checkpoints=1, init_from='resume', **options)
-    assert steps() == {'ckpt.pt': 6, 'ckpt_best.pt': 6}
+    assert steps_of_checkpoints('out/keep') == [6, 1]
 
 
 @pytest.mark.parametrize('damage', ['one bit', 'truncated', 'missing'])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, whole, damage, capsys):
     name = f'out/{damage}'
     good(name, max_iters=9, eval_interval=3, save_steps=(6,))
-    newest = Path(name, 'ckpt.pt')
+    newest = Path(name, 'ckpt_9.pt')
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.unlink()
@@ -189,8 +204,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, whole, d
     text = capsys.readouterr().err
     is_damaged = damage != 'missing'
     assert ('warning: ' in text and 'damaged' in text) == is_damaged
-    assert Path(name, 'damaged_ckpt.pt').exists() == is_damaged  # not in the place of a whole one
-    assert steps_of_checkpoints(checkpoints(name)) == [12, 6, 12]
+    assert Path(name, 'ckpt_9.pt.damaged').exists() == is_damaged  # not in the place of a whole one
+    assert steps_of_checkpoints(name) == [12, 6]
     assert losses(name).items() >= losses(whole).items()
     assert training_history(name, 7) == training_history(whole, 7)
 
@@ -199,14 +214,13 @@ def training_history(name, first):
     return [entry for entry in history(name) if entry['step'] >= first and 'loss' in entry]
 
 
-def test_the_best_checkpoint_is_the_last_resort(work, whole, capsys):
-    good('out/resort', max_iters=9, eval_interval=3, save_steps=())
-    for path in checkpoints('out/resort')[:-1]:
-        path.unlink()
-        path.write_bytes(b'damaged')
-    good('out/resort', init_from='auto')
-    assert 'going on from out/resort/ckpt_best.pt, step 9' in capsys.readouterr().err
-    assert losses('out/resort').items() >= losses(whole).items()
+def test_an_older_runs_checkpoint_is_found_by_the_step_inside_it(half, whole):
+    name = half('out/old')
+    Path(name, 'ckpt_6.pt').rename(f'{name}/ckpt.pt')
+    shutil.copy(f'{whole}/ckpt_12.pt', f'{name}/ckpt_2.pt')
+    good(name, init_from='resume', save_steps=(2, 6))
+    assert [path.name for path in checkpoints(name)] == ['ckpt_12.pt', 'ckpt.pt', 'ckpt_2.pt']
+    assert_same_run(name, whole)
 
 
 ONE = torch.ones(1)
@@ -236,10 +250,10 @@ def test_a_checkpoint_of_another_make_is_one_line(work, whole, change):
     Path(name).mkdir()
     checkpoint = {**load(f'{whole}/ckpt_6.pt'), **FOREIGN[change]}
     checkpoint = {key: value for key, value in checkpoint.items() if value is not None}
-    torch.save(checkpoint, f'{name}/ckpt.pt')
+    torch.save(checkpoint, f'{name}/ckpt_6.pt')
     status, _ = here(name, init_from='resume')
     assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status, status
-    assert f'{name}/ckpt.pt' in status and os.listdir(name) == ['ckpt.pt']
+    assert f'{name}/ckpt_6.pt' in status and os.listdir(name) == ['ckpt_6.pt']
 
 
 def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(work, whole, capsys):
@@ -300,15 +314,15 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(work, monkeypa
     assert [entry['skipped'] for entry in steps] == [0, 0, 0, 1, 1, 2, 2, 2]
     if change is not_a_number:
         assert steps[3]['grad_norm'] is None and steps[5]['grad_norm'] is None
-    assert load(f'{name}/ckpt.pt')['skipped'] == [2, 0] and log(name)[-1]['val']['mean'] < 5
+    assert newest(name)['skipped'] == [2, 0] and log(name)[-1]['val']['mean'] < 5
 
 
 def test_too_many_such_steps_in_a_row_stop_the_run_and_name_the_last_checkpoint(work, monkeypatch):
     spoil(monkeypatch, {1, 2, *range(4, 99)}, not_a_number)
-    status, _ = here('out/stopped', max_skipped=3, eval_interval=2, max_iters=50)
+    status, _ = here('out/stopped', max_skipped=3, save_interval=2, max_iters=50)
     assert status.startswith('error: 3 steps in a row, up to step 6,')
-    assert 'out/stopped/ckpt.pt' in status
-    checkpoint = load('out/stopped/ckpt.pt')
+    assert 'out/stopped/ckpt_6.pt' in status
+    checkpoint = newest('out/stopped')
     assert checkpoint['step'] == 6 and checkpoint['skipped'] == [4, 2]
     assert all(value.isfinite().all() for value in checkpoint['model'].values())
 
@@ -328,13 +342,13 @@ def test_max_skipped_of_zero_never_stops_a_run(work, monkeypatch):
 
 def test_a_diverged_run_keeps_the_checkpoint_that_was_good(work):
     name = 'out/diverged'
-    options = dict(eval_interval=5, max_iters=200, save_steps=())
+    options = dict(eval_interval=1, save_interval=1, max_iters=200, save_steps=())
     status, _ = here(name, dtype='float16', learning_rate=1e6, warmup_iters=5, **options)
-    assert status.startswith('error: 20 steps in a row') and f'{name}/ckpt.pt' in status, status
+    steps = steps_of_checkpoints(name)
+    assert status.startswith('error: 20 steps in a row'), status
+    assert f'{name}/ckpt_{steps[0]}.pt' in status and f'{name}/ckpt_{steps[-1]}.pt' in status
     validation = {entry['step']: entry['val']['mean'] for entry in log(name) if 'val' in entry}
-    step = load(f'{name}/ckpt.pt')['step']
-    assert validation[step] is not None
-    assert step < max(validation) and validation[max(validation)] is None
+    assert validation[steps[0]] is None and validation[steps[-1]] is not None
 
 
 def test_the_scale_of_float16_has_a_floor(work, monkeypatch):
@@ -353,10 +367,10 @@ def test_a_spike_of_the_loss_is_flagged_also_across_a_resume(tmp_path):
         record.write({'step': step, 'loss': loss})
     whole = path.read_text()
     assert [json.loads(line)['step'] for line in whole.splitlines() if 'spike' in line] == [40]
-    resumed = Log(path, 40)
-    assert resumed.write({'step': 40, 'loss': 4.0})
+    resumed = Log(path, read_log(path, 40))
+    assert resumed.write({'step': 40, 'loss': 4.0})['spike']
     for step in range(41, 60):
-        assert not resumed.write({'step': step, 'loss': values[step]})
+        assert 'spike' not in resumed.write({'step': step, 'loss': values[step]})
     assert path.read_text() == whole
 
 
@@ -403,7 +417,7 @@ def test_nothing_in_a_folder_is_read_before_it_is_locked(half, whole, monkeypatc
     good(name, init_from='auto')
     # Trained again, they would have another speed.
     assert training_steps(name) == training_steps(whole)
-    assert load(f'{name}/ckpt.pt')['step'] == 12
+    assert newest(name)['step'] == 12
 
 
 def test_a_refused_start_leaves_no_folder(work):
@@ -422,7 +436,7 @@ def test_a_log_that_cannot_grow_stops_the_run_with_its_checkpoint_whole(half, wh
     path = Path(name, 'log.jsonl')
     # So long that it meets the limit before the checkpoint does.
     line = json.dumps({'step': 0, 'note': 'x' * 1000}) + '\n'
-    path.write_text(line * (2 * Path(name, 'ckpt.pt').stat().st_size // 1000))
+    path.write_text(line * (2 * Path(name, 'ckpt_6.pt').stat().st_size // 1000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 500, hard))
     try:
@@ -430,9 +444,9 @@ def test_a_log_that_cannot_grow_stops_the_run_with_its_checkpoint_whole(half, wh
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status.startswith('error: ') and 'too large' in status and '\n' not in status
-    assert load(f'{name}/ckpt.pt')['step'] == 6
+    assert newest(name)['step'] == 6
     good(name, init_from='resume')
-    assert [entry for entry in history(name) if 'note' not in entry] == history(whole)[-7:]
+    assert [entry for entry in history(name) if 'note' not in entry] == history(whole)[-8:]
 
 
 def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, whole):

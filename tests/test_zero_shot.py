@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import task_items
 import torch
-from byte_runs import RESFORMER, SIZE, random_model
+from byte_runs import RESFORMER, random_model
 from programs import BYTES, small_bpe, table
 from programs import program as call_program
-from runs import command_line, ranks, run_train
 from task_items import ITEMS, PUBLISHED, needs_published, publish, set_whole
 
 import evaluate
@@ -432,14 +431,3 @@ def test_a_table_of_some_tasks_has_their_columns_in_the_order_of_the_report(caps
     assert head[1:3] == ['piqa', 'hellaswag']
     assert rows[-1][1:] == ['0.500', '0.250', '0.375']
     assert 'HellaSwag from a preprocessed file' in text  # of a folder with an odd name
-
-
-def test_training_on_two_processes_ends_with_the_table_of_tasks(harness, trained, tmp_path):
-    publish(tmp_path / 'eval', 'openbookqa', 500 // 2 * ITEMS['openbookqa'][:2])
-    options = dict(eval_tasks='openbookqa', eval_data_dir=tmp_path / 'eval', max_iters=1)
-    words = command_line('out/then tasks', {**SIZE, 'dataset': 'bytes', **options})
-    (status, out, err), (other_status, _, _) = ranks(2, run_train, *words)
-    assert status == other_status == 0, err
-    report = json.loads(Path('out/then tasks/tasks.json').read_text())['runs']['out/then tasks']
-    score = report['tasks']['openbookqa']
-    assert score['items'] == 500 and f'{score["acc"]:.3f}' in out
