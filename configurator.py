@@ -29,12 +29,13 @@ import typing
 HELP = {'--help', '-h'}
 
 
-def configure(*schemas, argv=None, plain='', mode=''):
+def configure(*schemas, argv=None, plain='', mode='', ignored=()):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
     An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
     leading --, no ending .py) are collected in the tuple field `runs` instead. mode: the program's
-    first word, if it has one, for --help.
+    first word, if it has one, for --help. ignored: dataclasses of another program, whose settings a
+    config file may hold as well; they are left out.
 
     Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
     __post_init__ may refuse more. --help prints and exits.
@@ -45,6 +46,8 @@ def configure(*schemas, argv=None, plain='', mode=''):
         sys.exit(0)
 
     fields = {field.name: field for schema in schemas for field in dataclasses.fields(schema)}
+    of_others = {field.name for schema in ignored for field in dataclasses.fields(schema)}
+    of_others -= fields.keys()
     hints = {}
     for schema in schemas:
         hints |= typing.get_type_hints(schema)
@@ -62,6 +65,8 @@ def configure(*schemas, argv=None, plain='', mode=''):
     values = {}
     for path in files:
         for key, value in read_settings(path, fields).items():
+            if key in of_others:
+                continue
             check_key(key, fields, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
     values |= overrides
@@ -102,7 +107,7 @@ def sort_arguments(argv, plain):
     return files, words, options
 
 
-def choose(modes, doc, argv=None, plain=''):
+def choose(modes, doc, argv=None, plain='', ignored=()):
     """Configure a program whose first word is a mode: (mode, [one instance of each of its schemas]).
 
     modes: {mode: its schemas}. A first word that names no mode belongs to the mode '', where `modes`
@@ -112,11 +117,12 @@ def choose(modes, doc, argv=None, plain=''):
     argv = sys.argv[1:] if argv is None else argv
     mode = argv[0] if argv else ''
     if mode in modes and mode:
-        return mode, configure(*modes[mode], argv=argv[1:], plain=plain, mode=mode)
+        schemas = modes[mode]
+        return mode, configure(*schemas, argv=argv[1:], plain=plain, mode=mode, ignored=ignored)
     if '' in modes:
         if HELP & set(argv):
             print(f'{doc.strip()}\n')
-        return '', configure(*modes[''], argv=argv, plain=plain)
+        return '', configure(*modes[''], argv=argv, plain=plain, ignored=ignored)
     print(doc.strip())
     sys.exit(0 if mode in HELP else 2)
 

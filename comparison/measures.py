@@ -11,16 +11,14 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from bench import BenchConfig, Row, attempt, compile_rows_apart
+from bench import Row, attempt, compile_rows_apart
 from comparison.plan import decisive_settings
 from comparison.verdict import LEAST_SEEDS, t_test
 from files import write_json
-from levers import Levers, Recipe
 from machine import Machine
 from model import GPT
 
@@ -116,15 +114,12 @@ def time_steps(configs, machine, gpus=1):
     rows = []
     batches = {}
     for name, (settings, config) in configs.items():
-        levers = []
-        if settings.activation_memory_budget < 1:
-            levers = [f'budget={settings.activation_memory_budget:.6f}']
-        row = Row(name, Recipe(name, config, Levers(levers)))
         micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
+        row = Row(name, settings, config, micro_steps=micro_steps)
         # An arm may have a dtype and an attention kernel of its own.
         device = str(machine.device)
         own = Machine(device, settings.dtype, tf32=True, attention=settings.attention)
-        attempt(row, row.build, BenchConfig(**asdict(settings), micro_steps=micro_steps), own)
+        attempt(row, row.build, own)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)
         generator = torch.Generator().manual_seed(0)
@@ -134,7 +129,7 @@ def time_steps(configs, machine, gpus=1):
     start = time.monotonic()
     for number in range(WARMUP + ROUNDS):
         for row in rows:
-            attempt(row, row.step, lambda: batches[row.name], number >= WARMUP)  # noqa: B023
+            attempt(row, row.step, batches[row.name], number >= WARMUP)
         if number >= WARMUP + 4 and time.monotonic() - start > SECONDS:
             break
     seconds = {row.name: [] if row.problem else row.seconds for row in rows}

@@ -30,23 +30,16 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import model as model_file  # noqa: E402
+from bench import Row  # noqa: E402
 from configurator import choose, configure, one_line_errors  # noqa: E402
 from files import write_whole  # noqa: E402
 from machine import Machine  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from tables import markdown_table  # noqa: E402
-from train import (  # noqa: E402
-    TrainConfig,
-    checkpoint_blocks,
-    compile_model,
-    distribute,
-    make_optimizer,
-    train_step,
-)
+from train import TrainConfig  # noqa: E402
 
 GIB = 2**30
-LENGTHS = (512, 2048, 8192, 32000, 64000)
+SECONDS = 1200  # after which a row's process is ended
 
 
 @dataclass
@@ -54,47 +47,40 @@ class FakeConfig:
     out: str = 'results/fakegpu/table.json'  # the rows measured so far
     only: str = ''  # part of the names of the rows to measure
     row: str = ''  # measure this row here, and print its numbers as JSON
-    seconds: int = 1200  # after which a row's process is ended
 
 
 def all_rows():
     """{name: (what, arguments of train.py)}"""
     rows = {}
+
+    def add(name, config, *options, what='train'):
+        files = [str(ROOT / f'config/{file}.py') for file in config.split()]
+        rows[name] = (what, [*files, *options])
+
+    checkpointed = '--activation_checkpointing=True'
     for path in sorted(ROOT.glob('config/*_82m.py')) + [ROOT / 'config/gpt2_78m.py']:
-        rows[f'82m {path.stem.rpartition("_")[0]}'] = ('train', [str(path)])
+        add(f'82m {path.stem.rpartition("_")[0]}', path.stem)
     for size in ('180m', '468m'):
         for name in ('vanilla', 'resformer'):
-            config = str(ROOT / f'config/{name}_{size}.py')
-            rows[f'{size} {name}'] = ('train', [config])
-    config = str(ROOT / 'config/vanilla_468m.py')
-    rows['468m vanilla, budget 1'] = ('train', [config, '--activation_memory_budget=1'])
+            add(f'{size} {name}', f'{name}_{size}')
+    add('468m vanilla, budget 1', 'vanilla_468m', '--activation_memory_budget=1')
     # What fits a smaller GPU.
     for size, batches in (('180m', (16,)), ('468m', (16, 8))):
-        words = [str(ROOT / f'config/vanilla_{size}.py')]
         for batch in batches:
-            rows[f'{size} vanilla, batch {batch}'] = ('train', [*words, f'--batch_size={batch}'])
-        rows[f'{size} vanilla checkpointed'] = (
-            'train',
-            [*words, '--activation_checkpointing=True'],
-        )
-    for length in LENGTHS:
+            add(f'{size} vanilla, batch {batch}', f'vanilla_{size}', f'--batch_size={batch}')
+        add(f'{size} vanilla checkpointed', f'vanilla_{size}', checkpointed)
+    for length in (512, 2048, 8192, 32000, 64000):
         for name in ('vanilla', 'svformer'):
-            words = [str(ROOT / f'config/{name}_82m.py')]
+            config = f'{name}_82m'
             if length != 2048:
-                words.append(str(ROOT / f'config/seq_{length}.py'))
-            if length != 2048:
-                rows[f'{length} {name}'] = ('train', words)
-            rows[f'{length} {name} checkpointed'] = (
-                'train',
-                [*words, '--activation_checkpointing=True'],
-            )
-    vanilla = [str(ROOT / 'config/vanilla_82m.py')]
-    rows['82m vanilla eager'] = ('train', [*vanilla, '--compile=False'])
-    rows['82m vanilla, DDP of 8'] = ('ddp', vanilla)
+                config += f' seq_{length}'
+                add(f'{length} {name}', config)
+            add(f'{length} {name} checkpointed', config, checkpointed)
+    add('82m vanilla eager', 'vanilla_82m', '--compile=False')
+    add('82m vanilla, DDP of 8', 'vanilla_82m', what='ddp')
     for name in ('vanilla', 'svformer', 'cla', 'svformer_gqa'):
-        config = [str(ROOT / f'config/{name}_82m.py')]
-        rows[f'decoding {name}'] = ('decode', config)
-        rows[f'decoding {name}, CUDA graphs'] = ('decode', [*config, '--graphs'])
+        add(f'decoding {name}', f'{name}_82m', what='decode')
+        add(f'decoding {name}, CUDA graphs', f'{name}_82m', what='decode in graphs')
     return rows
 
 
@@ -149,6 +135,12 @@ def graphs_compiled():
     return torch._dynamo.utils.counters['stats']['unique_graphs']
 
 
+def seconds_of(act):
+    began = time.perf_counter()
+    act()
+    return round(time.perf_counter() - began, 1)
+
+
 def empty_model(config):
     """A model on the GPU whose weights are what memory holds: its seeded ones take minutes."""
     GPT.init_weights = lambda self, seed: None
@@ -156,48 +148,43 @@ def empty_model(config):
         return GPT(config)
 
 
-def measure_training(words, distributed=False):
-    settings, config = configure(TrainConfig, GPTConfig, argv=words)
+def measure_training(settings, config, distributed):
     # The compiler then notes what each kernel reads and writes.
     torch._inductor.config.benchmark_kernel = True
     if distributed:
         fake_process_group()
-    machine = Machine('cuda', 'float16')
-    model = empty_model(config)
-    optimizer, scaler = make_optimizer(model, settings), machine.scaler()
-    if settings.activation_checkpointing:
-        checkpoint_blocks(model)
-    compiled = compile_model(model, settings, fullgraph=not distributed)
-    wrapped = distribute(compiled, machine)
+    row = Row('fake', settings, config, make=empty_model, micro_steps=2)
+    row.build(Machine('cuda', 'float16'))
+    wrapped = row.parts[0]
     if distributed:
         wrapped.register_comm_hook(None, local_bucket)
-    batch = torch.zeros(
-        (2, settings.batch_size, config.block_size), dtype=torch.int64, device='cuda'
-    )
+    size = (2, settings.batch_size, config.block_size)
+    batch = torch.zeros(size, dtype=torch.int64, device='cuda')
 
     def step():
-        train_step(wrapped, optimizer, scaler, machine, lambda: batch, 2, settings.grad_clip)
+        row.step(batch)
 
-    began = time.perf_counter()
-    step()
-    first = time.perf_counter() - began
+    first = seconds_of(step)
+    # DistributedDataParallel cuts the graph.
+    whole = 1 if settings.compile else 0
+    assert distributed or graphs_compiled() == whole, 'the model is not one graph'
     before = launches()
     with traffic() as moved:
         _, peak = peak_of(step)
     numbers = {
         'batch': settings.batch_size,
         'length': config.block_size,
-        'parameters': model.num_params(False),
-        'first_step_s': round(first, 1),
+        'parameters': sum(p.numel() for p in wrapped.parameters()),
+        'first_step_s': first,
         'launches_of_two_micro_steps': launches_since(before),
         'compiled_gb_of_two_micro_steps': round(sum(moved), 1) if settings.compile else None,
         'step_gib': peak,
         'reserved_gib': torch.cuda.max_memory_reserved() / GIB,
     }
     if not distributed:
-        numbers |= peaks_of_parts(wrapped, machine, batch)
+        numbers |= peaks_of_parts(wrapped, row.machine, batch)
         if settings.compile:
-            numbers['recompiled'] = recompilations(wrapped, machine, batch, step)
+            numbers['recompiled'] = recompilations(wrapped, row.machine, batch, step)
     return numbers
 
 
@@ -236,39 +223,16 @@ def recompilations(wrapped, machine, batch, step):
     return graphs_compiled() - compiled
 
 
-def attention_kernel(config):
-    """The attention kernel that torch chooses for each shape of this model, on this device."""
-    kernels = {0: 'math', 1: 'flash', 2: 'efficient', 3: 'cuDNN'}
-    choices = []
-    original = model_file.attend
-
-    def attend(q, k, v, dropout=0.0, mask=None):
-        choice = torch._fused_sdp_choice(
-            q, k, v, mask, dropout, mask is None, enable_gqa=q.size(1) != k.size(1)
-        )
-        choices.append(kernels.get(choice, str(choice)))
-        return original(q, k, v, dropout, mask)
-
-    model_file.attend = attend
-    try:
-        model = empty_model(config).half()
-        idx = torch.zeros((1, min(config.block_size, 2048)), dtype=torch.int64, device='cuda')
-        with torch.no_grad(), contextlib.suppress(RuntimeError):
-            # Chosen is what counts: a kernel that the stand-in cannot run stops the pass after it.
-            model.hidden(idx)
-    finally:
-        model_file.attend = original
-    return ' '.join(sorted(set(choices)))
-
-
 def print_kernels():
     """Which attention kernel each variant gets in FP16. The stand-in itself must run flash instead of
     cuDNN, so this only asks for the choice."""
+    machine = Machine('cuda', 'float16')
     print('| row | kernel |\n|---|---|')
-    for name, (what, words) in all_rows().items():
-        if what == 'train' and name.startswith('82m'):
+    for name, (_, words) in all_rows().items():
+        if name.startswith('82m'):
             _, config = configure(TrainConfig, GPTConfig, argv=words)
-            print(f'| {name} | {attention_kernel(config)} |', flush=True)
+            shape = (config.n_head, config.kv_heads, config.head_size, config.block_size)
+            print(f'| {name} | {machine.attention_kernel(*shape)} |', flush=True)
 
 
 def fake_process_group():
@@ -288,26 +252,23 @@ def local_bucket(state, bucket):
     return future
 
 
-def measure_decoding(words):
-    graphs = '--graphs' in words
-    words = [word for word in words if word != '--graphs']
-    _, config = configure(TrainConfig, GPTConfig, argv=words)
+def measure_decoding(config, graphs):
     model = empty_model(config).half().eval()
     options = {'mode': 'reduce-overhead'} if graphs else {}
     one_token = torch.compile(model, fullgraph=True, **options)
     cache = model.new_cache(8, config.block_size)
     prompt = torch.zeros((8, 128), dtype=torch.int64, device='cuda')
-    token = prompt[:, :1]
 
     def decode():
-        one_token(token, cache=cache, last_only=True)
+        one_token(prompt[:, :1], cache=cache, last_only=True)
+
+    def warm_up():
+        for _ in range(3):
+            decode()
 
     with torch.no_grad():
         model(prompt, cache=cache, last_only=True)
-        began = time.perf_counter()
-        for _ in range(3):
-            decode()
-        first = time.perf_counter() - began
+        first = seconds_of(warm_up)
         compiled, before = graphs_compiled(), launches()
         _, peak = peak_of(decode)
         counts = launches_since(before)
@@ -315,7 +276,7 @@ def measure_decoding(words):
     return {
         'batch': 8,
         'length': config.block_size,
-        'first_step_s': round(first, 1),
+        'first_step_s': first,
         'launches_per_token': counts,
         'step_gib': peak,
         'cache_gib': cache.nbytes / GIB,
@@ -325,9 +286,10 @@ def measure_decoding(words):
 
 def measure(row):
     what, words = all_rows()[row]
-    if what == 'decode':
-        return measure_decoding(words)
-    return measure_training(words, distributed=what == 'ddp')
+    settings, config = configure(TrainConfig, GPTConfig, argv=words)
+    if what.startswith('decode'):
+        return measure_decoding(config, graphs='graphs' in what)
+    return measure_training(settings, config, distributed=what == 'ddp')
 
 
 # --- all rows ------------------------------------------------------------------------------------
@@ -342,19 +304,19 @@ def measure_all(settings):
     for name in all_rows():
         if settings.only not in name or 'problem' not in table['rows'].get(name, {'problem': ''}):
             continue
-        table['rows'][name] = measure_apart(name, settings.seconds)
+        table['rows'][name] = measure_apart(name)
         write_whole(out, json.dumps(table, indent=1) + '\n')
         print(name, table['rows'][name], flush=True)
 
 
-def measure_apart(name, seconds):
+def measure_apart(name):
     """A row's numbers from a process of its own, or its problem."""
     # The stand-in's interpreter is a shell script that sets its environment; this one has it already.
     command = [sys.executable, __file__, 'measure', f'--row={name}']
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return {'problem': f'longer than {seconds} s'}
+        return {'problem': f'longer than {SECONDS} s'}
     lines = (done.stdout.strip() or '{}').splitlines()
     if done.returncode == 0 and lines[-1].startswith('{'):
         return json.loads(lines[-1])

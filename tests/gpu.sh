@@ -31,16 +31,15 @@ STEPS='
 correctness_losses     8  FP16 losses and gradients are those of fp32 on the CPU
 bench_82m              8  vanilla, ResFormer, SVFormer and transformers; a profile of each
 kernels                8  attention kernels
-memory                 9  chunks of the loss, the compiler budget, checkpointing, a half residual
+memory                 9  the activation budget of the compiler, checkpointing
 train_vanilla          9  400 steps of 82M; the loss per domain
 train_resformer        9  likewise
 train_svformer         9  likewise
 compare                9  the runs that are on this machine: losses, entropy, spectrum, similarity
 correctness_decoding   5  decoding with CUDA graphs is the full forward pass
 correctness_runs       8  a run learns, stops and resumes
-correctness_levers_1   9  every lever takes the same step: vanilla, SVFormer
-correctness_levers_2   9  likewise: ResFormer, and NeuTRENO on it
-correctness_levers_3   9  likewise: CLA with GQA; CUDA graphs
+correctness_neutreno_resformer 9 kernels, modes and checkpointing take the same step
+correctness_cla_gqa    9  likewise
 bench_180m             9  vanilla and transformers; a profile of each
 bench_468m             9  likewise
 variants_1             9  training steps of the other variants, each step with vanilla
@@ -50,7 +49,7 @@ decode_2048            8  prefill and decoding at 2,048 tokens
 decode_16384           9  likewise at 16,384
 decode_65536           9  likewise at 65,536
 tuning                 9  CUDA graphs, max-autotune
-ddp                    9  DistributedDataParallel on all GPUs: its order, graphs and buckets
+ddp                    9  DistributedDataParallel on all GPUs
 train_neutreno         9  as train_vanilla
 train_denseformer      9  likewise
 train_learned_resformer 9 likewise
@@ -59,26 +58,22 @@ train_learned_resformer 9 likewise
 # The commands of a step. What it writes to $HERE can be had while it runs, what it writes to $THERE
 # afterwards.
 commands() {
-    local attention=vanilla:flash,vanilla:cudnn,vanilla:efficient
-    local chunks=vanilla:chunk=2048,vanilla:chunk=8192,vanilla:chunk=16384
-    local stored=vanilla:half,vanilla:budget=0.9,vanilla:checkpointed
-    local ddp=vanilla:ddp-first,vanilla:ddp-whole,vanilla:bucket=100,vanilla:static
-    local modes=vanilla:mode=reduce-overhead,vanilla:mode=max-autotune-no-cudagraphs
+    local attention=vanilla+attention=flash,vanilla+attention=cudnn
+    local stored=vanilla+activation_memory_budget=0.9,vanilla+activation_checkpointing=True
+    local modes=vanilla+mode=reduce-overhead,vanilla+mode=max-autotune-no-cudagraphs
     case $1 in
     correctness_losses) check tests/test_gpu.py -k losses ;;
     correctness_decoding) check tests/test_gpu.py -k decoding ;;
     correctness_runs) check tests/test_gpu.py -k a_run ;;
-    correctness_levers_1) check_levers "lever_takes and cuda and (vanilla or svformer)" ;;
-    correctness_levers_2) check_levers "lever_takes and cuda and resformer" ;;
-    correctness_levers_3) check_levers "(lever_takes and cuda and cla_gqa) or cuda_graphs" ;;
+    correctness_*) check tests/test_bench.py -k "same_step and ${1#correctness_}" ;;
     bench_82m) bench --batch_size=32 $(peers) --profile="$THERE" ;;
     bench_180m) bench_size 180m --batch_size=16 ;;
-    # Batch 8 fits without recomputing, which has no expectation.
+    # Batch 8 fits without recomputing.
     bench_468m) bench_size 468m --batch_size=8 --activation_memory_budget=1 ;;
     kernels) bench_few --variants="vanilla,$attention" ;;
-    memory) bench_few --variants="vanilla,$chunks,$stored" ;;
+    memory) bench_few --variants="vanilla,$stored" ;;
     tuning) bench_few --variants="vanilla,$modes" ;;
-    ddp) bench_ddp --variants="vanilla,$ddp" ;;
+    ddp) bench_ddp ;;
     variants_1) bench_few --variants=vanilla,constant_resformer,sparse_resformer,denseformer ;;
     variants_2) bench_few --variants=vanilla,learned_resformer,neutreno,neutreno_resformer,cla ;;
     variants_3) bench_few --variants=vanilla,gqa,mqa,svformer_cla,svformer_gqa,cla_gqa ;;
@@ -89,20 +84,19 @@ commands() {
 }
 
 check() { "$PYTHON" -m pytest -q -p no:cacheprovider "$@"; }
-check_levers() { check tests/test_levers.py -k "$1"; }
 
 bench() { "$PYTHON" $LAUNCHER bench.py "$@" $SMALL $SMALL_BENCH --out="$HERE/rows.json"; }
 bench_few() { bench --batch_size=32 --rounds=5 "$@"; }
 bench_ddp() {
     local LAUNCHER="-m torch.distributed.run --standalone --nproc_per_node=$PROCESSES"
-    bench_few "$@"
+    bench_few
 }
 bench_size() {
     bench "config/vanilla_$1.py" "${@:2}" --variants=vanilla $(peers) --rounds=5 --profile="$THERE"
 }
 bench_decode() {
     "$PYTHON" bench.py decode --variants=vanilla,resformer,svformer,cla,svformer_gqa \
-        --contexts="($1,)" --block_size="$1" --batch_sizes="(1, 32)" --memory_gib=16 --rounds=3 \
+        --contexts="($1,)" --block_size="$1" --batch_sizes="(1, 32)" --rounds=3 \
         $SMALL $SMALL_DECODE --out="$HERE/rows.json"
 }
 peers() { "$PYTHON" -c 'import transformers' > /dev/null 2>&1 && echo --peers=hf; }
@@ -117,7 +111,7 @@ prepare() {
 train() {
     "$PYTHON" train.py "config/$1_82m.py" --init_from=auto --dataset="$DATASET" \
         --gradient_accumulation_steps=8 --batch_size=32 --max_iters="$ITERATIONS" \
-        --warmup_iters=10 --eval_interval=100 --eval_iters=2 $SMALL --out_dir="$RUNS/$1" &&
+        --warmup_iters=10 --eval_interval=100 --eval_iters=2 $SMALL $SMALL_TRAIN --out_dir="$RUNS/$1" &&
         "$PYTHON" evaluate.py loss "$RUNS/$1" --out="$HERE/loss.json"
 }
 
@@ -239,16 +233,16 @@ export PYTHONUNBUFFERED=1
 export PYTHON=${PYTHON:-python3} DATASET=${DATASET:-slimpajama_mini} RUNS=${RUNS:-out/gpu}
 export SOURCE=${SOURCE:-} TOKENIZER=${TOKENIZER:-} TASKS=${TASKS:-} ITERATIONS=${ITERATIONS:-400}
 export COMMIT=${COMMIT:-} LAUNCHER='' PROCESSES=${PROCESSES:-gpu}
-export SMALL='' SMALL_BENCH='' SMALL_DECODE='' SMALL_ANALYZE=--sequences=100
+export SMALL='' SMALL_TRAIN='' SMALL_BENCH='' SMALL_DECODE='' SMALL_ANALYZE=--sequences=100
 if [ -n "${REHEARSAL:-}" ]; then
     export CUDA_VISIBLE_DEVICES='' DATASET=rehearsal SOURCE=config TOKENIZER=bytes ITERATIONS=3
     export PROCESSES=2
     export RUNS=out/gpu_rehearsal SMALL_ANALYZE='--sequences=4 --length=64'
-    export SMALL='--n_head=8 --n_embd=32 --block_size=64 --vocab_size=320 --batch_size=2'
-    SMALL+=' --compile=False --activation_memory_budget=1'
-    export SMALL_BENCH='--rounds=2 --warmup=1'
-    export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --prefill_chunk=16 --memory_gib=0 --rounds=1'
+    export SMALL='--n_head=8 --n_embd=32 --block_size=64 --vocab_size=320 --device=cpu'
+    export SMALL_TRAIN='--batch_size=2 --compile=False'
+    export SMALL_BENCH='--batch_size=2 --rounds=2 --warmup=1'
+    export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --prefill_chunk=16 --rounds=1'
 fi
-export -f commands check check_levers bench bench_few bench_ddp bench_size bench_decode peers
+export -f commands check bench bench_few bench_ddp bench_size bench_decode peers
 export -f prepare train compare finished_runs
 main "$@"

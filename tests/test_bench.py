@@ -1,11 +1,9 @@
 """bench.py: what a table holds, what is refused, and what survives a failure."""
 
+import contextlib
 import json
-import os
-import re
-import shlex
-import sys
 import weakref
+from dataclasses import fields
 from types import SimpleNamespace
 
 import programs
@@ -13,216 +11,162 @@ import pytest
 import torch
 from conftest import ROOT
 from programs import assert_one_line, program
-from runs import finish, ranks, start
+from runs import ranks
 
 import bench
-import levers
 from configurator import configure
 from hub.convert import llama_settings
 from machine import Machine
-from model import GPT, GPTConfig, refuse
+from model import GPT, GPTConfig
+from train import TrainConfig
 
-TINY = [
-    '--n_layer=4',
-    '--n_head=2',
-    '--n_embd=16',
-    '--block_size=16',
-    '--vocab_size=320',
-    '--compile=False',
-    '--device=cpu',
-    '--batch_size=2',
-    '--eval_iters=1',
-]
-DECODE = [
-    'decode',
-    '--n_layer=2',
-    '--n_embd=32',
-    '--n_head=2',
-    '--vocab_size=64',
-    '--block_size=32',
-    '--device=cpu',
-    '--compile=False',
-]
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+SHAPE = dict(n_layer=4, n_head=2, n_embd=16, block_size=16, vocab_size=320)
+ROUNDS = ['--device=cpu', '--rounds=2', '--warmup=1']
+TINY = [*(f'--{name}={value}' for name, value in SHAPE.items()), *ROUNDS, '--batch_size=2']
+DECODE = ['decode', *TINY[:-1], '--contexts=(8, 16)', '--new_tokens=4', '--prefill_chunk=3']
+EAGER = '--compile=False'
 
 
 def run(*words):
-    """bench.py with these arguments, in this process; returns what it printed."""
-    status, out, _ = program(bench.main, *words)
+    """What bench.py with these arguments, in this process, prints on stdout and stderr."""
+    status, out, err = program(bench.main, *words)
     assert status == 0, status
-    return out
+    return out, err
 
 
-def assert_refused(*words, because):
-    status, _, err = program(bench.main, *words)
-    assert_one_line(status, because)
-    assert err == ''
-
-
-def table(*words):
-    """The numbers of a table of training steps, made in this process."""
-    settings, config = configure(bench.BenchConfig, GPTConfig, argv=[*TINY, '--warmup=1', *words])
-    return bench.bench_training(settings, config)
+def bench_of(*words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('sys.argv', ['bench.py', *words])
+        bench.main()
 
 
 def read_rows(path):
     return json.loads(path.read_text())['rows']
 
 
+def assert_prints(out, rows, about):
+    """The tables printed hold these rows of the JSON. about: {head: cell of a row} besides."""
+    lines = [line for line in out.splitlines() if line.startswith('| ')]
+    heads = [line for line in lines if line.startswith('| row')]
+    head, *cells = programs.table('\n'.join([heads[0], *(x for x in lines if x not in heads)]))
+    for row, line in zip(rows, cells, strict=True):
+        printed = dict(zip(head, line, strict=True))
+        wanted = {'row': row['name'], 'spread': f'{row["spread"]:.1%}', 'peak GiB': 'n/a'}
+        wanted |= {'tok/s': f'{row["tok_per_s"]:,.0f}', 'x vanilla': f'{row["x vanilla"]:.3f}'}
+        assert printed == wanted | about(row)
+
+
 # --- training ------------------------------------------------------------------------------------
 
 
-def test_bench_reports_every_row_and_writes_json(work):
-    names = ['vanilla', 'resformer', 'svformer', 'gqa+q_residual=True:eager']
-    options = ['--rounds=3', '--warmup=1', '--real_data=True', '--dataset=tiny', '--n_head=4']
-    out = run(*TINY, f'--variants={",".join(names)}', *options, '--out=results/bench.json')
-
+def test_the_table_and_the_json_have_every_row(work):
+    names = ['vanilla', 'svformer', 'gqa+n_kv_head=1+q_residual=True', 'vanilla+mode=default']
+    variants = f'--variants={",".join(names)}'
+    out, _ = run(*TINY, EAGER, variants, '--real_data=tiny', '--out=results/bench.json')
     rows = read_rows(work / 'results/bench.json')
     assert [row['name'] for row in rows] == names
-    for row in rows:
-        assert len(row['seconds']) == 3 and row['tok_per_s'] > 0 and row['mfu'] is None
-    assert rows[0]['speed_relative_to'] == {'vanilla': 1.0}
-    assert 'waiting for data' in out
+    assert all(len(row['seconds']) == 2 and row['tok_per_s'] > 0 for row in rows)
+    assert rows[0]['x vanilla'] == 1 and 'waiting for data' in out
+    assert_prints(
+        out,
+        rows,
+        lambda row: {
+            'ms/step': f'{row["ms_per_step"]:,.1f}',
+            'first step s': f'{row["first_step_s"]:.1f}',
+            'MFU': 'n/a',  # without a GPU
+        },
+    )
 
 
-def test_speed_relative_to_a_row_is_its_seconds_over_ours():
-    vanilla, slow = bench.Row('vanilla', None), bench.Row('slow', None)
-    vanilla.seconds, slow.seconds = [1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 4.0, 2.0]
-    slow.waiting, slow.flops, slow.kernel = [0.1, 0.2, 0.3, 0.2], 600.0, 'flash'
-    report = slow.report(1000, 1e6, {'vanilla': vanilla})
-    assert report['speed_relative_to'] == {'vanilla': 0.5}
-    assert report['tok_per_s'] == 500 and report['ms_per_step'] == 2000
-    assert report['mfu'] == pytest.approx(600 * 500 / 1e6)
-    assert report['spread'] == pytest.approx(0.5 / 2)  # quartiles 2 and 2.5
-    assert report['attention_kernel'] == 'flash'
+def test_the_numbers_follow_from_the_seconds():
+    settings = TrainConfig(batch_size=3, compile=False)
+    config = GPTConfig(**SHAPE)
+    rows = [bench.Row(name, settings, config, micro_steps=2) for name in ('vanilla', 'slow')]
+    for row, seconds in zip(rows, ([1.0] * 4, [2.0, 2.0, 4.0, 2.0]), strict=True):
+        row.machine = SimpleNamespace(world_size=8, peak_flops=lambda: 1e4)
+        row.seconds, row.peak, row.flops_per_token = seconds, 2**29, 100
+    _, slow = bench.compared(rows)
+    tokens = 8 * 2 * 3 * 16
+    assert slow['ms_per_step'] == 2000 and slow['tok_per_s'] == tokens / 2
+    assert slow['x vanilla'] == 0.5 and slow['peak_gib'] == 0.5
+    assert slow['mfu'] == pytest.approx(100 * tokens / 2 / 8 / 1e4)
+    assert slow['spread'] == pytest.approx(0.5 / 2)  # quartiles 2 and 2.5
 
 
-def test_the_training_table_has_the_numbers_of_the_json(capsys):
-    rows = [bench.Row('vanilla', None), bench.Row('slow', None)]
-    for row, seconds in zip(rows, ([0.1, 0.1, 0.11], [0.4, 0.4, 0.5]), strict=True):
-        row.seconds, row.waiting, row.first = seconds, [0.0], 7 * seconds[2]
-        row.flops, row.peak, row.kernel = 600.0, round(2**31 * seconds[2]), 'flash'
-    reports = [row.report(1000, 1e7, {'vanilla': rows[0]}) for row in rows]
-    bench.print_training({'device': 'some'}, reports, SimpleNamespace(real_data=False))
+def test_rows_take_turns(monkeypatch):
+    order = []
+    step = bench.Row.step
 
-    head, _, *lines = programs.table(capsys.readouterr().out)
-    for report, line in zip(reports, lines, strict=True):
-        assert dict(zip(head, line, strict=True)) == {
-            'row': report['name'],
-            'ms/step': f'{report["ms_per_step"]:,.1f}',
-            'spread': f'{report["spread"]:.1%}',
-            'first step s': f'{report["first_step_s"]:.1f}',
-            'tok/s': f'{report["tok_per_s"]:,.0f}',
-            'MFU': f'{report["mfu"]:.1%}',
-            'peak GiB': f'{report["peak_gib"]:.2f}',
-            'x vanilla': f'{report["speed_relative_to"]["vanilla"]:.3f}',
-        }
-    assert lines[1] == ['slow', '400.0', '12.5%', '3.5', '2,500', '15.0%', '1.00', '0.250']
+    def noted(row, *args):
+        order.append(row.name)
+        step(row, *args)
+
+    monkeypatch.setattr(bench.Row, 'step', noted)
+    run(*TINY, EAGER, '--variants=vanilla,gqa+n_kv_head=1,cla')
+    assert order == 3 * ['vanilla', 'gqa+n_kv_head=1', 'cla']
 
 
-def test_the_spread_of_two_times_is_not_wider_than_they_are():
-    assert bench.middle([1.0, 2.0]) == (1.5, pytest.approx(0.5 / 1.5))
-    assert bench.middle([3.0]) == (3.0, 0)
-
-
-def test_decoding_speed_is_tokens_of_all_texts_and_relative_to_vanilla():
-    decoder = SimpleNamespace(name='slow', problem=None, kernels={'prefill': 'flash'})
-    vanilla, slow = (bench.Trial(decoder, batch=4, context=64) for _ in range(2))
-    vanilla.decode, slow.decode = [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]
-    slow.prefill, slow.cache = [0.01, 0.02, 0.03], SimpleNamespace(nbytes=77)
-    report = slow.report(vanilla)
-    assert report['speed_relative_to_vanilla'] == 0.5
-    assert report['tok_per_s'] == 4 / 2.0 and report['ms_per_token'] == 2000
-    assert report['prefill_tok_per_s'] == pytest.approx(50)
-    assert report['attention_kernels'] == {'prefill': 'flash'}
-
-
-@pytest.mark.parametrize(
-    'setting, chosen', [('auto', 'flash'), ('cudnn', 'cudnn'), ('flash', 'flash')]
-)
-def test_decoding_is_timed_with_the_attention_of_the_programs_that_decode(setting, chosen):
-    assert bench.DecodeConfig(attention=setting).attention == chosen
-
-
-@pytest.mark.parametrize(
-    'variant, word',
-    [
-        ('resformr', 'resformr'),
-        ('vanilla+v_residul=True', 'v_residual'),
-        ('vanilla+batch_size=64', 'batch_size is the same in all rows; set it with --batch_size'),
-        ('vanilla+learning_rate=1', 'learning_rate is the same in all rows'),
-        ('vanilla+block_size=4096', 'block_size is the same in all rows'),
-    ],
-)
-def test_bench_refuses_an_unknown_variant_in_one_line(work, variant, word):
-    assert_refused(*TINY, f'--variants=vanilla,{variant}', because=word)
-
-
-def test_the_row_that_a_note_advises_has_all_fields_of_the_config(capsys):
-    """Also where a value has commas."""
-    fields = dict(v_residual=True, residual_layers=(5, 6, 7))
-    bench.start(bench.BenchConfig(device='cpu', compile=False), GPTConfig(**fields))
-    note = capsys.readouterr().err
-    advice = shlex.split(note.partition('residual_layers: ')[2])
-    (settings,) = configure(bench.BenchConfig, argv=[*advice, '--peers=hf'])
-    name, *peers = bench.row_names(settings)
-    assert peers == ['hf', 'hf:eager']
-    assert levers.read_name(name, GPTConfig()).config == GPTConfig(**fields)
-
-
-def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(capsys):
-    shape = GPTConfig(n_layer=4, n_head=2, n_embd=16)
-    machine = Machine('cpu')
-    settings = bench.BenchConfig(variants='all')
-    names = [name for name, _ in bench.recipes(settings, shape, machine)]
-    notes = capsys.readouterr().err
-    assert 'note: left out gqa: n_head=2' in notes
-    left_out = [note.removeprefix('note: left out ') for note in notes.splitlines()]
-    assert {*names, *(words.partition(':')[0] for words in left_out)} == {*levers.VARIANTS}
+def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(work):
+    _, err = run(*TINY, EAGER, '--rounds=1', '--variants=all', '--out=all.json')
+    names = [row['name'] for row in read_rows(work / 'all.json')]
+    left_out = [line.removeprefix('note: left out ') for line in err.splitlines()]
+    assert {*names, *(words.partition(':')[0] for words in left_out)} == {*bench.VARIANTS}
     assert 'vanilla' in names and 'gqa' not in names
 
 
-def test_a_variant_that_cannot_have_the_shape_is_named(work):
-    assert_refused(*TINY, '--variants=vanilla,gqa', because='gqa: n_head=2')
-
-
-def test_without_the_compiler_the_peer_is_timed_once():
-    settings = bench.BenchConfig(compile=False, peers='hf', variants='vanilla')
-    assert bench.row_names(settings) == ['vanilla', 'hf:eager']
-
-
-def test_names_are_parted_at_the_commas_between_them():
-    names = ['cla', 'vanilla+v_residual=True+residual_lambda=(2.0, 1.0):eager', 'gqa:chunk=8']
-    assert levers.split_names(','.join(names)) == names
-
-
-def test_bench_of_two_processes_counts_the_tokens_of_both_and_prints_one_table(work):
-    options = ['--rounds=2', '--warmup=1', '--out=two.json']
-    options += ['--real_data=True', '--dataset=tiny']
-    variants = '--variants=vanilla,vanilla:ddp-first,vanilla:ddp-whole,vanilla:bucket=1:static'
-    launcher = ['-m', 'torch.distributed.run', '--nproc_per_node=2']
-    status, out, err = finish(start(*launcher, ROOT / 'bench.py', *TINY, variants, *options))
-    assert status == 0, err
-
-    numbers = json.loads((work / 'two.json').read_text())
-    assert numbers['world_size'] == 2 and out.count('ms/step') == 1
-    for row in numbers['rows']:
+def test_two_processes_count_the_tokens_of_both_and_print_one_table(work):
+    options = ['--variants=vanilla,svformer', '--real_data=tiny', '--out=two.json']
+    (first, out, err), second = ranks(2, bench_of, *TINY, EAGER, *options)
+    assert first == second[0] == 0, err
+    assert out.count('ms/step') == 1 and second[1] == ''
+    for row in read_rows(work / 'two.json'):
         assert row['tok_per_s'] * row['ms_per_step'] / 1e3 == pytest.approx(2 * 2 * 16)
 
 
-def test_the_peer_in_bench_has_our_shape():
+def test_the_rows_end_before_the_group_of_the_processes(monkeypatch):
+    """Or a DistributedDataParallel ends it, and gloo's thread and Python may wait for each other."""
+    models, alive = [], []
+    prepare = bench.Row.prepare
+
+    def noted(row, model):
+        models.append(weakref.ref(model))
+        prepare(row, model)
+
+    monkeypatch.setattr(bench.Row, 'prepare', noted)
+    close = lambda machine: alive.extend(model() for model in models)  # noqa: E731
+    monkeypatch.setattr(bench.Machine, 'close', close)
+    run(*TINY, EAGER, '--variants=vanilla,resformer')
+    assert alive == [None, None]
+
+
+# --- the peer ------------------------------------------------------------------------------------
+
+
+def test_hugging_faces_llama_is_two_rows_one_of_them_compiled():
     pytest.importorskip('transformers')
-    config = GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_embd=32, n_kv_head=2)
-    theirs = levers.HuggingFaceLlama(config)
-    assert sum(p.numel() for p in theirs.parameters()) == GPT(config).num_params(False)
+    settings = bench.BenchConfig(peers='hf', variants='vanilla', activation_memory_budget=0.9)
+    rows = bench.read_rows(settings, GPTConfig(**SHAPE), Machine('cpu'))
+    assert [(name, own.compile) for name, _, own, _ in rows] == [
+        ('vanilla', True),
+        ('hf', True),
+        ('hf+compile=False', False),
+    ]
 
 
-def test_the_peer_attends_without_a_mask_compiled_or_not():
+def test_the_peer_is_timed_beside_ours(work):
+    pytest.importorskip('transformers')
+    run(*TINY, EAGER, '--variants=vanilla', '--peers=hf', '--out=hf.json')
+    rows = read_rows(work / 'hf.json')
+    assert [row['name'] for row in rows] == ['vanilla', 'hf']
+    assert all({'seconds', 'x vanilla', 'x hf'} <= row.keys() for row in rows)
+
+
+def test_the_peer_is_llama_of_our_shape_without_a_mask_compiled_or_not():
     """A mask keeps the fast kernels away, and the comparison would not be like against like."""
     transformers = pytest.importorskip('transformers')
-    config = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=2, n_embd=16)
-    theirs = levers.HuggingFaceLlama(config)
+    config = GPTConfig(**SHAPE)
+    theirs = bench.HuggingFaceLlama(config)
+    assert sum(p.numel() for p in theirs.parameters()) == GPT(config).num_params(False)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_settings(config)))
     plain.load_state_dict(theirs.llama.state_dict())
     calls = []
@@ -236,162 +180,312 @@ def test_the_peer_attends_without_a_mask_compiled_or_not():
     x = torch.arange(16).view(2, 8)
     _, eager = theirs(x, x)
     _, compiled = torch.compile(theirs, backend=compiler)(x, x)
-    assert calls == [(None, True)]
+    assert calls == SHAPE['n_layer'] * [(None, True)]
     torch.testing.assert_close([eager, compiled], 2 * [plain(input_ids=x, labels=x).loss])
 
 
-def test_a_step_on_mps_is_timed_until_the_device_has_done_it(monkeypatch):
-    """Work is only queued there: without waiting, the clock would time the queueing."""
+# --- a row's own settings ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that ran, cut into forward and backward as for inductor, without its code generation,
+    which takes most of the time."""
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    ran = []
+
+    def compile_fx(graph, inputs, **options):
+        call = aot_eager_decomp_partition(graph, inputs)
+
+        def run(*args):
+            ran.append(graph)
+            return call(*args)
+
+        return run
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr('torch._inductor.compile_fx.compile_fx', compile_fx)
+    names = ('recompile_limit', 'accumulated_recompile_limit', 'automatic_dynamic_shapes')
+    torch.compiler.reset()
+    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in names}):
+        bench.compile_rows_apart()
+        yield ran
+    torch.compiler.reset()
+
+
+def train_step_of(name, machine, config, batch):
+    """(what an update of plain SGD leaves in the weights, bytes kept for the backward pass)"""
+    make, own, config = bench.read_name(name, bench.BenchConfig(), config)
+    row = bench.Row(name, own.training(), config, make, own.mode)
+    row.build(machine)
+    model, _, scaler = row.parts
+    row.parts = model, torch.optim.SGD(model.parameters(), 1.0), scaler
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        row.step(batch)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return after - before, sum(kept)
+
+
+OWN = ['compile=False', 'activation_memory_budget=0.9', 'activation_checkpointing=True']
+OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune-no-cudagraphs']
+
+
+@pytest.mark.parametrize('variant', ['neutreno_resformer', 'cla_gqa'])
+def test_every_setting_of_a_row_takes_the_same_step(variant, graphs):
+    """Loss and gradients: what an update leaves in the weights, to a part of the largest change. No two
+    rows share compiled code, and two of these settings keep less for the backward pass."""
+    on_gpu = torch.cuda.is_available()
+    machine = Machine()
+    width = 512 if on_gpu else 32  # cuDNN's kernels do not take a head size of 4
+    config = GPTConfig(n_layer=2, vocab_size=96, n_head=8, n_embd=width, block_size=32)
+    x, y = torch.randint(96, (2, 3, 32), device=machine.device)
+    expected, most = train_step_of(variant, machine, config, (x, y))
+    of_vanilla = set(graphs)
+    for setting in OWN + OF_GPUS * on_gpu + ['mode=reduce-overhead'] * on_gpu:
+        graphs.clear()
+        change, kept = train_step_of(f'{variant}+{setting}', machine, config, (x, y))
+        tolerance = 2e-2 if on_gpu else 1e-5
+        assert (change - expected).abs().max() < tolerance * expected.abs().max(), setting
+        assert not of_vanilla & set(graphs)
+        if not on_gpu:
+            assert bool(graphs) == (setting != 'compile=False')
+        if setting.startswith('activation'):
+            assert kept < most, setting
+    assert on_gpu or of_vanilla
+
+
+def test_the_compiler_makes_code_for_each_size(graphs):
+    shapes = []
+
+    def compiler(graph, inputs):
+        shapes.append([tuple(x.shape) for x in inputs])
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=compiler)
+    for size in range(2, 14):
+        double(torch.ones(size))
+    assert shapes == [[(size,)] for size in range(2, 14)]
+
+
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead', 'max-autotune-no-cudagraphs'])
+def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch, mode):
+    """Tensors within a graph are not allocated anew when it runs: torch's own peak lacks them."""
+    segments = [
+        {'segment_pool_id': (0, 0), 'total_size': 1000, 'allocated_size': 0},
+        {'segment_pool_id': (0, 1), 'total_size': 500, 'allocated_size': 300},
+        {'segment_pool_id': (0, 2), 'total_size': 70, 'allocated_size': 0},
+    ]
+    answers = {'memory_snapshot': segments, 'max_memory_allocated': 10_000}
+    answers |= {'memory_allocated': 4000, 'reset_peak_memory_stats': None}
+    for function, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
+    monkeypatch.setattr(torch._C, '_cuda_clearCublasWorkspaces', lambda: None, raising=False)
+    row = bench.Row('vanilla', TrainConfig(), GPTConfig(), mode=mode)
+    row.machine = SimpleNamespace(kind='cuda', choose_kernels=lambda: None)
+    row.static = 4000
+    monkeypatch.setattr(row, 'act', lambda batch: 1.0)
+    row.step(None)
+    assert row.peak == 10_000 + 270 * (mode == 'reduce-overhead')
+
+
+def test_the_clock_waits_until_the_device_has_done_its_work():
+    """Work is only queued on a GPU: without waiting, the clock would time the queueing."""
     waits = []
-    monkeypatch.setattr(torch.mps, 'synchronize', lambda: waits.append('waited'))
-    machine = Machine('cpu')
-    bench.stopwatch(machine)()
-    assert waits == []
-    machine.kind = 'mps'
+    machine = SimpleNamespace(synchronize=lambda: waits.append('waited'))
     seconds = bench.stopwatch(machine)
     assert len(waits) == 1  # for the work of before
     assert seconds() >= 0 and len(waits) == 2
 
 
-@pytest.mark.parametrize('number, is_noted', [(4, True), (2, False), (32, False)])
-def test_an_ignored_number_of_micro_steps_is_noted(capsys, number, is_noted):
-    """Not train.py's default, which nobody has set."""
-    settings = bench.BenchConfig(gradient_accumulation_steps=number, micro_steps=2)
-    bench.note_ignored(settings, Machine('cpu'))
-    err = capsys.readouterr().err
-    assert ('gradient_accumulation_steps=4 does nothing here' in err) == is_noted
-    assert err.count('\n') == is_noted
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def test_decoding_reports_every_size_and_its_cache(work):
+    variants = '--variants=vanilla,svformer+compile=False'
+    out, _ = run(*DECODE, EAGER, '--batch_sizes=(1, 2)', variants, '--out=decode.json')
+    rows = read_rows(work / 'decode.json')
+    assert [(row['name'], row['batch'], row['context']) for row in rows] == [
+        (name, batch, context)
+        for context in (8, 16)
+        for batch in (1, 2)
+        for name in ('vanilla', 'svformer+compile=False')
+    ]
+    for row in rows:
+        tensors = (
+            8 if row['name'] == 'vanilla' else 5
+        )  # k and v of four layers, or four k and one v
+        assert row['cache_bytes'] == tensors * row['batch'] * row['context'] * 16 * 4
+        assert row['tok_per_s'] * row['ms_per_token'] / 1e3 == pytest.approx(row['batch'])
+    assert_prints(
+        out,
+        rows,
+        lambda row: {
+            'batch': f'{row["batch"]}',
+            'context': f'{row["context"]}',
+            'eager prefill tok/s': f'{row["prefill_tok_per_s"]:,.0f}',
+            'ms/token': f'{row["ms_per_token"]:.2f}',
+            'cache bytes': f'{row["cache_bytes"]:,}',
+        },
+    )
+
+
+def test_one_compiled_graph_decodes_every_token(graphs):
+    """And the prefill, in chunks of any length, is not compiled."""
+    run(*DECODE, '--contexts=(16,)', '--batch_sizes=(1,)', '--variants=vanilla')
+    assert len(graphs) == 3 * 4 and len(set(graphs)) == 1
+
+
+def test_several_processes_do_not_decode(work):
+    results = ranks(2, bench_of, *DECODE)
+    assert all(status == 1 for status, _, _ in results)
+    errors = ''.join(err for _, _, err in results)
+    assert_one_line(errors.strip(), 'decode', 'torchrun')
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'words, named',
+    [
+        (['--variants=vanilla,resformr'], ['resformr', 'resformer']),
+        (['--variants=vanilla+v_residul=True'], ['vanilla+', 'v_residul', "'v_residual'"]),
+        (['--variants=vanilla+batch_size=64'], ['--batch_size']),
+        (['--variants=vanilla+block_size=4096'], ['--block_size']),
+        (['--variants=vanilla,gqa'], ['gqa', 'n_head=2']),
+        (['--variants=vanilla+attention=flsh'], ['flsh', 'flash', 'cudnn']),
+        (['--variants=vanilla+mode=foo'], ['foo', 'reduce-overhead']),
+        (['--variants=vanilla+compile=False+mode=max-autotune'], ['mode', 'compile']),
+        (['--compile=False', '--activation_memory_budget=0.9'], ['memory_budget', 'compile']),
+        (['--variants=hf+share_v=True'], ['hf', 'share_v']),
+        (['--peers=hf', '--activation_checkpointing=True'], ['hf', 'activation_checkpointing']),
+        (['--peers=torch'], ['peers', 'torch', 'hf']),
+        (['--v_residual=True'], ['v_residual', '--variants=vanilla+']),
+        (['--rounds=0'], ['rounds=0']),
+        (['--warmup=-20'], ['warmup=-20']),
+        (['--out=data'], ['data', 'folder']),
+        (['--profile=a_file'], ['a_file']),
+        (['--real_data=tiny', '--vocab_size=40', EAGER], ['vocab_size=40']),
+        (['--real_data=none', EAGER], ['none']),
+    ],
+)
+def test_a_mistake_is_one_line(work, words, named):
+    if 'hf' in words[0]:
+        pytest.importorskip('transformers')
+    (work / 'a_file').write_text('')
+    status, _, err = program(bench.main, *TINY, *words)
+    assert_one_line(status, *named)
+    assert err == ''
+
+
+@pytest.mark.parametrize(
+    'words, named',
+    [
+        (['--contexts=(64,)'], ['contexts', 'block_size=16']),
+        (['--new_tokens=8'], ['contexts', 'new_tokens=8']),
+        (['--new_tokens=0'], ['new_tokens=0']),
+        (['--prefill_chunk=0'], ['prefill_chunk=0']),
+        (['--batch_sizes=(0,)'], ['batch_sizes=(0,)']),
+        (['--batch_sizes=()'], ['batch_sizes=()']),
+        (["--contexts=('a',)"], ["contexts=('a',)"]),
+        (['--variants=hf'], ['hf', 'vanilla']),
+        (['--variants=vanilla+activation_checkpointing=True'], ['activation_checkpointing']),
+        (['--peers=hf'], ['peers']),
+        (['--batch_size=2'], ['batch_size']),
+    ],
+)
+def test_a_mistake_in_decoding_is_one_line(work, words, named):
+    status, _, err = program(bench.main, *DECODE, *words)
+    assert_one_line(status, *named)
+    assert err == ''
+
+
+READ = {'device', 'dtype', 'compile', 'attention', 'batch_size', 'activation_memory_budget'}
+READ |= {'activation_checkpointing'}
+
+
+@pytest.mark.parametrize('mode', [[], ['decode']])
+def test_settings_of_training_that_do_nothing_here_are_refused(mode):
+    """A config file may hold them, because it is train.py's, too."""
+    for field in fields(TrainConfig):
+        if field.name not in READ:
+            status, _, _ = program(bench.main, *mode, f'--{field.name}={field.default}')
+            assert_one_line(status, f'unknown setting {field.name!r}')
+    words = [str(ROOT / 'config/vanilla_180m.py')]
+    settings, config = configure(bench.BenchConfig, GPTConfig, argv=words, ignored=[TrainConfig])
+    assert config.n_layer == 12 and settings.batch_size == 32
+
+
+def test_without_a_compiler_a_table_that_needs_one_is_refused(monkeypatch):
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    assert_one_line(program(bench.main, *TINY)[0], 'no-such-compiler', '--compile=False')
 
 
 # --- what fails ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason='a GPU has it')
-def test_a_kernel_that_the_device_lacks_does_not_lose_the_other_rows(work):
-    out = run(*TINY, '--variants=vanilla:cudnn,vanilla', '--rounds=1', '--warmup=1')
-    assert re.search(r'^\| vanilla:cudnn \| \D+ \|$', out, re.M) and '| vanilla | ' in out
+def failing(monkeypatch, where, error, fails):
+    """Let a method of Row raise for the rows for which fails(row)."""
+    whole = getattr(bench.Row, where)
+
+    def method(row, *args):
+        if fails(row):
+            raise error
+        return whole(row, *args)
+
+    monkeypatch.setattr(bench.Row, where, method)
 
 
 @pytest.mark.parametrize('where', ['build', 'step'])
-def test_a_row_that_runs_out_of_memory_does_not_lose_the_others(monkeypatch, capsys, where):
-    whole = getattr(bench.Row, where)
-    weights = []
-
-    def full(row, *args):
-        if row.name == 'svformer:checkpointed':
-            if row.model is not None:
-                weights.extend(map(weakref.ref, row.model.parameters()))
-            raise torch.OutOfMemoryError('out of memory: tried\nall of it')
-        return whole(row, *args)
-
-    monkeypatch.setattr(bench.Row, where, full)
-    numbers = table('--rounds=1', '--variants=vanilla,svformer:checkpointed,resformer')
-    assert [('problem' in row, row['name']) for row in numbers['rows']] == [
-        (False, 'vanilla'),
-        (True, 'svformer:checkpointed'),
-        (False, 'resformer'),
-    ]
-    assert '| svformer:checkpointed | out of memory: tried |' in capsys.readouterr().out
-    assert bool(weights) == (where == 'step')
-    assert not any(weight() is not None for weight in weights)
-
-
 @pytest.mark.parametrize(
     'error, problem',
-    [(AssertionError(), 'AssertionError'), (KeyError('x0'), "'x0'"), (OSError('no g++'), 'no g++')],
+    [
+        (torch.OutOfMemoryError('out of memory: tried\nall of it'), 'out of memory: tried'),
+        (AssertionError(), 'AssertionError'),
+    ],
 )
-def test_whatever_a_row_raises_does_not_lose_the_others(monkeypatch, error, problem):
-    """Inductor raises AssertionError, for example."""
-    step = bench.Row.step
-
-    def broken(row, *args):
-        if row.name == 'svformer':
-            raise error
-        return step(row, *args)
-
-    monkeypatch.setattr(bench.Row, 'step', broken)
-    rows = table('--rounds=2', '--variants=svformer,vanilla')['rows']
-    assert rows[0] == {'name': 'svformer', 'problem': problem}
-    assert len(rows[1]['seconds']) == 2
-
-
-def test_hugging_faces_llama_is_a_row_of_the_table(tmp_path):
-    pytest.importorskip('transformers')
-    words = ['--variants=vanilla', '--peers=hf', '--rounds=1', '--warmup=1']
-    run(*TINY, *words, f'--out={tmp_path}/hf.json')
-    rows = read_rows(tmp_path / 'hf.json')
-    assert [row['name'] for row in rows] == ['vanilla', 'hf:eager']
-    for row in rows:
-        assert 'problem' not in row and list(row['speed_relative_to']) == ['vanilla', 'hf:eager']
+def test_a_row_that_fails_loses_no_other(work, monkeypatch, where, error, problem):
+    """Inductor raises AssertionError, for example. Decoding loses one size alone."""
+    failing(
+        monkeypatch, where, error, lambda row: row.about.get('batch', 2) == 2 and row.name == 'cla'
+    )
+    for command, failed in (
+        (TINY, [1]),
+        ([*DECODE, '--contexts=(16,)', '--batch_sizes=(1, 2)'], [4]),
+    ):
+        out, _ = run(*command, EAGER, '--variants=vanilla,cla,resformer', '--out=fails.json')
+        rows = read_rows(work / 'fails.json')
+        assert [i for i, row in enumerate(rows) if 'problem' in row] == failed
+        assert rows[failed[0]]['problem'] == problem and f' | {problem} |' in out
 
 
-def test_bench_without_a_row_that_can_be_timed_is_one_line(monkeypatch):
-    def full(row, *args):
-        raise torch.OutOfMemoryError('out of memory: tried\nall of it')
-
-    monkeypatch.setattr(bench.Row, 'build', full)
-    with pytest.raises(ValueError, match='no row could be timed: out of memory: tried$'):
-        table('--rounds=1')
-
-
-@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(tmp_path, monkeypatch, error):
-    step = bench.Row.step
-
-    def interrupted(row, *args):
-        if row.name == 'resformer' and len(row.seconds) == 2:
-            raise error
-        return step(row, *args)
-
-    monkeypatch.setattr(bench.Row, 'step', interrupted)
-    with pytest.raises(error):
-        table('--rounds=5', '--variants=vanilla,resformer', f'--out={tmp_path}/bench.json')
-    rows = read_rows(tmp_path / 'bench.json')
-    assert [len(row['seconds']) for row in rows] == [2, 2]
+def test_a_row_that_fails_leaves_its_memory_to_the_others():
+    row = bench.Row('vanilla', TrainConfig(compile=False), GPTConfig(**SHAPE))
+    bench.attempt(row, row.build, Machine('cpu'))
+    weights = [weakref.ref(p) for p in row.parts[0].parameters()]
+    bench.attempt(row, row.step, 'no batch')
+    assert row.problem and not any(weight() is not None for weight in weights)
 
 
-def test_a_profile_that_fails_ends_the_bench_with_its_problem(monkeypatch, tmp_path, capsys):
-    """The other profiles and the table are there."""
-
-    def broken(row, next_batch, folder):
-        if row.name == 'vanilla':
-            raise OSError('the disk is full')
-        print(f'profile of {row.name} in {folder}')
-
-    monkeypatch.setattr(bench.Row, 'profile', broken)
-    words = ['--rounds=1', '--variants=vanilla,svformer', f'--profile={tmp_path}/traces']
-    with pytest.raises(ValueError, match='^no profile of vanilla: the disk is full$'):
-        table(*words, f'--out={tmp_path}/bench.json')
-    assert len(read_rows(tmp_path / 'bench.json')) == 2
-    assert f'profile of svformer in {tmp_path}/traces' in capsys.readouterr().out
-    assert (tmp_path / 'traces').is_dir()
+def test_without_a_row_that_can_be_timed_the_bench_fails_in_one_line(monkeypatch):
+    failing(monkeypatch, 'build', OSError('no such kernel\nat all'), lambda row: True)
+    assert_one_line(program(bench.main, *TINY, EAGER)[0], 'no row', 'no such kernel')
 
 
-def test_what_cannot_be_written_is_refused_before_the_first_step(work, monkeypatch):
-    monkeypatch.setattr(bench.Row, 'build', None)
-    (work / 'file').write_text('')
-    assert_refused(*TINY, '--out=data', because='out=data is a folder; name a file')
-    assert_refused(*TINY, '--profile=file', because='file')
-
-
-def bench_where_one_lacks_a_compiler(*words):
-    if os.environ['RANK'] == '1':
-        bench.check_compiler = lambda machine: refuse(True, 'no compiler')
-    sys.argv = ['bench.py', *words]
-    bench.main()
-
-
-def test_a_compiler_that_one_process_lacks_ends_all_with_one_line(work):
-    words = [word for word in TINY if 'compile' not in word]
-    results = ranks(2, bench_where_one_lacks_a_compiler, *words)
-    assert all(status == 1 for status, _, _ in results)
-    assert ''.join(err for _, _, err in results) == 'error: no compiler\n'
-
-
-def test_data_with_more_token_ids_than_the_model_are_refused(work):
-    """On a GPU, an id that has no embedding would end the whole bench with a device-side assert."""
-    words = ['--real_data=True', '--dataset=tiny', '--vocab_size=40']
-    assert_refused(*TINY, *words, because='token ids; vocab_size=40 is less')
+def test_memory_that_lacks_in_one_of_several_processes_ends_them_all(monkeypatch):
+    """The others would wait in an all-reduce that never comes."""
+    failing(monkeypatch, 'step', torch.OutOfMemoryError('out of memory'), lambda row: True)
+    monkeypatch.setattr(bench.dist, 'is_initialized', lambda: True)
+    status, _, _ = program(bench.main, *TINY, EAGER, '--variants=cla')
+    assert_one_line(status, 'cla', 'out of memory')
 
 
 def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
@@ -401,189 +495,41 @@ def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
         raise OSError('A.bin is gone')
 
     monkeypatch.setattr(bench.TrainingRows, 'batch', unreadable)
-    assert_refused(*TINY, '--real_data=True', '--dataset=tiny', because='A.bin is gone')
+    status, _, _ = program(bench.main, *TINY, EAGER, '--real_data=tiny')
+    assert_one_line(status, 'A.bin is gone')
 
 
-# --- decoding ------------------------------------------------------------------------------------
+@pytest.mark.parametrize('words', [TINY, [*DECODE, '--contexts=(16,)', '--batch_sizes=(1,)']])
+def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(work, monkeypatch, words):
+    is_third = lambda row: row.name == 'cla' and len(row.seconds) == 2  # noqa: E731
+    failing(monkeypatch, 'step', KeyboardInterrupt(), is_third)
+    with contextlib.suppress(KeyboardInterrupt):
+        run(*words, EAGER, '--rounds=5', '--variants=vanilla,cla', '--out=half.json')
+    assert [len(row['seconds']) for row in read_rows(work / 'half.json')] == [2, 2]
 
 
-def test_bench_decode_reports_every_row_and_cache_bytes(work):
-    sizes = ['--contexts=(16, 32)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--prefill_chunk=8']
-    options = ['--rounds=2', '--warmup=1', '--variants=vanilla,svformer:eager']
-    out = run(*DECODE, *sizes, *options, '--out=decode.json')
-
-    rows = read_rows(work / 'decode.json')
-    assert [(row['name'], row['batch'], row['context']) for row in rows] == [
-        (name, batch, context)
-        for context in (16, 32)
-        for batch in (1, 2)
-        for name in ('vanilla', 'svformer:eager')
-    ]
-    for row in rows:
-        tensors = 4 if row['name'] == 'vanilla' else 3  # k and v of two layers, or two k and one v
-        assert row['cache_bytes'] == tensors * row['batch'] * row['context'] * 32 * 4
-        assert len(row['seconds']) == 2 and row['ms_per_token'] > 0
-        assert row['attention_kernels'] == {'prefill': None, 'decode': None}  # without a GPU
-
-    head, _, *lines = programs.table(out)
-    for row, line in zip(rows, lines, strict=True):
-        assert dict(zip(head, line, strict=True)) == {
-            'row': row['name'],
-            'batch': f'{row["batch"]}',
-            'context': f'{row["context"]}',
-            'eager prefill tok/s': f'{row["prefill_tok_per_s"]:,.0f}',  # whatever --compile says
-            'ms/token': f'{row["ms_per_token"]:.2f}',
-            'spread': f'{row["spread"]:.1%}',
-            'tok/s': f'{row["tok_per_s"]:,.0f}',
-            'x vanilla': f'{row["speed_relative_to_vanilla"]:.3f}',
-            'cache bytes': f'{row["cache_bytes"]:,}',
-            'peak GiB': 'n/a',  # known on CUDA only
-        }
+# --- a profile -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'arguments, word',
-    [
-        (['--contexts=(64,)'], 'block_size=32'),
-        (['--contexts=(16,)', '--new_tokens=16'], 'new_tokens=16'),
-        (['--contexts=(16,)', '--new_tokens=4', '--memory_gib=1'], 'memory_gib needs a GPU'),
-        (['--prefill_chunk=0'], 'prefill_chunk'),
-        (['--batch_sizes=(0,)'], 'batch_sizes=(0,) must be whole numbers of at least 1'),
-        (["--batch_sizes=('16',)"], "batch_sizes=('16',) must be whole numbers"),
-        (['--batch_sizes=()'], 'batch_sizes=() must be whole numbers'),
-        (["--contexts=('a',)"], "contexts=('a',) must be whole numbers"),
-        (['--contexts=(16.0,)', '--new_tokens=4'], 'contexts=(16.0,) must be whole numbers'),
-        (['--contexts=()'], 'contexts=() must be whole numbers'),
-        (['--new_tokens=0'], 'new_tokens'),
-        (['--warmup=-20'], 'warmup=-20 must be at least 0'),
-        (['--peers=hf', '--contexts=(16,)', '--new_tokens=4'], 'bench.py decode has no peers'),
-        (['--memory_gib=-1'], 'memory_gib=-1.0 must be at least 0'),
-        (['--micro_steps=2'], 'micro_steps=2 does nothing in bench.py decode'),
-        (['--real_data=True'], 'real_data=True does nothing in bench.py decode'),
-        (['--profile=traces'], 'profile=traces does nothing in bench.py decode'),
-        (
-            ['--activation_checkpointing=True'],
-            'activation_checkpointing=True does nothing in bench.py decode',
-        ),
-        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:checkpointed'], 'checkpointed'),
-        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:budget=0.9'], 'budget'),
-        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:half'], 'half'),
-        (['--contexts=(16,)', '--new_tokens=4', '--variants=vanilla:ddp-whole'], 'ddp-whole'),
-    ],
-)
-def test_bench_decode_refuses_bad_input_in_one_line(work, arguments, word):
-    assert_refused(*DECODE, *arguments, because=word)
-
-
-@pytest.mark.parametrize('where', ['start', 'round'])
-def test_whatever_a_decoder_raises_does_not_lose_the_others(work, monkeypatch, where):
-    """Nor does it lose the decoder's own rows with other batches."""
-    whole = getattr(bench.Trial, where)
-
-    def broken(trial, *args):
-        if trial.name == 'svformer' and trial.batch == 2:
-            raise AssertionError('no such\nkernel')
-        return whole(trial, *args)
-
-    monkeypatch.setattr(bench.Trial, where, broken)
-    options = ['--contexts=(16,)', '--batch_sizes=(1, 2, 3)', '--new_tokens=4', '--rounds=1']
-    out = run(*DECODE, *options, '--variants=vanilla,svformer', '--out=broken.json')
-    problems = [row.get('problem') for row in read_rows(work / 'broken.json')]
-    assert problems == [None, None, None, 'no such', None, None]
-    assert '| svformer | 2 | 16 | no such |' in out
-
-
-def bench_of(*words):
-    sys.argv = ['bench.py', *words]
-    bench.main()
-
-
-def test_several_processes_do_not_decode(work):
-    results = ranks(2, bench_of, *DECODE, '--contexts=(16,)', '--new_tokens=4', '--rounds=1')
-    assert all(status == 1 for status, _, _ in results)
-    errors = ''.join(err for _, _, err in results)
-    assert_one_line(errors.strip(), 'start bench.py decode without torchrun')
-
-
-def test_a_decoder_that_cannot_be_built_does_not_lose_the_others(work, monkeypatch):
-    build = bench.Decoder.build
-
-    def broken(decoder, *args):
-        if decoder.name == 'svformer':
-            raise torch.OutOfMemoryError('out of memory')
-        return build(decoder, *args)
-
-    monkeypatch.setattr(bench.Decoder, 'build', broken)
-    options = ['--contexts=(16,)', '--batch_sizes=(1,)', '--new_tokens=4', '--rounds=1']
-    run(*DECODE, *options, '--variants=vanilla,svformer', '--out=unbuilt.json')
-    problems = [row.get('problem') for row in read_rows(work / 'unbuilt.json')]
-    assert problems == [None, 'out of memory']
-
-
-def test_an_interrupted_bench_decode_leaves_the_rows_that_were_finished(work, monkeypatch):
-    round_ = bench.Trial.round
-
-    def interrupted(trial, timed):
-        if trial.batch == 2:
-            raise KeyboardInterrupt
-        return round_(trial, timed)
-
-    monkeypatch.setattr(bench.Trial, 'round', interrupted)
-    options = ['--contexts=(16,)', '--batch_sizes=(1, 2)', '--new_tokens=4', '--rounds=1']
-    with pytest.raises(KeyboardInterrupt):
-        run(*DECODE, *options, '--variants=vanilla,svformer', '--out=half.json')
-    assert [row['batch'] for row in read_rows(work / 'half.json')] == [1, 1]
-
-
-def test_a_decoder_that_cannot_be_built_keeps_its_line_in_a_given_memory():
-    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=64)
-    decoder = bench.Decoder('vanilla', bench.read_name('vanilla', config))
-    decoder.problem = 'out of memory'
-    (report,) = bench.measure_largest(decoder, 16, bench.DecodeConfig(memory_gib=1), None)
-    assert report == {'name': 'vanilla', 'batch': 1, 'context': 16, 'problem': 'out of memory'}
-
-
-@pytest.mark.parametrize('gib, share', [(10, 0.125), (200, 1.0)])
-def test_a_memory_of_more_than_the_gpu_has_is_all_of_it(monkeypatch, gib, share):
-    shares = []
-    monkeypatch.setattr(bench, 'allocated', lambda machine: 0)
-    monkeypatch.setattr(bench.Trial, 'grow', lambda trial: setattr(trial, 'batch', 0))
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (0, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', shares.append)
-    decoder = SimpleNamespace(name='vanilla', problem=None, static=0)
-    settings = bench.DecodeConfig(memory_gib=gib)
-    (report,) = bench.measure_largest(decoder, 16, settings, None)
-    assert report['problem'] == f'not one text fits into {gib} GiB'
-    assert shares == [share, 1.0]
-
-
-@pytest.mark.parametrize('most, taken', [(100, 32), (24, 24), (1, 1), (0, 0)])
-def test_the_largest_batch_is_one_with_which_a_whole_round_fits(monkeypatch, most, taken):
-    """Compiled decoding takes memory that the last chunk of a prefill does not show."""
-    whole = bench.Trial.round
-
-    def full(trial, timed):
-        if trial.batch > most:
-            raise torch.OutOfMemoryError('out of memory')
-        whole(trial, timed)
-
-    monkeypatch.setattr(bench.Trial, 'fits', lambda trial, batch: batch <= 32)
-    monkeypatch.setattr(bench.Trial, 'round', full)
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (0, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, 'set_per_process_memory_fraction', lambda share: None)
-    settings = bench.DecodeConfig(
-        device='cpu', compile=False, memory_gib=1, new_tokens=2, rounds=1, warmup=0
-    )
-    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, vocab_size=64)
+@pytest.mark.parametrize('is_first', [True, False])
+def test_a_profile_has_a_trace_and_a_table_of_each_row(work, monkeypatch, is_first):
+    """Of several processes, the first one alone writes."""
+    row = bench.Row('vanilla', TrainConfig(compile=False), GPTConfig(**SHAPE))
     machine = Machine('cpu')
-    decoder = bench.Decoder('vanilla', bench.read_name('vanilla', config))
-    decoder.build(settings, machine)
+    machine.is_first = is_first
+    row.build(machine)
+    (work / f'{is_first}').mkdir()
+    row.profile(torch.zeros((2, 2, 16), dtype=torch.int64), work / f'{is_first}')
+    assert (work / f'{is_first}/vanilla.json').exists() == is_first
 
-    (report,) = bench.measure_largest(decoder, 8, settings, machine)
-    assert report['batch'] == taken
-    assert report.get('problem') == (None if taken else 'not one text fits into 1 GiB')
 
-
-@pytest.mark.parametrize('most', [0, 1, 2, 3, 7, 8, 100])
-def test_the_largest_batch_is_found_by_bisection(most):
-    assert bench.largest(lambda batch: batch <= most) == most
+def test_the_costliest_kernels_of_each_row_are_printed(work):
+    size = ['--contexts=(16,)', '--batch_sizes=(2,)']
+    for words, names in (
+        (TINY, ['vanilla', 'cla']),
+        ([*DECODE, *size], ['vanilla_2_16', 'cla_2_16']),
+    ):
+        out, _ = run(*words, EAGER, '--variants=vanilla,cla', '--profile=traces')
+        assert [line for line in out.splitlines() if line in names] == names
+        assert out.count('aten::mm') >= 2
+        assert all((work / f'traces/{name}.json').exists() for name in names)

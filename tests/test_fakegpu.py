@@ -19,9 +19,8 @@ NUMBER = r'(\d+\.\d)'
 
 
 def test_every_row_is_a_command_line_of_train():
-    for what, words in fakegpu.all_rows().values():
-        assert what in ('train', 'ddp', 'decode')
-        configure(TrainConfig, GPTConfig, argv=[word for word in words if word != '--graphs'])
+    for _, words in fakegpu.all_rows().values():
+        configure(TrainConfig, GPTConfig, argv=words)
 
 
 @pytest.mark.parametrize('table', TABLES)

@@ -36,7 +36,7 @@ FOLDERS = {'hub': {'hub'}, 'comparison': {'comparison'}, 'paper': {'paper', 'hub
 FOLDERS_OF_ROOT = {
     'rundir': {'hub.read'},
     'train': {'hub.read'},
-    'levers': {'hub.convert'},  # the peer that bench.py times is transformers' Llama
+    'bench': {'hub.convert'},  # the peer that bench.py times is transformers' Llama
     'compare': {'comparison'},
 }
 
