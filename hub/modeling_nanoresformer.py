@@ -6,7 +6,6 @@ into the folder.
 """
 
 import torch
-import torch.nn.functional as F
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -39,9 +38,7 @@ class Past(Cache):
         return int(self.cache.position)
 
     def crop(self, tokens_to_remove):
-        if tokens_to_remove > 0:  # in transformers 4, the length that is left
-            tokens_to_remove -= self.get_seq_length()
-        self.cache.position += min(0, tokens_to_remove)  # -n: n fewer
+        self.cache.position += tokens_to_remove  # -n: n fewer
 
     def reorder_cache(self, beam_idx):
         for tensor in self.cache.tensors.values():
@@ -51,9 +48,6 @@ class Past(Cache):
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoResFormerConfig
     base_model_prefix = 'model'
-    accepts_loss_kwargs = (
-        False  # the loss is a mean: Trainer divides by its accumulation steps itself
-    )
     _tied_weights_keys = {'model.lm_head.weight': 'model.transformer.wte.weight'}
 
     def __init__(self, config):
@@ -88,8 +82,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """The given Past; a new one in place of None, or of an empty cache of another kind."""
         if isinstance(given, Past):
             return given
-        is_empty = isinstance(given, Cache) and given.get_seq_length() == 0
-        if given is not None and not is_empty:
+        if given is not None and given.get_seq_length() > 0:
             raise ValueError(
                 f'this model cannot go on from a {type(given).__name__}: give it none, or its own'
             )
@@ -117,22 +110,15 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = self.past(past_key_values, B, self.model.config.block_size)
             cache, start = past_key_values.cache, past_key_values.get_seq_length()
         if position_ids is not None:
-            check_positions(position_ids, start, input_ids)
+            positions = torch.arange(start, start + T, device=input_ids.device).expand(B, T)
+            if not torch.equal(position_ids.expand(B, -1), positions):
+                raise ValueError(
+                    f'position_ids must be {start} to {start + T - 1}: this model knows no others'
+                )
 
         logits, _ = self.model(input_ids, cache=cache, last_only=logits_to_keep == 1)
         logits = logits[:, -logits_to_keep:]
         loss = None
         if labels is not None:
-            predictions = logits[:, :-1].flatten(0, 1).float()
-            loss = F.cross_entropy(predictions, labels[:, 1:].flatten())
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-
-def check_positions(position_ids, start, input_ids):
-    """Refuse positions other than those that follow what the cache has seen."""
-    B, T = input_ids.shape
-    expected = torch.arange(start, start + T, device=input_ids.device).expand(B, T)
-    if not torch.equal(position_ids.expand(B, -1), expected):
-        raise ValueError(
-            f'position_ids must be {start} to {start + T - 1}: this model knows no others'
-        )

@@ -7,8 +7,8 @@ a folder or a hub id.
 Weights are read as tensors and nothing else, and code that lies beside them is never run.
 """
 
+import contextlib
 import json
-import math
 import typing
 import zipfile
 from pathlib import Path
@@ -18,146 +18,107 @@ import torch
 from configurator import convert, first_line
 from model import GPT, GPTConfig, rope_tables
 
+# The file of a checkpoint's weights, and a pattern for it, for its shards and for their index. Other
+# files, such as Mistral's consolidated.safetensors, hold the same weights once more.
+FILES = {
+    'model.safetensors': 'model*.safetensors*',
+    'pytorch_model.bin': 'pytorch_model*.bin*',
+}
+
 # --- a checkpoint --------------------------------------------------------------------------------
 
 
 def holds_weights(path):
     """Whether a path is a folder with a checkpoint of Hugging Face."""
-    if not path.is_dir():
-        return False
-    return any(path.glob('*.safetensors*')) or any(path.glob('pytorch_model*.bin*'))
+    return path.is_dir() and any(any(path.glob(pattern)) for pattern in FILES.values())
 
 
 def load(path_or_hub_id):
-    """A GPT with a checkpoint's weights, in fp32. Errors are those of read()."""
-    config, state = read(path_or_hub_id)
-    with torch.device('meta'):
-        model = GPT(config)
-    model.load_state_dict(state, assign=True)
-    if config.arch == 'llama':
-        model.cos, model.sin = rope_tables(config)
-    if config.tie_embeddings:
-        model.lm_head.weight = model.transformer.wte.weight
-    return model.eval()
+    """A GPT with a checkpoint's weights, in fp32. One tensor at a time is in memory twice.
 
-
-def read(path_or_hub_id):
-    """(GPTConfig, our state dict) of a checkpoint. One tensor at a time is in memory twice.
-
-    Raises ValueError for models that GPT does not compute and for damaged files, OSError if they
-    cannot be read or downloaded.
+    Raises ValueError for models that GPT does not compute and for files that are damaged or missing,
+    OSError for a hub id that cannot be downloaded.
     """
     folder = fetch(path_or_hub_id)
-    kind, config = read_config(folder)
-    tensors = Tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.')
+    kind, config = read_config(folder / 'config.json')
     with torch.device('meta'):
-        shapes = {name: t.shape for name, t in GPT(config).state_dict().items()}
+        model = GPT(config)
+    shapes = {name: t.shape for name, t in model.state_dict().items()}
 
+    tensors = read_tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.')
     state = {}
-    names = variant_layout(config, shapes) if kind == VARIANT else layout(config)
-    for name, parts in names.items():
-        transposed = is_transposed(kind, name)
-        state[name] = read_weight(tensors, name, parts, shapes[name], transposed)
+    for name, parts in layout(kind, config).items():
+        flips = is_flipped(kind, name)
+        pieces = []
+        for theirs, rows in parts.items():
+            expected = (rows or shapes[name][0], *shapes[name][1:])
+            pieces.append(take(folder, tensors, theirs, expected[::-1] if flips else expected))
+        weight = torch.cat(pieces).float()
+        state[name] = weight.t().contiguous() if flips else weight
     if config.tie_embeddings:
         state['lm_head.weight'] = state['transformer.wte.weight']
-        check_tied_head(tensors, state['lm_head.weight'])
-    check_leftover(tensors)
-    return config, state
+    check_leftover(folder, tensors, state['lm_head.weight'])
+
+    model.load_state_dict(state, assign=True)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.transformer.wte.weight
+    if config.arch == 'llama':
+        model.cos, model.sin = rope_tables(config)
+    return model.eval()
 
 
 def fetch(path_or_hub_id):
     """The folder of a checkpoint. A hub id is downloaded, or if the hub fails, read from its cache."""
-    name = str(path_or_hub_id)
-    folder = Path(name)
+    folder = Path(path_or_hub_id)
     if folder.is_dir():
         return folder
+    name = str(path_or_hub_id)
     try:
-        return download(name)
+        from huggingface_hub import snapshot_download
+
+        for pattern in FILES.values():
+            folder = Path(snapshot_download(name, allow_patterns=['*.json', pattern]))
+            if any(folder.glob(pattern)):
+                break
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
             f'{name} is not a folder, and it could not be downloaded from the hub ({first_line(error)}); '
             'download it once and give its folder'
         ) from error
+    return folder
 
 
-# What is downloaded of a hub repository, besides its .json files: weights that weight_files() reads,
-# and no others, such as the copy of all weights in Mistral's consolidated.safetensors.
-SAFETENSORS = 'model*.safetensors*'
-BIN = 'pytorch_model*.bin*'
-
-
-def download(name):
-    """The folder of a hub repository, with the safetensors of its root, else with its .bin files."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        files = HfApi().list_repo_files(name)
-    except Exception:
-        folder = downloaded_before(name)
-        if folder is None:
-            raise
-        return folder
-    has_safetensors = {'model.safetensors', 'model.safetensors.index.json'} & set(files)
-    weights = SAFETENSORS if has_safetensors else BIN
-    return Path(snapshot_download(name, allow_patterns=['*.json', weights]))
-
-
-def downloaded_before(name):
-    """The folder of a hub repository in the hub's cache; None where its weights are not there."""
-    from huggingface_hub import snapshot_download
-
-    # The hub's client checks that no file of these patterns is missing. Of a repository with .bin
-    # files, those are not checked.
-    patterns = ['*.json', SAFETENSORS]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except Exception:
-        return None
-    return folder if holds_weights(folder) else None
-
-
-def read_weight(tensors, name, parts, shape, transposed):
-    """The weight `name` of ours, joined from its parts, {their name: rows}."""
-    pieces = []
-    for theirs, rows in parts.items():
-        expected = (rows or shape[0], *shape[1:])
-        if transposed:
-            expected = expected[::-1]
-        t = tensors.take(theirs)
-        if tuple(t.shape) != expected:
-            raise ValueError(
-                f'{tensors.folder}: {theirs} ({name}) is {tuple(t.shape)}; its config.json says '
-                f'{expected}'
-            )
-        pieces.append(t)
-    weight = torch.cat(pieces).float()
-    return weight.T.contiguous() if transposed else weight
-
-
-def check_tied_head(tensors, embedding):
-    """A checkpoint may hold a tied head as well, but then it must equal the embedding."""
-    name = 'lm_head.weight'
-    if name in tensors.places and not torch.equal(tensors.take(name).float(), embedding):
+def take(folder, tensors, name, shape):
+    """Take a tensor of this shape out of `tensors`."""
+    if name not in tensors:
+        raise ValueError(f'{folder} lacks {name}')
+    t = tensors.pop(name)
+    if t.shape != shape or not t.is_floating_point() or t.itemsize == 1:
         raise ValueError(
-            f'{tensors.folder}: {name} is not the embedding, though config.json ties them; which '
-            'one counts depends on the version of transformers. If it is the head, write '
-            '"tie_word_embeddings": false there'
+            f'{folder}: {name} is {tuple(t.shape)} of {t.dtype}; its config.json says {shape}, and '
+            'only floating point numbers of 16 bits or more are read'
         )
+    return t
 
 
-def check_leftover(tensors):
+def check_leftover(folder, tensors, head):
+    """Refuse weights that no place was found for. A tied head may be there, too, if it is one."""
     # Tables that old checkpoints carry along are not weights.
     tables = ('.rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias')
-    names = sorted(name for name in tensors.places if not name.endswith(tables))
-    if names:
-        raise ValueError(
-            f'{tensors.folder} has weights that this model has no place for: {", ".join(names[:3])}'
-        )
+    for name, t in tensors.items():
+        if name == 'lm_head.weight' and not torch.equal(t.float(), head):
+            raise ValueError(
+                f'{folder}: {name} is not the embedding, though config.json ties them; which one '
+                'counts depends on the version of transformers. If it is the head, write '
+                '"tie_word_embeddings": false there'
+            )
+        if name != 'lm_head.weight' and not name.endswith(tables):
+            raise ValueError(f'{folder} has a weight that this model has no place for: {name}')
 
 
 # --- its config.json -----------------------------------------------------------------------------
 
-# GPTConfig's fields in the config.json of a Llama (and a Mistral), of a GPT-2, and of both.
+# GPTConfig's fields in the config.json of a Llama (and a Mistral), and of a GPT-2.
 LLAMA = {
     'block_size': 'max_position_embeddings',
     'n_layer': 'num_hidden_layers',
@@ -167,6 +128,9 @@ LLAMA = {
     'n_inner': 'intermediate_size',
     'norm_eps': 'rms_norm_eps',
     'rope_theta': 'rope_theta',
+    'rope_scaling': 'rope_scaling',
+    'vocab_size': 'vocab_size',
+    'tie_embeddings': 'tie_word_embeddings',
 }
 GPT2 = {
     'block_size': 'n_positions',
@@ -175,8 +139,6 @@ GPT2 = {
     'n_embd': 'n_embd',
     'n_inner': 'n_inner',
     'norm_eps': 'layer_norm_epsilon',
-}
-BOTH = {
     'vocab_size': 'vocab_size',
     'tie_embeddings': 'tie_word_embeddings',
 }
@@ -189,146 +151,88 @@ ROPE_SCALING = (
     'original_max_position_embeddings',
 )
 
-# What a config.json means if it does not name these. None: as if our field were 0.
-LLAMA_DEFAULTS = {
-    'num_key_value_heads': None,
-    'rope_theta': 10000.0,
-    'rope_scaling': None,
-    'rope_parameters': None,
-    'tie_word_embeddings': False,
+# Fields that a config.json may leave out, and transformers' defaults where they are not ours.
+OPTIONAL = ('n_kv_head', 'n_inner', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
+DEFAULTS = {
+    'llama': {'rms_norm_eps': 1e-6},
+    'mistral': {'rms_norm_eps': 1e-6, 'num_key_value_heads': 8, 'sliding_window': 4096},
+    'gpt2': {'tie_word_embeddings': True},
 }
-MISTRAL_DEFAULTS = {**LLAMA_DEFAULTS, 'num_key_value_heads': 8, 'sliding_window': 4096}
-GPT2_DEFAULTS = {'n_inner': None, 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True}
-DEFAULTS = {'llama': LLAMA_DEFAULTS, 'mistral': MISTRAL_DEFAULTS, 'gpt2': GPT2_DEFAULTS}
-MAY_BE_NONE = ('num_key_value_heads', 'n_inner')
 
-# The only values of these that GPT computes; the first is transformers' default.
-LLAMA_COMPUTED = {
+# The only values of these that GPT computes; the first is transformers' default. Biases, cross
+# attention and wider heads show in the weights.
+COMPUTED = {
     'hidden_act': ('silu',),
-    'attention_bias': (False,),
-    'mlp_bias': (False,),
-}
-GPT2_COMPUTED = {
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
-    'reorder_and_upcast_attn': (False,),
-    'add_cross_attention': (False,),
 }
-COMPUTED = {'llama': LLAMA_COMPUTED, 'mistral': LLAMA_COMPUTED, 'gpt2': GPT2_COMPUTED}
 
 # The model_type of a variant that hub/convert.py exports.
 VARIANT = 'nanoresformer'
 
 
-class Settings:
-    """The values of a config.json. One that does not fit raises a ValueError that names it."""
+def read_config(path):
+    """(model_type, GPTConfig) of a config.json. ValueError where GPT does not compute what it says."""
+    with file_named(path):
+        values = json.loads(path.read_text())
+        kind = values.get('model_type')
+        if kind == VARIANT:
+            fields = values['gpt']
+            foreign = fields.keys() - GPTConfig.__dataclass_fields__.keys()
+            if foreign:
+                raise ValueError(
+                    f'GPTConfig has no {", ".join(sorted(foreign))}; the model was exported with '
+                    'another model.py, and only that one computes it'
+                )
+            return kind, build_config(fields, {name: name for name in fields})
 
-    def __init__(self, folder, values):
-        self.path = folder / 'config.json'
-        self.values = values
+        if kind not in ('llama', 'mistral', 'gpt2'):
+            raise ValueError(
+                f'model_type={kind!r}; only llama, mistral and gpt2 are read, and what hub.convert '
+                'exported'
+            )
+        values = DEFAULTS[kind] | values
+        for name, allowed in COMPUTED.items():
+            value = values.get(name, allowed[0])
+            if value not in allowed:
+                choice = ' or '.join(map(repr, allowed))
+                raise ValueError(f'{name}={value!r}, but GPT computes only {choice}')
+        if kind == 'gpt2':
+            return kind, build_config(values, GPT2, arch='gpt2')
 
-    def __getitem__(self, name):
-        if name not in self.values:
-            raise ValueError(f'{self.path} lacks {name!r}')
-        return self.values[name]
-
-    def take(self, name, hint):
-        """A value of type `hint`; a number must be positive."""
-        value = convert(self[name], hint, f'{self.path}: {name}')
-        if hint in (int, float) and not 0 < value < math.inf:
-            raise ValueError(f'{self.path}: {name}={value} must be positive')
-        return value
-
-    def expect(self, name, *allowed):
-        """Refuse a value that is not allowed. If there is none, the first allowed one counts."""
-        value = self.values.get(name, allowed[0])
-        if value not in allowed:
-            choice = ' or '.join(map(repr, allowed))
-            raise ValueError(f'{self.path}: {name}={value!r}, but GPT computes only {choice}')
-
-
-def read_config(folder):
-    """(model_type, GPTConfig) of a checkpoint; ValueError where GPT does not compute what its
-    config.json says."""
-    try:
-        values = json.loads((folder / 'config.json').read_text())
-        kind = values['model_type']
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f'{folder} has no config.json that names its model_type: not a Hugging Face checkpoint, '
-            'or half of one'
-        ) from error
-    if kind == VARIANT:
-        return kind, variant_config(Settings(folder, values))
-    if kind not in ('llama', 'mistral', 'gpt2'):
-        raise ValueError(
-            f'{folder} is a {kind}; only llama, mistral and gpt2 are read, and what hub.convert exported'
-        )
-
-    settings = Settings(folder, {**DEFAULTS[kind], **values})
-    for name, allowed in COMPUTED[kind].items():
-        settings.expect(name, *allowed)
-    if kind == 'mistral':
-        bound_positions(settings)
-    if kind == 'gpt2':
-        return kind, GPTConfig(arch='gpt2', **take_fields(settings, GPT2))
-
-    scaling = read_rope(settings)
-    config = GPTConfig(rope_scaling=scaling, **take_fields(settings, LLAMA))
-    settings.expect('head_dim', None, config.head_size)
-    return kind, config
+        config = build_config(values | read_rope(values), LLAMA)
+        if kind == 'mistral' and values['sliding_window'] is not None:
+            # Within its window, sliding attention is causal attention.
+            window = convert(values['sliding_window'], int, 'sliding_window')
+            config.block_size = min(config.block_size, window)
+        return kind, config
 
 
-def variant_config(settings):
-    """The GPTConfig of a variant: its config.json has all fields, under our names."""
+def build_config(values, names, **fields):
+    """The GPTConfig of a config.json's values. names: {field: its name there}"""
     hints = typing.get_type_hints(GPTConfig)
-    fields = settings.take('gpt', dict)
-    foreign = fields.keys() - hints.keys()
-    if foreign:
-        raise ValueError(
-            f'{settings.path}: GPTConfig has no {", ".join(sorted(foreign))}; the model was exported '
-            'with another model.py, and only that one computes it'
-        )
-    for name, value in fields.items():
-        fields[name] = convert(value, hints[name], f'{settings.path}: {name}')
+    for field, name in names.items():
+        if values.get(name) is not None:
+            fields[field] = convert(values[name], hints[field], name)
+        elif field not in OPTIONAL:
+            raise ValueError(f'it lacks {name!r}')
     return GPTConfig(**fields)
 
 
-def take_fields(settings, names):
-    """{field of GPTConfig: value} of the fields in `names`."""
-    hints = typing.get_type_hints(GPTConfig)
-    fields = {}
-    for field, name in {**names, **BOTH}.items():
-        if name in MAY_BE_NONE and settings[name] is None:
-            continue
-        fields[field] = settings.take(name, hints[field])
-    return fields
-
-
-def bound_positions(settings):
-    """Allow positions only within the window, where sliding attention is causal attention."""
-    name = 'max_position_embeddings'
-    positions = settings.take(name, int)
-    window = settings.take('sliding_window', int | None)
-    settings.values[name] = min(positions, window or positions)
-
-
-def read_rope(settings):
-    """GPTConfig's rope_scaling. RoPE's base, wherever it stands, moves to rope_theta."""
+def read_rope(values):
+    """A Llama's rope_theta and rope_scaling, as GPTConfig has them, wherever they stand."""
     rope = {}
     for name in ('rope_scaling', 'rope_parameters'):  # older and newer transformers
-        rope |= settings.take(name, dict | None) or {}
-    if 'rope_theta' in rope:
-        settings.values['rope_theta'] = rope['rope_theta']
+        rope |= convert(values.get(name), dict | None, name) or {}
+    theta = rope.get('rope_theta', values.get('rope_theta'))
 
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if kind == 'default':
-        return ()
+        return {'rope_theta': theta, 'rope_scaling': ()}
     if kind != 'llama3':
-        raise ValueError(f"{settings.path}: RoPE scaled as {kind!r}; only llama3's is computed")
-    scaling = Settings(settings.path.parent, rope)
-    return tuple(scaling[name] for name in ROPE_SCALING)
+        raise ValueError(f"RoPE scaled as {kind!r}; only llama3's is computed")
+    return {'rope_theta': theta, 'rope_scaling': [rope.get(name) for name in ROPE_SCALING]}
 
 
 # --- the names of its weights --------------------------------------------------------------------
@@ -344,16 +248,19 @@ BLOCK = {
 }
 
 
-def layout(config):
-    """Our weights in transformers' names: {ours: {theirs: its rows, or None for all of ours}}.
+def layout(kind, config):
+    """Our weights in a checkpoint's names: {ours: {theirs: its rows, or None for all of ours}}.
 
-    It lists the weights of transformers' model, not of ours: a weight that only ours has, such as
-    one that a fork adds, is not in it.
+    A tied head is left out. Of a model_type of transformers, it lists what transformers' model has,
+    not ours: a weight that only ours has, such as one that a fork adds, is not in it.
     """
-    return gpt2_layout(config) if config.arch == 'gpt2' else llama_layout(config)
+    if kind == VARIANT:
+        with torch.device('meta'):
+            names = GPT(config).state_dict()
+        if config.tie_embeddings:
+            del names['lm_head.weight']
+        return {name: {f'model.{name}': None} for name in names}
 
-
-def llama_layout(config):
     kv = config.kv_heads * config.head_size
     rows = {
         'self_attn.q_proj': config.n_embd,
@@ -362,107 +269,78 @@ def llama_layout(config):
         'mlp.gate_proj': config.ffn_width,
         'mlp.up_proj': config.ffn_width,
     }
-    names = {'transformer.wte.weight': {'model.embed_tokens.weight': None}}
+    names = {
+        'transformer.wte.weight': {'model.embed_tokens.weight': None},
+        'transformer.ln_f.weight': {'model.norm.weight': None},
+    }
     for n in range(config.n_layer):
         for module, parts in BLOCK.items():
             theirs = {f'model.layers.{n}.{part}.weight': rows.get(part) for part in parts}
             names[f'transformer.h.{n}.{module}.weight'] = theirs
-    names['transformer.ln_f.weight'] = {'model.norm.weight': None}
     if not config.tie_embeddings:
         names['lm_head.weight'] = {'lm_head.weight': None}
+
+    if kind == 'gpt2':
+        biases = [name.replace('.weight', '.bias') for name in names if '.h.' in name]
+        ours = [*names, *biases, 'transformer.ln_f.bias', 'transformer.wpe.weight']
+        names = {name: {name: None} for name in ours}
     return names
 
 
-def gpt2_layout(config):
-    modules = [f'transformer.h.{n}.{module}' for n in range(config.n_layer) for module in BLOCK]
-    names = ['transformer.wte.weight', 'transformer.wpe.weight']
-    for module in (*modules, 'transformer.ln_f'):
-        names += [f'{module}.weight', f'{module}.bias']
-    if not config.tie_embeddings:
-        names.append('lm_head.weight')
-    return {name: {name: None} for name in names}
-
-
-def variant_layout(config, names):
-    """Likewise in an export's names, which are ours with a prefix. A tied head is left out."""
-    result = {name: {f'model.{name}': None} for name in names}
-    if config.tie_embeddings:
-        del result['lm_head.weight']
-    return result
-
-
-def is_transposed(kind, name):
-    """Whether transformers keeps a matrix of ours transposed: GPT-2's linear layers in its blocks."""
-    matrices = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-    return kind == 'gpt2' and name.endswith(matrices)
+def is_flipped(kind, name):
+    """Whether transformers keeps a weight of ours transposed: GPT-2's linear layers in its blocks."""
+    return kind == 'gpt2' and name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))
 
 
 # --- its tensors ---------------------------------------------------------------------------------
 
 
-class Tensors:
-    """A checkpoint's tensors by name, read one at a time, each once.
+def read_tensors(folder, prefix):
+    """A checkpoint's tensors by name, {name: tensor}. The pages of its files are mapped, not read.
 
-    places: {name: (open file, key there)} of those not yet taken. Names without `prefix` get it: some
-    checkpoints of GPT-2 have none.
+    Names without `prefix` get it: some checkpoints of GPT-2 have none.
     """
-
-    def __init__(self, folder, prefix):
-        self.folder = folder
-        self.places = {}
-        for path in weight_files(folder):
-            file = open_tensors(path)
-            for key in file.keys():
-                has_prefix = key.startswith((prefix, 'lm_head.'))
-                name = key if has_prefix else prefix + key
-                self.places[name] = file, key
-
-    def take(self, name):
-        if name not in self.places:
-            raise ValueError(f'{self.folder} lacks {name}')
-        file, key = self.places.pop(name)
-        t = file[key] if isinstance(file, dict) else file.get_tensor(key)
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(
-                f'{self.folder}: {name} is {t.dtype}; only floating point numbers of 16 bits or '
-                'more are read'
-            )
-        return t
+    tensors = {}
+    for path in weight_files(folder):
+        with file_named(path):
+            for name, t in read_file(path).items():
+                has_prefix = name.startswith((prefix, 'lm_head.'))
+                tensors[name if has_prefix else prefix + name] = t.detach()
+    return tensors
 
 
 def weight_files(folder):
     """The files that hold a checkpoint's weights."""
-    for name in ('model.safetensors', 'pytorch_model.bin'):
+    for name in FILES:
         index = folder / f'{name}.index.json'
         if index.exists():
-            try:
-                file_of = json.loads(index.read_text())['weight_map']
-                return sorted({folder / file for file in file_of.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f'{index} is damaged ({type(error).__name__})') from error
+            with file_named(index):
+                shards = json.loads(index.read_text())['weight_map'].values()
+                return {folder / shard for shard in shards}
         if (folder / name).exists():
             return [folder / name]
-    raise ValueError(f'{folder} has neither model.safetensors nor pytorch_model.bin')
+    raise ValueError(f'{folder} has neither {" nor ".join(FILES)}')
 
 
-def open_tensors(path):
-    """An open safetensors file, or {name: tensor} of a file of torch's, whose pages are mapped."""
+def read_file(path):
+    """{name: tensor} of one file."""
+    if path.suffix == '.safetensors':
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    mmap = zipfile.is_zipfile(path)  # older than torch 1.6: not a zip file
+    return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+
+
+@contextlib.contextmanager
+def file_named(path):
+    """Turn what a file that does not fit raises into a ValueError of one line that names it."""
     try:
-        if path.suffix == '.safetensors':
-            from safetensors import safe_open
-
-            return safe_open(path, 'pt')
-        mmap = zipfile.is_zipfile(path)  # older than torch 1.6: not a zip file
-        tensors = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
-        for name, t in tensors.items():
-            if not isinstance(name, str) or not isinstance(t, torch.Tensor):
-                raise TypeError
-        return tensors
-    except FileNotFoundError:
-        raise ValueError(
-            f'{path} is missing, though the index names it: did a download stop half way?'
-        ) from None
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{path}: {first_line(error)}') from error
     except Exception as error:  # safetensors, zip and pickle each raise their own
+        # torch's own advice, to trust the file, is bad advice.
         raise ValueError(
-            f'{path} is damaged, or holds more than tensors ({type(error).__name__})'
+            f'{path} is damaged, or not what it should be ({type(error).__name__})'
         ) from error
