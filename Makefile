@@ -1,17 +1,24 @@
-# make demo: everything from nothing to a comparison of three models.
+# make demo: everything from nothing to the verdict on three models.
 # make test: everything that must hold.
 PYTHON ?= python3
 VENV = .venv
 RUN = $(VENV)/bin/python
-DEMO = out/demo
+DEMO = out/compare/demo
+TORCH_FOR_CPU = https://download.pytorch.org/whl/cpu
 
 # Threads that wait for a busy neighbor must not spin: on two cores, of which another program uses
 # one, that made training three times as slow. Where nobody else works, waiting passively is free.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# Two files of packages, two marks: a file that changed installs again.
+# Two files of packages, two marks: a file that changed installs again. On Linux pip would take torch's
+# CUDA build, gigabytes of it. Without a GPU the CPU build comes first, if its index can be reached.
 $(VENV)/requirements: requirements.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	if test "$$(uname)" = Linux && ! command -v nvidia-smi > /dev/null; then \
+		$(RUN) -m pip install --quiet --retries=1 --timeout=15 --index-url=$(TORCH_FOR_CPU) \
+			"$$(grep -o '^torch==[0-9.]*' requirements.txt)" 2> /dev/null \
+			|| echo "$(TORCH_FOR_CPU) cannot be reached: taking torch's usual build"; \
+	fi
 	$(RUN) -m pip install --quiet --requirement requirements.txt
 	touch $@
 
@@ -22,14 +29,12 @@ $(VENV)/requirements-dev: $(VENV)/requirements requirements-dev.txt
 .PHONY: setup demo test lint format clean
 setup: $(VENV)/requirements
 
-# Each line goes on where it was stopped, and does nothing where it had finished.
+# A second call goes on where the first was stopped, and trains nothing that has finished.
 demo: setup
 	$(RUN) prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
-	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/vanilla
-	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/resformer --v_residual=True
-	$(RUN) train.py config/demo.py --init_from=auto --out_dir=$(DEMO)/svformer --share_v=True
-	$(RUN) compare.py $(DEMO)/vanilla $(DEMO)/resformer $(DEMO)/svformer
-	$(RUN) sample.py --out_dir=$(DEMO)/resformer --start="def " --max_new_tokens=200
+	$(RUN) compare.py config/demo.py --name=demo --seeds=3 \
+		--arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
+	$(RUN) sample.py --out_dir=$(DEMO)/resformer_lr0.002_seed1 --start="def " --max_new_tokens=200
 
 test: $(VENV)/requirements-dev
 	$(RUN) -m pytest -n auto --dist worksteal $(ARGS)

@@ -27,6 +27,7 @@ from comparison.runs import (
     WAITING,
     changes_on_the_way,
     gpt_config,
+    has_file,
     read_state,
     same_value,
 )
@@ -254,7 +255,7 @@ def group_runs(folders):
     """
     states = []
     for folder in folders:
-        if not Path(folder, 'log.jsonl').exists():
+        if not has_file(folder, 'log.jsonl'):
             raise FileNotFoundError(f'{folder} is not a run: it has no log.jsonl')
         state = read_state(Path(folder))
         if not state.config:

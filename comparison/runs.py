@@ -12,6 +12,9 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
 
     difference(a.facts, b.facts, but=('seed',))     None, or the first (name, value, other value)
 
+A run that has no folder any more is read from a pack beside where its folder was: runs_1.tar.xz,
+runs_2.tar.xz, ..., which comparison/pack.py has made, with the same files under the same names.
+
 Facts are the decisive settings of TrainConfig and GPTConfig, those of a fork that this code does not
 know, `origin` (scratch, or whose weights the run began with), `resumed` (how its settings changed on
 the way), and, in runs that record them, `data` (the fingerprint of the token files) and how the run
@@ -23,9 +26,12 @@ still to be trained has facts, too: facts(asdict(settings) | asdict(config)).
 """
 
 import functools
+import io
 import json
+import lzma
 import math
 import statistics
+import tarfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -38,12 +44,44 @@ from train import INCIDENTAL, NOT_FINITE, TrainConfig
 
 
 def read_text(run, name):
-    """The text of a file of a run's folder. Raises OSError where there is none."""
-    return Path(run, name).read_text(errors='replace')
+    """The text of a file of a run, from its folder or a pack. Raises OSError where there is none."""
+    path = Path(run, name)
+    text = '' if path.exists() else packed(path)
+    return text or path.read_text(errors='replace')
 
 
 def has_file(run, name):
-    return Path(run, name).exists()
+    path = Path(run, name)
+    return path.exists() or bool(packed(path))
+
+
+def packed(path):
+    """The text of a run's file in a pack beside the run's folder, '' where there is none."""
+    files = {}
+    for pack in path.parent.parent.glob('runs_*.tar.xz'):
+        files |= read_pack(pack)
+    return files.get(f'{path.parent.name}/{path.name}', '')
+
+
+@functools.cache  # a pack is never rewritten
+def read_pack(path):
+    """{run/file: text} of a pack. ValueError where it is damaged."""
+    try:
+        contents = lzma.decompress(path.read_bytes())  # all of it, which checks its sum
+        with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
+            return {m.name: pack.extractfile(m).read().decode(errors='replace') for m in pack}
+    except (lzma.LZMAError, tarfile.TarError) as error:
+        raise ValueError(f'{path} is damaged: {first_line(error)}') from error
+
+
+def named_runs(words):
+    """The folders of the runs that words of a command line name; a pack stands for all its runs."""
+    runs = []
+    for path in map(Path, words):
+        files = read_pack(path) if path.name.endswith('.tar.xz') else {}
+        logs = [path.parent / name for name in files if name.endswith('log.jsonl')]
+        runs += [log.parent for log in logs] or [path]
+    return tuple(map(str, runs))
 
 
 def read_entries(run):

@@ -1,18 +1,21 @@
 """What results/claims says follows from the logs that lie beside it."""
 
+import functools
 import json
 import re
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 
+from comparison.runs import named_runs
 from paper import crossings, differences, verdicts
 from paper.figures import NAMES
 
 CLAIMS = Path(__file__).parent.parent / 'results' / 'claims'
-MAIN = sorted(CLAIMS.glob('main/*'))
+MAIN = [Path(run) for run in sorted(named_runs(CLAIMS.glob('main/runs_*')))]
 PAGE = (CLAIMS / 'README.md').read_text()
 PRINTED = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
 
@@ -42,9 +45,24 @@ def test_the_tables_of_losses_are_those_of_the_kept_logs():
 # --- the same numbers, read and computed without any code of ours ---------------------------------
 
 
+@functools.cache
+def packed(folder):
+    """{name: bytes} of the files in a folder's packs."""
+    files = {}
+    for path in folder.glob('runs_*.tar.xz'):
+        with tarfile.open(path) as pack:
+            files |= {member.name: pack.extractfile(member).read() for member in pack}
+    return files
+
+
+def log_of(run):
+    lines = packed(run.parent)[f'{run.name}/log.jsonl'].splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def read(folder):
     """(training losses, {domain: validation loss}) of a run's log."""
-    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    lines = log_of(folder)
     training = [line['loss'] for line in lines if line.get('loss') is not None]
     (last,) = [line['val'] for line in lines if 'val' in line and line['step'] == 1250]
     return np.array(training), last
@@ -71,7 +89,7 @@ def late(model, seed):
 
 
 def folder_of(model, seed):
-    (folder,) = CLAIMS.glob(f'main/{model}_lr*_seed{seed}')
+    (folder,) = [run for run in MAIN if re.fullmatch(f'{model}_lr[^_]*_seed{seed}', run.name)]
     return folder
 
 
@@ -217,7 +235,7 @@ LONG = CLAIMS.parent / 'long'
 
 def read_long(name):
     """([training loss of each step], {step: validation loss}) of a run of results/long."""
-    lines = [json.loads(line) for line in (LONG / name / 'log.jsonl').read_text().splitlines()]
+    lines = log_of(LONG / name)
     training = {line['step']: line['loss'] for line in lines if line.get('loss') is not None}
     assert sorted(training) == list(range(len(training)))
     validation = {line['step']: line['val']['mean'] for line in lines if 'val' in line}

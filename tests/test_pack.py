@@ -1,0 +1,65 @@
+"""Runs that are packed for keeping: comparison/pack.py writes them, comparison/runs.py reads them."""
+
+import os
+import random
+import shutil
+
+import pytest
+import runs
+from programs import assert_one_line
+
+from comparison import pack
+from comparison.runs import named_runs, read_pack, read_state
+
+NAMES = ('a_seed1', 'a_seed2', 'b_seed1')
+
+
+def write_runs(folder):
+    """Three finished runs, and their plan."""
+    for i, name in enumerate(NAMES):
+        losses = [random.random() for _ in range(100)]
+        runs.write_run(folder / name, losses, seed=i)
+    (folder / 'plan.json').write_text('{}')
+    return [folder / name for name in NAMES]
+
+
+def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):
+    folders = write_runs(tmp_path / 'kept')
+    before = [read_state(folder) for folder in folders]
+    (tmp_path / 'again').mkdir()
+    monkeypatch.setattr(pack, 'LIMIT', 3000)  # so that one pack does not hold them all
+    for to, given in (('kept', folders), ('again', reversed(folders))):
+        assert runs.call(pack.main, *given, f'--to={tmp_path / to}')[0] == 0
+        os.utime(folders[0] / 'log.jsonl', (0, 0))
+    packs = sorted(tmp_path.glob('kept/runs_*'))
+    assert len(packs) == 2
+    assert [path.read_bytes() for path in packs] == [
+        path.read_bytes() for path in sorted(tmp_path.glob('again/*'))
+    ]
+
+    # Later runs go into another pack.
+    runs.call(pack.main, folders[0], f'--to={tmp_path / "kept"}')
+    assert (tmp_path / 'kept/runs_3.tar.xz').exists()
+
+    for folder in folders:
+        shutil.rmtree(folder)
+    assert named_runs([str(folders[0]), *map(str, packs)]) == tuple(map(str, folders[:1] + folders))
+    for state, folder in zip(before, folders, strict=True):
+        again = read_state(folder)
+        assert again.kind == 'finished'
+        assert vars(again) == vars(state)
+
+
+def test_an_unfinished_run_and_a_damaged_pack_are_named(tmp_path):
+    folder, *_ = write_runs(tmp_path)
+    runs.call(pack.main, folder, f'--to={tmp_path}')
+    (folder / 'log.jsonl').write_text('{"step": 0, "loss": 3.0}\n')
+    assert_one_line(runs.call(pack.main, folder, f'--to={tmp_path}')[0], folder.name)
+    shutil.rmtree(folder)
+    path = tmp_path / 'runs_1.tar.xz'
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], whole[:999] + b'\0' + whole[1000:]):
+        path.write_bytes(damaged)
+        read_pack.cache_clear()
+        with pytest.raises(ValueError, match=path.name):
+            read_state(folder)
