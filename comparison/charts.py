@@ -13,7 +13,7 @@ import re
 INK, FAINT = '#010101', '#020202'
 MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 COLORS = 9  # --c0 to --c8; more arms begin again, dashed
-WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
+WIDTH, HEIGHT = 4.2, 3.0  # inches; the page scales them
 STYLE = {
     'svg.fonttype': 'none',
     'svg.hashsalt': 'comparison',  # the same drawing is the same text
@@ -27,7 +27,7 @@ STYLE = {
     'xtick.color': INK,
     'ytick.color': INK,
     'grid.color': FAINT,
-    'font.size': 9,
+    'font.size': 10,
     'axes.formatter.useoffset': False,
     'axes.formatter.min_exponent': 3,
 }
@@ -116,7 +116,7 @@ def line_style(index):
 
 @styled
 def forest(contrasts, arms):
-    """A row per contrast: a dot per seed, the mean, its 95% interval."""
+    """A row per contrast: a dot per seed, the mean, its 95% interval, corrected where it can be."""
     rows = [(name, c) for name, c in contrasts.items() if c['seeds']]
     if not rows:
         return ''
@@ -126,8 +126,9 @@ def forest(contrasts, arms):
         shade = color(arms.index(c['ours']))
         values = list(c['differences'].values())
         axes.plot(values, [y + 0.18] * len(values), 'o', color=shade, markersize=3, alpha=0.6)
-        if c['low'] is not None:
-            axes.plot([c['low'], c['high']], [y, y], color=shade, linewidth=2)
+        ends = [c['low_holm'], c['high_holm']]
+        if None not in ends:
+            axes.plot(ends, [y, y], color=shade, linewidth=2)
         axes.plot(c['mean'], y, 'D', color=shade, markersize=6)
     names = [f'{c["ours"]} {MINUS} {c["theirs"]}' for _, c in rows]
     axes.set_yticks(range(len(rows)), names)
@@ -135,144 +136,63 @@ def forest(contrasts, arms):
     axes.grid(False, axis='y')
     axes.tick_params(axis='y', length=0)
     axes.locator_params(axis='x', nbins=5)
-    axes.set_xlabel('\N{LEFTWARDS ARROW} lower is better; small dots are seeds')
+    axes.set_xlabel('below 0 is better; small dots are seeds')
     return svg(drawing, 'Differences with intervals')
 
 
-def curve_limits(axes, curves, begin):
-    """Limits from [(x, y)] where x is at least a share `begin` of the end: the first steps, where
-    losses fall by nats, must not squeeze the rest."""
-    inside = [0.0]
-    for x, y in curves:
-        inside += [value for mark, value in zip(x, y, strict=True) if mark >= begin * x[-1]]
-    margin = 0.08 * (max(inside) - min(inside)) or 0.01
-    axes.set_ylim(min(inside) - margin, max(inside) + margin)
-
-
-def logarithmic_axis(axes, label):
-    axes.set_xscale('log')
-    low, high = axes.get_xlim()
-    if 1e-3 < low and high < 1e5:
-        axes.xaxis.set_major_formatter(lambda x, position: f'{x:,g}')
-    axes.set_xlabel(label)
+def panels(count, title):
+    """(figure, grid of axes), two in a row at most, with one title; axes that are not used are gone."""
+    rows, columns = math.ceil(count / 2), min(2, count)
+    drawing, grid = pyplot().subplots(
+        rows,
+        columns,
+        figsize=(WIDTH, HEIGHT if rows == 1 else 0.6 + 1.7 * rows),
+        layout='constrained',
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
+    drawing.suptitle(title, x=0.02, ha='left', fontsize=10)
+    for axes in grid.flat:
+        axes.grid(linewidth=0.6)
+        axes.tick_params(labelbottom=True)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return drawing, grid
 
 
 @styled
 def relative_curves(curves, arms):
     """Training loss minus the baseline's: seeds thin, mean thick, its 95% interval as a band.
 
-    With more than two arms, a panel for each.
+    A panel for each arm.
     """
     if not curves:
         return ''
-    panels = [[name] for name in curves] if len(curves) > 2 else [list(curves)]
-    rows, columns = math.ceil(len(panels) / 2), min(2, len(panels))
-    height = HEIGHT if rows == 1 else 0.6 + 1.6 * rows
-    drawing, grid = pyplot().subplots(
-        rows,
-        columns,
-        figsize=(WIDTH, height),
-        layout='constrained',
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
     title = 'Training loss minus the baseline\N{RIGHT SINGLE QUOTATION MARK}s (nats)'
-    if len(panels) > 1:
-        drawing.suptitle(title, x=0.02, ha='left', fontsize=10)
-    else:
-        grid[0, 0].set_title(title)
-    lines = []
-    for axes, names in zip(grid.flat, panels, strict=False):
-        axes.grid(linewidth=0.6)
+    drawing, grid = panels(len(curves), title)
+    late = [0.0]
+    for axes, (name, curve) in zip(grid.flat, curves.items(), strict=False):
+        style, steps = line_style(arms.index(name)), curve['steps']
         zero_line(axes)
-        for name in names:
-            lines += relative_curve(axes, curves[name], name, line_style(arms.index(name)))
-        if len(panels) > 1:
-            axes.set_title(names[0], fontsize=9)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    curve_limits(grid[0, 0], lines, 0.03)
-    # The lowest panel of each column has the labels.
-    for axes in grid.flat[max(0, len(panels) - columns) : len(panels)]:
-        logarithmic_axis(axes, 'step')
-        axes.tick_params(labelbottom=True)
-    if len(panels) == 1:
-        legend(grid[0, 0])
+        if curve['half']:
+            pairs = list(zip(curve['mean'], curve['half'], strict=True))
+            low, high = [m - h for m, h in pairs], [m + h for m, h in pairs]
+            axes.fill_between(steps, low, high, color=style['color'], alpha=0.18, linewidth=0)
+        for values in curve['seeds'].values():
+            axes.plot(steps, values, linewidth=0.6, alpha=0.5, **style)
+            # The first steps, where losses fall by nats, must not squeeze the rest.
+            late += [
+                value for step, value in zip(steps, values, strict=True) if step > steps[-1] / 10
+            ]
+        axes.plot(steps, curve['mean'], linewidth=1.8, **style)
+        axes.set_title(name, fontsize=9)
+        axes.set_xscale('log')
+        axes.xaxis.set_major_formatter(lambda x, position: f'{x:,g}')
+        axes.set_xlabel('step')
+    margin = 0.08 * (max(late) - min(late)) or 0.01
+    axes.set_ylim(min(late) - margin, max(late) + margin)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
-
-
-def relative_curve(axes, curve, name, style):
-    """One arm; returns [(steps, values)] of its seeds."""
-    steps = [step + 1 for step in curve['steps']]
-    if curve['half']:
-        pairs = list(zip(curve['mean'], curve['half'], strict=True))
-        low, high = [m - h for m, h in pairs], [m + h for m, h in pairs]
-        axes.fill_between(steps, low, high, color=style['color'], alpha=0.18, linewidth=0)
-    for values in curve['seeds'].values():
-        axes.plot(steps, values, linewidth=0.6, alpha=0.5, **style)
-    axes.plot(steps, curve['mean'], linewidth=1.8, label=name, **style)
-    return [(steps, values) for values in curve['seeds'].values()]
-
-
-@styled
-def equal_cost_curves(curves, arms, kind, per_step):
-    """The mean curves against the baseline's loss at equal time or FLOPs. per_step: {arm: cost}."""
-    curves = {name: curve for name, curve in curves.items() if kind in curve}
-    ratios = [curve[kind]['ratio'] for curve in curves.values()]
-    if not curves or max(abs(ratio - 1) for ratio in ratios) < 0.002:
-        return ''
-    title = {'time': 'The same at equal training time', 'flops': 'The same at equal FLOPs'}[kind]
-    drawing, axes = figure(title=f'{title} (nats)')
-    zero_line(axes)
-    lines = []
-    for name, curve in curves.items():
-        points = curve[kind]
-        cost = [step * per_step[name] for step in points['steps']]
-        label = f'{name} ({TIMES}{points["ratio"]:.2f})'
-        axes.plot(cost, points['mean'], linewidth=1.8, label=label, **line_style(arms.index(name)))
-        lines.append((cost, points['mean']))
-    curve_limits(axes, lines, 0.1)
-    label = {'time': 'seconds', 'flops': 'training FLOPs'}[kind]
-    logarithmic_axis(axes, label)
-    legend(axes)
-    return svg(drawing, title)
-
-
-@styled
-def domain_differences(domains, contrasts, arms):
-    """Per domain: mean difference and 95% interval of each contrast."""
-    rows = {name: d for name, d in domains.items() if any(x['seeds'] for x in d.values())}
-    names = list(next(iter(rows.values()), {}))
-    if len(names) < 2:
-        return ''
-    height = 0.9 + len(names) * max(0.26, 0.13 * len(rows))
-    drawing, axes = figure(height, 'Per domain')
-    zero_line(axes, vertical=True)
-    for i, (contrast, by_domain) in enumerate(rows.items()):
-        c = contrasts[contrast]
-        shade = line_style(arms.index(c['ours']))['color']
-        offset = (i + 0.5) / len(rows) * 0.7 - 0.35
-        label = f'{c["ours"]} {MINUS} {c["theirs"]}'
-        marker = 'o' if c['theirs'] == arms[0] else 's'
-        for y, domain in enumerate(names):
-            numbers = by_domain[domain]
-            if numbers['low'] is not None:
-                ends = [numbers['low'], numbers['high']]
-                axes.plot(ends, [y + offset] * 2, color=shade, linewidth=1.2, alpha=0.8)
-            if numbers['seeds']:
-                axes.plot(
-                    numbers['mean'], y + offset, marker, color=shade, markersize=4, label=label
-                )
-                label = None
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(False, axis='y')
-    axes.tick_params(axis='y', length=0)
-    axes.locator_params(axis='x', nbins=5)
-    axes.set_xlabel('nats')
-    legend(axes)
-    return svg(drawing, 'Differences per domain')
 
 
 @styled
@@ -309,14 +229,21 @@ def rate_sweep(tuning, arms):
 
 
 @styled
-def gradient_norms(norms, arms):
-    if not norms:
+def mixing_weights(mixing, arms):
+    """The weights of values that layers have learned: a panel per arm, its sources' and its own."""
+    mixing = {name: seeds for name, seeds in mixing.items() if seeds}
+    if not mixing:
         return ''
-    drawing, axes = figure(title='Gradient norm, mean over seeds')
-    for name, curve in norms.items():
-        steps = [step + 1 for step in curve['steps']]
-        axes.plot(steps, curve['mean'], linewidth=1.4, label=name, **line_style(arms.index(name)))
-    axes.set_yscale('log')
-    logarithmic_axis(axes, 'step')
+    drawing, grid = panels(len(mixing), 'Learned mixing weights')
+    for axes, (name, seeds) in zip(grid.flat, mixing.items(), strict=False):
+        shade = color(arms.index(name))
+        for layers in seeds.values():
+            sources, own = zip(*layers.values(), strict=True)
+            axes.plot(list(layers), sources, '-o', color=shade, markersize=3, linewidth=1)
+            axes.plot(list(layers), own, '--s', color=color(0), markersize=3, linewidth=1)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel('layer')
+    for line, text in zip(axes.lines[:2], ('of the sources', "of the layer's own"), strict=True):
+        line.set_label(text)
     legend(axes)
-    return svg(drawing, 'Gradient norms')
+    return svg(drawing, 'Learned mixing weights by layer, a line per seed')

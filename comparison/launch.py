@@ -9,8 +9,11 @@ next start resumes it, because each is started with --init_from=auto.
 import contextlib
 import datetime
 import json
+import math
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,16 +112,17 @@ def visible_gpus():
     return names[:count]
 
 
-def launch(jobs, slots, gpus=1, tick=lambda running: None):
+def launch(jobs, slots, gpus, tick):
     """Train until no job is left.
 
     jobs: a function that gives those still to be trained, most urgent first. It is called again
     after each training, because the next may depend on its result; none is tried twice.
-    tick(running): called a few times a second with the jobs under way.
+    tick(running): called each second with the jobs under way.
 
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
     running, attempts = [], set()
+    last_tick = -math.inf
     queue = list(jobs())
     try:
         while True:
@@ -141,7 +145,9 @@ def launch(jobs, slots, gpus=1, tick=lambda running: None):
                 record(job)
             if ended or (queue and not running):
                 queue = [job for job in jobs() if job.name not in attempts]
-            tick(running)
+            if ended or time.monotonic() - last_tick > 1:
+                tick(running)
+                last_tick = time.monotonic()
             if not running and not queue:
                 return
             if not ended:
@@ -213,18 +219,31 @@ def record(job):
     status = job.process.returncode
     if status in (0, INTERRUPTED, -signal.SIGTERM):
         return
-    reason = f'exit status {status}'
     if status < 0:
         memory = ', perhaps for lack of memory' if status == -signal.SIGKILL else ''
         reason = f'killed by {signal.Signals(-status).name}{memory}'
     else:
-        output = (job.folder / 'train.log').read_bytes()[job.log_start :]
-        lines = output.decode(errors='replace').strip().splitlines()
-        # torchrun writes a summary of its own below the message of its processes.
-        messages = [line for line in lines if line.startswith('error: ')] or lines
-        if messages:
-            reason = messages[-1].removeprefix('error: ')[:300]
-    write_whole(failure_file(job.folder), reason + '\n')
+        reason = message_of(job) or f'exit status {status} without a message'
+    free = shutil.disk_usage(job.folder).free
+    if free < FULL:
+        reason += f'; its disk has {free:,} bytes left'
+    try:
+        write_whole(failure_file(job.folder), reason + '\n')
+    except OSError as error:  # a full disk; the other trainings go on
+        print(f'\n{job.name}: {reason} ({error})', file=sys.stderr)
+
+
+FULL = 2**20  # bytes; with fewer left, a disk is worth a word
+
+
+def message_of(job):
+    """What a training says of its end: its error, or the last line of a traceback; '' without any."""
+    output = (job.folder / 'train.log').read_bytes()[job.log_start :]
+    lines = output.decode(errors='replace').strip().splitlines()
+    # torchrun writes a summary of its own below the message of its processes.
+    errors = [line.removeprefix('error: ') for line in lines if line.startswith('error: ')]
+    errors = errors or [line for line in lines if re.match(r'[\w.]+(Error|Exception|Exit)\b', line)]
+    return errors[-1][:300] if errors else ''
 
 
 # --- progress -------------------------------------------------------------------------------------
@@ -246,36 +265,28 @@ def last_step(folder):
 class Progress:
     """One line on the terminal: runs, steps, time left. Where there is no terminal, a line per run."""
 
-    def __init__(self, stream=sys.stderr):
-        self.stream = stream
-        self.is_terminal = stream.isatty()
+    def __init__(self):
+        self.stream = sys.stderr
+        self.is_terminal = self.stream.isatty()
         self.begin = time.monotonic()
         self.first_steps = None
         self.shown_runs = -1
-        self.last_time = 0.0
 
     def show(self, runs, all_runs, steps, all_steps):
         """runs of all_runs have finished; steps of all_steps are taken, runs under way included."""
-        now = time.monotonic()
         if self.first_steps is None:
             self.first_steps = steps
-        too_soon = now - self.last_time < 1
-        if too_soon or (not self.is_terminal and runs == self.shown_runs):
+        if not self.is_terminal and runs == self.shown_runs:
             return
-        self.last_time, self.shown_runs = now, runs
+        self.shown_runs = runs
 
         left = 'time left unknown'
         taken = steps - self.first_steps
         if taken > 0:
-            seconds = (all_steps - steps) * (now - self.begin) / taken
+            seconds = (all_steps - steps) * (time.monotonic() - self.begin) / taken
             left = f'{datetime.timedelta(seconds=round(seconds))} left'
-        blocks = round(20 * steps / max(1, all_steps))
-        bar = '#' * blocks + '.' * (20 - blocks)
-        text = f'[{bar}] {runs} of {all_runs} runs, {steps:,} of {all_steps:,} steps, {left}'
-        if self.is_terminal:
-            self.stream.write(f'\r\033[K{text[:150]}')
-        else:
-            self.stream.write(text + '\n')
+        text = f'{runs} of {all_runs} runs, {steps:,} of {all_steps:,} steps, {left}'
+        self.stream.write(f'\r\033[K{text}' if self.is_terminal else f'{text}\n')
         self.stream.flush()
 
     def close(self):

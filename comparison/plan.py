@@ -1,13 +1,22 @@
 """
 What a comparison will do, written down before its first result: arms, rates, seeds, and the test.
 
-An arm is a name, and settings on top of the config that all arms share: key=value pairs, config
-files, or both. Only the wiring of a config file counts (every field of GPTConfig but its shape), so
-that `resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and data; the
-report says which fields were taken.
+    plan = Plan(
+        {'vanilla': {}, 'resformer': {'v_residual': True}},     # the first arm is the baseline
+        'out/compare/mine',
+        common={'dataset': 'stdlib', 'max_iters': 100},         # settings of all arms
+        seeds=(1, 2, 3),
+    )
 
-A run is (arm, rate, seed), trained by train.py in out/compare/<name>/<arm>_lr<rate>_seed<seed>.
-plan.json holds everything that decides a result, a hash of it, the commit and the work tree's diff.
+An arm is a name and the settings in which it differs from what all arms share, and perhaps
+`seed_offset`, which is added to its test seeds: the same model under other seeds is an arm, too. On
+the command line, an arm may name config files. Only their wiring counts (every field of GPTConfig but
+the shape), so that `resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and
+data.
+
+A run is (arm, rate, seed), trained by train.py in <folder>/<arm>_lr<rate>_seed<seed>. plan.json holds
+everything that decides a result, a hash of it, the commit and the work tree's diff. It does not change:
+the same plan may get more seeds, and any other comparison is one of another name.
 """
 
 import contextlib
@@ -16,160 +25,62 @@ import functools
 import hashlib
 import itertools
 import json
-import math
-import platform
 import re
 import subprocess
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from comparison.runs import ROUNDING, as_json, difference, facts, origin_of
-from comparison.verdict import LEVEL, RULE, distributions
-from configurator import check_key, configure, read_settings, sort_arguments
+from comparison.runs import ROUNDING, as_json, difference, facts, same_value
+from comparison.verdict import LEVEL, RULE
+from configurator import check_key, configure, read_settings
 from data import Dataset
 from files import write_json
 from model import GPTConfig
-from rundir import FACTS, known_commit
-from train import INCIDENTAL, TrainConfig, check_schedule, share_of_micro_steps
+from rundir import known_commit
+from train import TrainConfig, check_schedule, share_of_micro_steps
 
 ROOT = Path(__file__).parent.parent
 
 # Settings that compare.py itself chooses.
 CHOSEN = set('seed out_dir init_from eval_only'.split())
-# Where comparisons are, each in a folder of its own.
-COMPARISONS = Path('out', 'compare')
+# How often and on how much a run is evaluated, unless somebody says otherwise: once, on everything.
+EVALUATION = ('eval_iters', 'eval_interval')
+# Facts that say of which text a validation loss is.
+TEXT = ('dataset', 'block_size', 'eval_iters * batch_size')
+# Facts that differ from run to run, from arm to arm, or from machine to machine.
+VARYING = ('seed', 'learning_rate', 'resumed', *ROUNDING)
 
 METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
-
-
-@dataclass
-class CompareConfig:
-    arms: str = ''  # 'vanilla; mine: v_residual=True neutreno=0.2; ...': the first is the baseline
-    seeds: int | tuple = 5  # test seeds: 1 to 5, or a tuple of them
-    rates: tuple = ()  # learning rates that every arm tries on the tuning seeds; (): untuned
-    tuning_seeds: tuple = (101, 102)  # none of them may be a test seed
-    contrasts: str = ''  # more, besides each arm against the baseline: 'mine-resformer, a-b'
-    equal: str = 'steps'  # or time, flops: each arm has the steps that fit the baseline's budget
-    baseline_steps: tuple = ()  # also train the baseline this long, to say what extra cost is worth
-    name: str = ''  # its folder in out/compare; '': named for the config or the runs
-    jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
-    gpus: int = 1  # GPUs of each training, by torchrun
-    print: bool = False  # write the commands still to be run, one per line, and train nothing
-    watch: bool = False  # train nothing, and redraw the report while runs are under way elsewhere
-    timing: bool = True  # measure step times, in turns, on this machine
-    runs: tuple = ()  # folders of runs that exist, to be compared as they are
-
-    def __post_init__(self):
-        if self.equal not in ('steps', 'time', 'flops'):
-            raise ValueError(f"equal={self.equal!r} is not one of 'steps', 'time', 'flops'")
-        if self.baseline_steps and self.equal != 'steps':
-            raise ValueError(
-                f'baseline_steps says what extra cost is worth, and with equal={self.equal} no arm '
-                'costs extra; drop one of them'
-            )
-        if self.jobs < 0 or self.gpus < 1:
-            raise ValueError('jobs must be at least 0, and gpus at least 1')
-        if isinstance(self.seeds, int):
-            self.seeds = tuple(range(1, self.seeds + 1))
-        check_numbers('seeds', self.seeds, int, 0)
-        check_numbers('tuning_seeds', self.tuning_seeds, int, 0)
-        check_numbers('baseline_steps', self.baseline_steps, int, 1)
-        check_numbers('rates', self.rates, (int, float), 1e-12)
-        if len({f'{rate:g}' for rate in self.rates}) < len(self.rates):
-            raise ValueError(f'rates={self.rates} must differ in their first six digits')
-        if not self.seeds:
-            raise ValueError('seeds must be at least 1')
-        if len(self.rates) == 1:
-            raise ValueError(
-                f'rates={self.rates} holds a single rate, so there is nothing to tune; give it as '
-                '--learning_rate'
-            )
-        if self.rates and not self.tuning_seeds:
-            raise ValueError('rates are tried on tuning seeds: give --tuning_seeds')
-        both = sorted(set(self.seeds) & set(self.tuning_seeds))
-        if self.rates and both:
-            raise ValueError(
-                f'seeds {both} would both choose the rates and judge the arms; '
-                'choose other --tuning_seeds'
-            )
-
-
-def key_of(flag):
-    """The name of --name=value."""
-    return flag[2:].partition('=')[0]
-
-
-def check_numbers(name, values, kind, least):
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-            raise ValueError(f'{name}={values} must be numbers, each at least {least}')
-    if len(set(values)) < len(values):
-        raise ValueError(f'{name}={values} names one twice')
 
 
 # --- arms -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Arm:
-    name: str
-    words: list  # as given: config files and key=value
-    flags: list  # the same settings, as --key=value
-    seed_offset: int = 0  # 'again: seed_offset=1000' is the same arm under other seeds
-    from_files: dict = field(default_factory=dict)  # {config file: the wiring taken from it}
-
-    def keys(self):
-        return {key_of(flag) for flag in self.flags}
-
-
 def parse_arms(text):
-    """{name: Arm} of --arms. Raises ValueError if it cannot be read."""
+    """{name: {setting: its text}} of --arms. Raises ValueError if it cannot be read."""
     arms = {}
     for part in text.split(';'):
         if not part.strip():
             continue
         name, _, words = part.partition(':')
         name = name.strip()
-        if not re.fullmatch(r'[^\W_][\w.+-]*', name):  # matplotlib hides a label like _this
-            raise ValueError(
-                f'arms: {name!r} is not a name; write "vanilla; mine: v_residual=True neutreno=0.2"'
-            )
         if name in arms:
             raise ValueError(f'arms: two arms are named {name}')
-        arms[name] = make_arm(name, split_words(words))
-    if len(arms) < 2:
-        raise ValueError('give at least two arms: --arms="vanilla; mine: v_residual=True"')
+        arms[name] = {}
+        # A value may hold spaces: residual_lambda=(5.0, 1.0).
+        for word in re.split(r'\s+(?=(?:--)?[a-z]\w*=|\S+\.py(?:\s|$))', words.strip()):
+            arms[name] |= parse_word(name, word.removeprefix('--')) if word else {}
     return arms
 
 
-def split_words(text):
-    """The words of an arm. A value may hold spaces: residual_lambda=(5.0, 1.0)."""
-    words = re.split(r'\s+(?=(?:--)?[a-z]\w*=|\S+\.py(?:\s|$))', text.strip())
-    return [word.removeprefix('--') for word in words if word]
-
-
-def make_arm(name, words):
-    arm = Arm(name, words, [])
-    for word in words:
-        key, equals, value = word.partition('=')
-        if word.endswith('.py') and not equals:
-            wiring = read_wiring(word)
-            arm.flags += [f'--{key}={value}' for key, value in wiring.items()]
-            arm.from_files[word] = wiring
-        elif not equals:
-            raise ValueError(f'arm {name}: {word!r} is neither key=value nor a config file')
-        elif key in CHOSEN:
-            raise ValueError(f'arm {name}: {key} is not for an arm; compare.py chooses it')
-        elif key == 'seed_offset':
-            if not value.isdecimal():
-                raise ValueError(
-                    f'arm {name}: seed_offset={value} must be a whole number, which is added to '
-                    'every test seed'
-                )
-            arm.seed_offset = int(value)
-        else:
-            arm.flags.append(f'--{word}')
-    return arm
+def parse_word(arm, word):
+    """{setting: value} of a word of an arm: key=value, or a config file, of which the wiring counts."""
+    key, equals, value = word.partition('=')
+    if equals:
+        return {key: value}
+    if not word.endswith('.py'):
+        raise ValueError(f'arm {arm}: {word!r} is neither key=value nor a config file')
+    return read_wiring(word)
 
 
 def read_wiring(path):
@@ -186,20 +97,25 @@ def read_wiring(path):
 
 
 def parse_contrasts(text, arms):
-    """[(arm, arm)]: each arm against the first, then those of --contrasts, such as 'mine-resformer'."""
-    baseline = next(iter(arms))
-    contrasts = [(name, baseline) for name in arms if name != baseline]
-    for word in re.split(r'[\s,;]+', text.strip()):
-        if not word:
-            continue
+    """[(arm, arm)] of --contrasts, such as 'mine-resformer'."""
+    contrasts = []
+    for word in filter(None, re.split(r'[\s,;]+', text)):
         pairs = [pair for pair in itertools.permutations(arms, 2) if contrast_name(*pair) == word]
         if not pairs:
             raise ValueError(f'contrasts: {word!r} is not ARM-ARM of {", ".join(arms)}')
         if len(pairs) > 1:
             meanings = ', or '.join(f'{ours} against {theirs}' for ours, theirs in pairs)
             raise ValueError(f'contrasts: {word!r} may be {meanings}; rename an arm')
-        ours, theirs = pairs[0]
-        if (ours, theirs) not in contrasts and (theirs, ours) not in contrasts:
+        contrasts += pairs
+    return contrasts
+
+
+def all_contrasts(arms, more):
+    """[(arm, arm)]: each arm against the first, then the others, each pair once."""
+    baseline, *others = arms
+    contrasts = [(name, baseline) for name in others]
+    for ours, theirs in more:
+        if not {(ours, theirs), (theirs, ours)} & set(contrasts):
             contrasts.append((ours, theirs))
     return contrasts
 
@@ -217,127 +133,151 @@ class Run:
     arm: str
     rate: float
     seed: int
-    steps: int = 0  # of --baseline_steps; 0: the arm's own number
 
     @property
     def name(self):
-        steps = f'_steps{self.steps}' if self.steps else ''
-        return f'{self.arm}_lr{self.rate:g}{steps}_seed{self.seed}'
+        return f'{self.arm}_lr{self.rate:g}_seed{self.seed}'
 
 
 class Plan:
-    """A comparison's arms and runs. options: the CompareConfig that the command line argv gives.
+    """A comparison's arms and runs.
 
-    Raises ValueError or OSError for everything that can be refused before the first training.
+    arms: {name: {setting: value}}. common: {setting: value} of all arms, on top of config `files`.
+    seeds: of the test, or how many (5: 1 to 5). rates: learning rates that every arm tries on the
+    tuning seeds; (): untuned. contrasts: [(arm, arm)], besides each arm against the first. Values may
+    be as text, too. Raises ValueError or OSError for everything that can be refused before training.
     """
 
-    def __init__(self, options, argv):
-        self.options = options
-        self.files, _, flags = sort_arguments(argv, 'runs')
-        own = {item.name for item in fields(CompareConfig)}
-        self.flags = [flag for flag in flags if key_of(flag) not in own]
-        self.keys = {key_of(flag) for flag in self.flags}
-        if self.keys & CHOSEN:
-            name = min(self.keys & CHOSEN)
-            raise ValueError(f'{name} is chosen by compare.py; give --seeds and --name')
+    def __init__(
+        self,
+        arms,
+        folder,
+        common=None,
+        files=(),
+        seeds=5,
+        rates=(),
+        tuning_seeds=(101, 102),
+        contrasts=(),
+    ):
+        self.folder = Path(folder)
+        self.files, self.common = list(files), dict(common or {})
+        self.seeds = tuple(range(1, seeds + 1)) if isinstance(seeds, int) else tuple(seeds)
+        self.rates = tuple(sorted(rates))
+        self.tuning_seeds = tuple(tuning_seeds) if rates else ()
+        self.check_numbers()
+        self.check_names(arms)
+        self.baseline = next(iter(arms))
+        self.offsets = {name: offset_of(name, settings) for name, settings in arms.items()}
+        self.arms = {name: without_offset(settings) for name, settings in arms.items()}
+        self.contrasts = all_contrasts(arms, contrasts)
 
-        self.arms = parse_arms(options.arms)
-        self.baseline = next(iter(self.arms))
-        self.contrasts = parse_contrasts(options.contrasts, self.arms)
-        self.folder = COMPARISONS / (options.name or self.default_name())
         # The config files are read here alone: somebody may edit them while the runs are trained.
-        self.settings, _ = self.configure()
+        self.settings, self.config = self.configure({})
         self.own = {name: self.configure_arm(name) for name in self.arms}
-        self.steps = dict.fromkeys(self.arms)  # from share_budget(); None: as the settings say
-        self.cache = {}
         self.check_arms()
         self.check_seeds()
 
-    def default_name(self):
-        if not self.files:
-            raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
-        return '_'.join(Path(path).stem for path in self.files)
-
-    def configure(self, arm=None):
-        """(TrainConfig, GPTConfig) of all arms' settings, and of one arm's own."""
-        flags = self.arms[arm].flags if arm else []
-        return configure(TrainConfig, GPTConfig, argv=[*self.files, *self.flags, *flags])
+    def configure(self, settings):
+        """(TrainConfig, GPTConfig) of all arms' settings, and of some on top."""
+        flags = [f'--{name}={value}' for name, value in (self.common | settings).items()]
+        return configure(TrainConfig, GPTConfig, argv=[*self.files, *flags])
 
     def configure_arm(self, name):
-        """(TrainConfig, GPTConfig) of an arm's own settings."""
         try:
-            return self.configure(name)
+            return self.configure(self.arms[name])
         except (ValueError, OSError) as error:
             raise type(error)(f'arm {name}: {error}') from error
 
     # --- what is refused ---
 
-    def check_arms(self):
-        """Refuse arms that cannot be trained, and arms that cannot be compared."""
-        settings = {}
-        for name in self.arms:
-            try:
-                self.check_arm(name)
-                settings[name] = self.arm_settings(Run(name, self.own_rate(name), 0))
-            except (ValueError, OSError) as error:
-                raise type(error)(f'arm {name}: {error}') from error
+    def check_numbers(self):
+        for name, least in (('seeds', 0), ('tuning_seeds', 0), ('rates', 1e-12)):
+            values = getattr(self, name)
+            kinds = (int, float) if name == 'rates' else int
+            wrong = [x for x in values if isinstance(x, bool) or not isinstance(x, kinds)]
+            if wrong or min(values, default=least) < least:
+                raise ValueError(f'{name}={values} must be numbers, each at least {least}')
+            # The names of runs have six digits of a rate.
+            if len({f'{value:g}' for value in values}) < len(values):
+                raise ValueError(f'{name}={values} names one twice')
+        if not self.seeds:
+            raise ValueError('seeds must be at least 1')
+        if len(self.rates) == 1:
+            raise ValueError(
+                f'rates={self.rates} holds a single rate, so there is nothing to tune; give it as '
+                '--learning_rate'
+            )
+        if self.rates and not self.tuning_seeds:
+            raise ValueError('rates are tried on tuning seeds: give --tuning_seeds')
 
-        base = settings[self.baseline]
-        for name in self.arms:
-            difference = text_difference(settings[name], base)
-            if difference:
-                key, value, expected = difference
+    def check_names(self, arms):
+        lower = {}
+        for name, settings in arms.items():
+            if not re.fullmatch(r'[^\W_][\w.+-]*', name):  # matplotlib hides a label like _this
+                raise ValueError(
+                    f'arms: {name!r} is not a name; write "vanilla; mine: v_residual=True neutreno=0.2"'
+                )
+            other = lower.setdefault(name.lower(), name)
+            if other != name:
+                raise ValueError(
+                    f'arms {other} and {name} differ only in case: on some systems, their runs would '
+                    'share a folder'
+                )
+            for keys, where in ((settings, f'arm {name}'), (self.common, 'the command line')):
+                for key in CHOSEN & keys.keys():
+                    raise ValueError(
+                        f'{where}: {key} is chosen by compare.py; give --seeds, --name'
+                    )
+                if self.rates and 'learning_rate' in keys:
+                    raise ValueError(f'{where}: learning_rate is tuned with --rates; drop one')
+
+    def check_arms(self):
+        """Refuse arms that are the same, and arms whose losses are those of different texts."""
+        every = {name: self.facts(self.example(name)) for name in self.arms}
+        base = {name: every[self.baseline][name] for name in TEXT}
+        for name, own in every.items():
+            other = difference({fact: own[fact] for fact in TEXT}, base)
+            if other:
+                key, value, expected = other
                 raise ValueError(
                     f'arm {name}: {key}={value!r}, but {self.baseline} has {expected!r}: '
                     'their losses would be those of different texts'
                 )
         for one, other in itertools.combinations(self.arms, 2):
-            same_seeds = self.arms[one].seed_offset == self.arms[other].seed_offset
-            if same_seeds and settings[one] == settings[other]:
-                raise ValueError(f'arms {one} and {other} have the same settings')
-        if base['max_iters'] in self.options.baseline_steps:
-            raise ValueError(
-                "baseline_steps must differ from max_iters, the length of the baseline's own runs"
-            )
-
-    def check_arm(self, name):
-        options = self.options
-        keys = self.arms[name].keys()
-        # On the command line it would train nothing, and yet change min_lr, which keeps its share.
-        if options.rates and 'learning_rate' in keys | self.keys:
-            raise ValueError('learning_rate is tuned with --rates; drop one')
-        if options.equal != 'steps' and 'max_iters' in keys:
-            raise ValueError(f'max_iters follows from --equal={options.equal}; drop it')
+            if self.offsets[one] == self.offsets[other] and every[one] == every[other]:
+                raise ValueError(
+                    f'arms {one} and {other} are the same run; to compare a model with itself, give '
+                    f'one of them other seeds: "{other}: seed_offset=1000"'
+                )
 
     def check_seeds(self):
         """Refuse a test seed that also chooses a learning rate, or that belongs to two pairs.
 
         The t test takes the differences of a contrast for independent of each other.
         """
-        seeds_of = {}
-        for name, arm in self.arms.items():
-            seeds = {seed + arm.seed_offset for seed in self.options.seeds}
-            seeds_of[name] = seeds
-            if self.options.rates and seeds & set(self.options.tuning_seeds):
-                raise ValueError(f'arm {name}: with its seed_offset, a test seed is a tuning seed')
-            if arm.seed_offset and seeds & set(self.options.seeds):
-                raise ValueError(f'arm {name}: seed_offset must exceed the test seeds')
-        for one, other in itertools.combinations(self.arms, 2):
-            offsets = self.arms[one].seed_offset, self.arms[other].seed_offset
-            if offsets[0] != offsets[1] and seeds_of[one] & seeds_of[other]:
+        for name, offset in self.offsets.items():
+            seeds = self.test_seeds(name)
+            both = sorted(set(seeds) & set(self.tuning_seeds))
+            if both:
                 raise ValueError(
-                    f'arms {one} and {other}: with seed_offset={offsets[0]} and {offsets[1]}, a seed '
-                    'would belong to two pairs; put the offsets further apart than the test seeds'
+                    f'arm {name}: seeds {both} would both choose the rates and judge the arms; choose '
+                    'other --tuning_seeds, or another seed_offset'
                 )
+            for other, other_offset in self.offsets.items():
+                if offset != other_offset and set(seeds) & set(self.test_seeds(other)):
+                    raise ValueError(
+                        f'arms {name} and {other}: with seed_offset={offset} and {other_offset}, a '
+                        'seed would belong to two pairs; put the offsets further apart than the seeds'
+                    )
 
-    def check_training(self):
+    def check_training(self, gpus):
         """Refuse what every training would refuse. Returns warnings."""
         warnings = []
         for name in self.arms:
             try:
-                settings, _ = self.configs(Run(name, 1.0, 0))
+                settings, _ = self.configs(self.example(name))
                 Dataset(settings.dataset)
-                share_of_micro_steps(settings, self.options.gpus)
+                share_of_micro_steps(settings, gpus)
                 warning = check_schedule(settings)
             except (ValueError, OSError) as error:
                 raise type(error)(f'arm {name}: {error}') from error
@@ -347,305 +287,192 @@ class Plan:
 
     # --- what train.py is told ---
 
+    def test_seeds(self, arm):
+        return [seed + self.offsets[arm] for seed in self.seeds]
+
     def own_rate(self, arm):
         """The learning rate of an arm that is not tuned."""
         settings, _ = self.own[arm]
         return settings.learning_rate
 
-    def min_rate(self, arm, rate):
-        """min_lr for a learning rate: in the config's proportion, or the arm's, if it has a min_lr."""
-        settings = self.settings
-        if 'min_lr' in self.arms[arm].keys():
-            settings, _ = self.own[arm]
-        if not settings.learning_rate:
-            return 0.0
-        return rate * settings.min_lr / settings.learning_rate
+    def example(self, arm):
+        """One of an arm's runs, to ask for what all of them have in common."""
+        return Run(arm, self.own_rate(arm), 0)
 
     def chosen_settings(self, run):
         """{setting of TrainConfig: value} that compare.py chooses for a run."""
+        # min_lr keeps the config's proportion, or the arm's, if it has a min_lr of its own.
+        settings = self.own[run.arm][0] if 'min_lr' in self.arms[run.arm] else self.settings
+        rate = settings.learning_rate
+        least = run.rate * settings.min_lr / rate if rate else 0.0
         chosen = {
             'seed': run.seed,
             'learning_rate': float(f'{run.rate:.12g}'),
-            'min_lr': float(f'{self.min_rate(run.arm, run.rate):.12g}'),
+            'min_lr': float(f'{least:.12g}'),
         }
-        # All of the validation split, once, unless the command line or the arm says otherwise.
-        for name in ('eval_iters', 'eval_interval'):
-            if name not in self.keys | self.arms[run.arm].keys():
+        for name in EVALUATION:
+            if name not in self.common | self.arms[run.arm]:
                 chosen[name] = 0
-        steps = run.steps or self.steps[run.arm]
-        if steps:
-            chosen['max_iters'] = steps
-            own, _ = self.own[run.arm]
-            if own.lr_decay_iters:
-                share = steps / own.max_iters
-                chosen['lr_decay_iters'] = max(1, round(share * own.lr_decay_iters))
         return chosen | {'init_from': 'auto', 'out_dir': str(self.run_folder(run))}
+
+    @property
+    def replaced(self):
+        """The eval_iters of the config that chosen_settings() replaces by 0; None where it does not."""
+        return None if 'eval_iters' in self.common else self.settings.eval_iters
 
     def arguments(self, run):
         """The arguments of train.py for a run."""
-        chosen = []
-        for name, value in self.chosen_settings(run).items():
+        settings = self.common | self.arms[run.arm] | self.chosen_settings(run)
+        words = []
+        for name, value in settings.items():
             text = f'{value:.12g}' if isinstance(value, float) else value
-            chosen.append(f'--{name}={text}')
-        return self.files + self.flags + self.arms[run.arm].flags + chosen
+            words.append(f'--{name}={text}')
+        return self.files + words
 
     def configs(self, run):
         """(TrainConfig, GPTConfig) of a run."""
-        if run not in self.cache:
-            training, config = self.own[run.arm]
-            self.cache[run] = replace(training, **self.chosen_settings(run)), config
-        return self.cache[run]
+        training, config = self.own[run.arm]
+        return replace(training, **self.chosen_settings(run)), config
 
-    def settings_of(self, run):
-        """{setting: value} of all that decides a run's numbers, as JSON has them."""
-        return decisive_settings(*self.configs(run))
-
-    def wanted(self, run):
+    def facts(self, run):
         """The facts that a run must have: see comparison/runs.py."""
         training, config = self.configs(run)
-        return facts(asdict(training) | asdict(config) | {'data': self.data or None})
+        return facts(asdict(training) | asdict(config) | {'data': self.data})
 
-    def ignored(self, run):
-        """Names of facts in which a run may differ from wanted().
+    def ignored(self, arm):
+        """Names of facts in which an arm's runs may differ from facts().
 
-        How a run rounds is the machine's choice, unless it is what its arm is about.
+        How a run rounds is the machine's choice, unless it is what the arm is about.
         """
-        training, _ = self.configs(run)
-        chosen = {name for name in self.arms[run.arm].keys() if name in ROUNDING}
-        return {
-            name for name in ROUNDING if name not in chosen or getattr(training, name) == 'auto'
-        }
+        chosen = self.arms[arm]
+        return [name for name in ROUNDING if str(chosen.get(name, 'auto')) == 'auto']
 
     @functools.cached_property
     def data(self):
-        """The fingerprint of the data of all arms; '' where they are not: runs may be trained elsewhere."""
+        """The fingerprint of the data of all arms; None where they are not: runs may be trained
+        elsewhere."""
         with contextlib.suppress(ValueError, OSError):
             return Dataset(self.settings.dataset).fingerprint()
-        return ''
 
-    def arm_settings(self, run):
-        """settings_of() a run, and how it rounds: by these, its arm may differ from the others."""
-        training, _ = self.configs(run)
-        return self.settings_of(run) | {name: getattr(training, name) for name in ROUNDING}
-
-    def max_iters(self, run):
-        return self.configs(run)[0].max_iters
+    def max_iters(self, arm):
+        settings, _ = self.own[arm]
+        return settings.max_iters
 
     def run_folder(self, run):
         return self.folder / run.name
-
-    def share_budget(self, cost):
-        """Give each arm the steps that fit the baseline's budget; cost: {arm: a step's}."""
-        for name in self.arms:
-            steps = self.settings.max_iters * cost[self.baseline] / cost[name]
-            self.steps[name] = max(1, math.floor(steps + 1e-9))
-        self.cache.clear()
-
-    def keep_steps(self):
-        """Leave arms that have begun the steps that plan.json gave them, whatever their steps cost now.
-
-        With other numbers of steps, their runs would no longer be those of the plan.
-        """
-        old = read_plan(self.folder / 'plan.json')
-        if not old:
-            return
-        before, now = old['plan'], self.contents()
-        for change in plan_changes(before, now):
-            if change in ('equal', 'baseline') or change.startswith('settings.'):
-                return
-        for name, arm in before['arms'].items():
-            if (
-                self.has_begun(name)
-                and name in self.arms
-                and arm['words'] == now['arms'][name]['words']
-            ):
-                self.steps[name] = arm['steps']
-        self.cache.clear()
-
-    def has_begun(self, arm):
-        """Whether a run of an arm has a log; mine_lr2_lr0.02_seed1 is one of mine_lr2, not of mine."""
-        pattern = rf'{re.escape(arm)}_lr[^_]+(_steps\d+)?_seed\d+'
-        names = [log.parent.name for log in self.folder.glob('*/log.jsonl')]
-        return any(re.fullmatch(pattern, name) for name in names)
 
     # --- plan.json ---
 
     def contents(self):
         """What decides the results, as JSON: the part of plan.json that its hash covers."""
-        options = self.options
+        base = self.facts(self.example(self.baseline))
         arms = {}
-        shares = {}
-        base = self.arm_settings(Run(self.baseline, 1.0, 0))
-        for name, arm in self.arms.items():
-            settings = self.arm_settings(Run(name, 1.0, 0))
-            arms[name] = {
-                'words': ' '.join(arm.words),
-                'differs': {k: v for k, v in settings.items() if v != base[k]},
-                'rate': None if options.rates else self.own_rate(name),
-                'seed_offset': arm.seed_offset,
-                'steps': settings['max_iters'],
-            }
-            shares[name] = float(f'{self.min_rate(name, 1.0):.12g}')
-        varying = {'seed', 'learning_rate', 'min_lr', *ROUNDING}  # from run to run or arm to arm
+        for name, offset in self.offsets.items():
+            own = self.facts(self.example(name))
+            rate = None if self.rates else self.own_rate(name)
+            arms[name] = {'differs': changes(own, base), 'rate': rate, 'seed_offset': offset}
         return as_json(
             {
                 'metric': METRIC,
                 'baseline': self.baseline,
                 'arms': arms,
-                'min_lr_share': shares,  # of the learning rate
                 'contrasts': [contrast_name(*pair) for pair in self.contrasts],
-                'seeds': options.seeds,
-                'rates': options.rates,
-                'tuning_seeds': options.tuning_seeds if options.rates else (),
-                'equal': options.equal,
-                'baseline_steps': options.baseline_steps,
+                'seeds': self.seeds,
+                'rates': self.rates,
+                'tuning_seeds': self.tuning_seeds,
                 'level': LEVEL,
                 'rule': RULE,
-                'settings': {k: v for k, v in base.items() if k not in varying},
+                'settings': {name: base[name] for name in base if name not in VARYING},
             }
         )
 
-    def write(self, results, trains=True):
-        """Write plan.json where it is new or has changed; returns what it holds.
+    def write(self):
+        """Write plan.json, or read it where the same plan is there. Returns what it holds.
 
-        results: {'tuning': number of finished runs, 'test': ...}. If there are any, a change of the
-        plan, or of the code that is to train more runs, is recorded, and the report shows it.
+        Raises ValueError where it is another plan. More seeds are the same plan: it says how many
+        there were before.
         """
         path = self.folder / 'plan.json'
+        contents, earlier = self.contents(), []
         old = read_plan(path)
-        contents = self.contents()
-        code = code_state()
-        changes = plan_changes(old['plan'], contents) if old else {}
-        unchanged = old is not None and not changes
-        if unchanged:
-            contents = old['plan']
-            if same_code(old, code) or not trains:
+        if old:
+            check_same_plan(old['plan'], contents, path)
+            before = old['plan']['seeds']
+            if before == contents['seeds']:
                 return old
-
-        now = datetime.datetime.now().isoformat(' ', 'seconds')
+            contents = old['plan'] | {'seeds': contents['seeds']}
+            earlier = [*old.get('earlier_seeds', []), before]
         plan = {
-            'hash': hash_of(contents),
-            'date': old['date'] if unchanged else now,
-            'results_before': old['results_before'] if old else results,
-            'history': history_after(old, changes, results, now),
-            'code_changes': code_changes_after(old, code, results, now),
+            'hash': hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12],
+            'date': datetime.datetime.now().isoformat(' ', 'seconds'),
+            'runs_before': len(list(self.folder.glob('*/log.jsonl'))),
+            'earlier_seeds': earlier,
             'plan': contents,
-            **code,
-            'versions': versions(),
+            **code_state(),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return plan
 
-    def written(self):
-        """What plan.json holds, None where there is none. ValueError if it is another plan."""
-        path = self.folder / 'plan.json'
-        old = read_plan(path)
-        changes = plan_changes(old['plan'], self.contents()) if old else {}
-        if changes:
-            raise ValueError(
-                f'{path} is another plan: {", ".join(changes)} differ; give --watch the arguments '
-                'with which it trains'
-            )
-        return old
+
+def offset_of(arm, settings):
+    offset = settings.get('seed_offset', 0)
+    if not str(offset).isdecimal():
+        raise ValueError(
+            f'arm {arm}: seed_offset={offset} must be a whole number, which is added to every test seed'
+        )
+    return int(offset)
 
 
-def history_after(old, changes, results, now):
-    """The earlier plans that some result has been seen with, once this one has been written."""
-    history = old['history'] if old else []
-    if not changes or not any(results.values()):
-        return history
-    entry = {'hash': old['hash'], 'date': old['date'], 'until': now, 'results': results}
-    return [*history, {**entry, 'changes': changes}]
+def without_offset(settings):
+    return {name: value for name, value in settings.items() if name != 'seed_offset'}
 
 
-def code_changes_after(old, code, results, now):
-    """The earlier code that some result was made with, once this code has been written."""
-    earlier = old['code_changes'] if old else []
-    if not old or same_code(old, code) or not any(results.values()):
-        return earlier
-    return [*earlier, {'date': now, 'results': results, **code_change(old, code)}]
-
-
-def text_difference(settings, others):
-    """The first (setting, value, other value) by which two runs' validation losses are of different
-    texts, or None."""
-    return settings_difference(evaluated_text(settings), evaluated_text(others))
-
-
-def evaluated_text(settings):
-    """{setting: value} of all that decides on which text a validation loss is measured."""
-    text = {name: settings[name] for name in ('dataset', 'block_size')}
-    # So many rows, evenly spaced; 0: all of them.
-    text['eval_iters * batch_size'] = settings['eval_iters'] * settings['batch_size']
-    return text
-
-
-def decisive_settings(settings, config):
-    """{setting: value} of a run's settings that decide its numbers, as JSON has them."""
-    values = {**asdict(settings), **asdict(config)}
-    return as_json({name: value for name, value in values.items() if name not in INCIDENTAL})
-
-
-def recorded_settings(config):
-    """decisive_settings() of the run that a config.json is of, and its origin: scratch, or whose
-    weights it began with.
-
-    A setting that the file lacks was added since, with a default that changes nothing.
-    """
-    defaults = decisive_settings(TrainConfig(), GPTConfig())
-    values = {name: config.get(name, default) for name, default in defaults.items()}
-    values['domain_weights'] = values['domain_weights'] or {}  # None in older runs
-    known = values.keys() | INCIDENTAL | FACTS
-    unknown = {name: value for name, value in config.items() if value and name not in known}
-    return {**values, **unknown, 'origin': origin_of(config)}
-
-
-def settings_difference(ours, theirs):
-    """difference() of comparison/runs.py, under its older name."""
-    return difference(ours, theirs)
-
-
-def hash_of(contents):
-    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12]
+def changes(own, base):
+    """{fact: value} of what makes an arm, by its facts and the baseline's."""
+    names = [name for name in own | base if name not in ('seed', 'learning_rate', 'resumed')]
+    return {n: own.get(n) for n in names if not same_value(own.get(n), base.get(n))}
 
 
 def read_plan(path):
+    """What a plan.json holds; None where there is none. ValueError if it is damaged."""
     if not path.exists():
         return None
+    kinds = {'baseline': str, 'arms': dict, 'contrasts': list, 'seeds': list, 'settings': dict}
     try:
         plan = json.loads(path.read_text())
-        for name in ('hash', 'date', 'plan', 'history', 'code_changes', 'results_before'):
-            plan[name]
-        for name in ('commit', 'diff'):
-            plan[name]
+        whole = all(isinstance(plan['plan'][name], kind) for name, kind in kinds.items())
+        whole = whole and all(plan[name] is not None for name in ('hash', 'date', 'commit', 'diff'))
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f'{path} is damaged; move it away, to write the plan again') from None
+        whole = False
+    if not whole:
+        raise ValueError(f'{path} is damaged; move it away, to write the plan again')
     return plan
 
 
-def plan_changes(old, new):
-    """What differs in two plans. What the old one does not speak of was added since."""
-    known = {name: value for name, value in new.items() if name in old}
-    changes = changes_between(old, known)
-    for name in new['settings'].keys() - old['settings'].keys():
-        changes.pop(f'settings.{name}', None)
-    return changes
+def check_same_plan(old, new, path):
+    """Raise ValueError where two plans differ, but for more seeds.
 
-
-def changes_between(old, new, prefix=''):
-    """{name: [old value, new value]} of two plans, nested names joined by dots."""
-    changes = {}
-    for name in {**old, **new}:
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changes |= changes_between(a, b, f'{prefix}{name}.')
-        elif a != b:
-            changes[f'{prefix}{name}'] = [a, b]
-    return changes
-
-
-# --- what it is run with --------------------------------------------------------------------------
+    Settings that only one of them knows were added or taken away since.
+    """
+    known = old['settings'].keys() & new['settings'].keys()
+    pairs = {'baseline': (old['baseline'], new['baseline'])}
+    pairs['arms'] = list(old['arms']), list(new['arms'])
+    for name, arm in new['arms'].items():
+        for key, value in arm.items():
+            pairs[f'{key} of {name}'] = old['arms'].get(name, {}).get(key, value), value
+    for name in ('contrasts', 'rates', 'tuning_seeds'):
+        pairs[name] = old.get(name, new[name]), new[name]
+    for name in new['settings']:
+        if name in known:
+            pairs[name] = old['settings'][name], new['settings'][name]
+    pairs['seeds'] = old['seeds'], [seed for seed in old['seeds'] if seed in new['seeds']]
+    other = difference(*({name: pair[i] for name, pair in pairs.items()} for i in (0, 1)))
+    if other:
+        name, before, now = other
+        raise ValueError(
+            f'{path} is another plan: {name} was {before}, not {now}; give another --name'
+        )
 
 
 def code_state():
@@ -663,30 +490,3 @@ def code_state():
         for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
             diff += git('diff', '--no-index', '/dev/null', name)
     return {'commit': known_commit(commit), 'diff': diff}
-
-
-def same_code(plan, code):
-    """Whether a plan was written with this code; code: of code_state()."""
-    return all(plan[name] == value for name, value in code.items())
-
-
-def code_change(old, new):
-    """How the code changed, and the diff that it had before."""
-    what = f'commit {old["commit"][:12]} became {new["commit"][:12]}'
-    if old['commit'] == new['commit']:
-        what = 'the uncommitted changes are no longer the same'
-    return {'what': what, 'commit': old['commit'], 'diff': old['diff']}
-
-
-def versions():
-    import numpy
-    import scipy
-    import torch
-
-    distributions()
-    return {
-        'python': platform.python_version(),
-        'torch': str(torch.__version__),
-        'numpy': numpy.__version__,
-        'scipy': scipy.__version__,
-    }

@@ -1,5 +1,12 @@
 """
-Which runs of a comparison have finished, and which are still to be trained.
+Which runs of a plan have finished, at which learning rates arms go on, and the training of the rest.
+
+    results = Results(plan)
+    results.state(run)           what a run's folder holds
+    results.rate(arm)            the learning rate of an arm's test runs; None while it is not known
+    results.test_runs(arm)       {test seed: Run}
+    train(results, jobs=2)       train what is missing; Ctrl-C saves, and the next call goes on
+    results.problems()           {name of a run: why it has not finished}
 
 Everything is read from the runs' own folders: nothing is lost when compare.py is killed, and it does
 not matter who trained them.
@@ -7,23 +14,13 @@ not matter who trained them.
 
 import math
 import statistics
-from dataclasses import replace
+import sys
+import time
 
 from comparison import launch
 from comparison.plan import Run
 from comparison.runs import read_state
-
-
-def different_data(states):
-    """Which of these runs saw different data, in words, as far as they say; '' where none did."""
-    folders = {}  # by the fingerprint of their data, which older runs lack
-    for state in states:
-        if 'data' in state.config:
-            folders.setdefault(state.config['data'], str(state.folder))
-    return f'not the same data: {" and ".join(folders.values())}' if len(folders) > 1 else ''
-
-
-# --- the runs of a plan ---------------------------------------------------------------------------
+from configurator import first_line
 
 
 class Results:
@@ -31,25 +28,22 @@ class Results:
 
     def __init__(self, plan):
         self.plan = plan
-        self.cache = {}
+        self.finished = {}  # {name of a run: State}; its files do not change any more
 
     def state(self, run):
-        """The State of a run; its folder is read again only where its files have changed."""
-        folder = self.plan.run_folder(run)
-        stamps = []
-        for name in ('log.jsonl', 'config.json', 'failed.txt'):
-            path = folder / name
-            stamps.append((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None)
-        if run.name in self.cache:
-            stamps_before, state = self.cache[run.name]
-            if stamps_before == stamps:
+        """The State of a run."""
+        if run.name not in self.finished:
+            folder = self.plan.run_folder(run)
+            state = read_state(folder, self.plan.facts(run), self.plan.ignored(run.arm))
+            if state.kind != 'finished':
                 return state
-        state = read_state(folder, self.plan.wanted(run), self.plan.ignored(run))
-        self.cache[run.name] = stamps, state
-        return state
+            self.finished[run.name] = state
+        return self.finished[run.name]
+
+    # --- rates ---
 
     def tuning_runs(self, arm, rate):
-        return [Run(arm, rate, seed) for seed in self.plan.options.tuning_seeds]
+        return [Run(arm, rate, seed) for seed in self.plan.tuning_seeds]
 
     def try_rate(self, arm, rate):
         """{'losses': {seed: loss}, 'mean': ..., 'complete': whether all are there}.
@@ -64,7 +58,7 @@ class Results:
                 losses[run.seed] = state.loss
             elif state.has_diverged:
                 losses[run.seed] = math.inf
-        complete = len(losses) == len(self.plan.options.tuning_seeds)
+        complete = len(losses) == len(self.plan.tuning_seeds)
         mean = statistics.fmean(losses.values()) if complete else None
         return {'losses': losses, 'mean': mean, 'complete': complete}
 
@@ -73,23 +67,20 @@ class Results:
 
         Where the best is the lowest or the highest, one more step of the grid is tried, once.
         """
-        rates = sorted(self.plan.options.rates)
+        rates = self.plan.rates
         if not rates:
             return None
         trials = {rate: self.try_rate(arm, rate) for rate in rates}
         best = best_rate(trials)
-        extension = None
         if best in (rates[0], rates[-1]):
             extension = next_rate(rates, best)
             trials[extension] = self.try_rate(arm, extension)
             best = best_rate(trials)
-        edge = best in (min(trials), max(trials))
         return {
             'trials': dict(sorted(trials.items())),
             'complete': all(trial['complete'] for trial in trials.values()),
             'best': best,
-            'edge': edge,
-            'extension': extension,
+            'edge': best in (min(trials), max(trials)),
         }
 
     def rate(self, arm):
@@ -98,56 +89,38 @@ class Results:
         return sweep['best'] if sweep else self.plan.own_rate(arm)
 
     def why_no_rate(self, arm):
-        """Why an arm has no learning rate, and what to do; '' where it has one, or only has to wait."""
+        """Why an arm has no learning rate, and what to do."""
         sweep = self.tune(arm)
-        if not sweep or sweep['best'] is not None:
-            return ''
         if sweep['complete']:
             return f'no learning rate of {arm} ends with a finite loss: give other --rates'
         for rate in sweep['trials']:
             for run in self.tuning_runs(arm, rate):
                 state = self.state(run)
-                if state.kind not in ('failed', 'foreign') or state.has_diverged:
-                    continue
-                advice = 'the same command tries it again'
-                if state.kind == 'foreign':
-                    advice = 'delete its folder, or give another --name'
-                return (
-                    f'the learning rate of {arm} is not known, because {run.name} is {state.kind}: '
-                    f'{state.detail}; {advice}'
-                )
-        return ''
+                if state.kind in ('failed', 'foreign') and not state.has_diverged:
+                    return f'the learning rate of {arm} is not known, because {why(run, state)}'
+        return f'the learning rate of {arm} is not known yet'
+
+    # --- runs ---
 
     def test_runs(self, arm):
         """{test seed: Run}; {} while the arm's rate is not known."""
         rate = self.rate(arm)
         if rate is None:
             return {}
-        offset = self.plan.arms[arm].seed_offset
-        return {seed: Run(arm, rate, seed + offset) for seed in self.plan.options.seeds}
-
-    def ladder_runs(self):
-        """{steps: {test seed: Run}} of the baseline, trained shorter or longer."""
-        runs = self.test_runs(self.plan.baseline)
-        ladder = {}
-        for steps in self.plan.options.baseline_steps:
-            ladder[steps] = {seed: replace(run, steps=steps) for seed, run in runs.items()}
-        return ladder
+        runs = [Run(arm, rate, seed) for seed in self.plan.test_seeds(arm)]
+        return dict(zip(self.plan.seeds, runs, strict=True))
 
     def all_runs(self):
         """Every run known so far, in the order of training: seed by seed, all arms of a seed."""
-        options = self.plan.options
+        arms = self.plan.arms
         runs = []
-        if options.rates:
-            trials = {arm: self.tune(arm)['trials'] for arm in self.plan.arms}
-            rates = sorted(set().union(*trials.values()))
-            for seed in options.tuning_seeds:
-                for rate in rates:
-                    runs += [Run(arm, rate, seed) for arm in trials if rate in trials[arm]]
-
-        test_runs = [self.test_runs(arm) for arm in self.plan.arms]
-        test_runs += self.ladder_runs().values()
-        for seed in options.seeds:
+        if self.plan.rates:
+            trials = {arm: self.tune(arm)['trials'] for arm in arms}
+            for seed in self.plan.tuning_seeds:
+                for rate in sorted(set().union(*trials.values())):
+                    runs += [Run(arm, rate, seed) for arm in arms if rate in trials[arm]]
+        test_runs = [self.test_runs(arm) for arm in arms]
+        for seed in self.plan.seeds:
             runs += [by_seed[seed] for by_seed in test_runs if by_seed]
         return runs
 
@@ -163,24 +136,26 @@ class Results:
                 jobs.append(launch.Job(run.name, self.plan.arguments(run), folder))
         return jobs
 
-    def forget_failures(self):
-        """Remove the failures of all runs that jobs() lists: they are tried again.
+    def problems(self):
+        """{run or arm: why it has not finished}. A rate at which tuning diverges is no problem."""
+        texts = {}
+        for run in self.all_runs():
+            state = self.state(run)
+            is_result = state.has_diverged and run.seed in self.plan.tuning_seeds
+            if state.kind != 'finished' and not is_result:
+                texts[run.name] = f'{state.kind}: {state.detail}'.removesuffix(': ')
+        for arm in self.plan.arms:
+            if self.rate(arm) is None:
+                texts[arm] = self.why_no_rate(arm)
+        return texts
 
-        A tuning run that was given up would otherwise count as lost while it is trained once more,
-        and its arm would go on at a rate that is perhaps not the best.
-        """
-        for job in self.jobs():
-            launch.failure_file(job.folder).unlink(missing_ok=True)
 
-    def counts(self):
-        """{'tuning': runs, 'test': runs} that have finished in the comparison's folder, of any plan."""
-        tuning_seeds = self.plan.options.tuning_seeds if self.plan.options.rates else ()
-        counts = {'tuning': 0, 'test': 0}
-        for log in sorted(self.plan.folder.glob('*/log.jsonl')):
-            state = read_state(log.parent)
-            if state.kind in ('finished', 'diverged'):
-                counts['tuning' if state.config['seed'] in tuning_seeds else 'test'] += 1
-        return counts
+def why(run, state):
+    """A sentence on a run that cannot go on by itself."""
+    advice = 'the same command tries it again'
+    if state.kind == 'foreign':
+        advice = 'delete its folder, or give another --name'
+    return f'{run.name} is {state.kind}: {state.detail}; {advice}'
 
 
 def best_rate(trials):
@@ -195,3 +170,51 @@ def next_rate(rates, edge):
     """One more step of a sorted grid, beyond its edge, by the ratio of its last two."""
     inner = rates[1] if edge == rates[0] else rates[-2]
     return float(f'{edge * edge / inner:.6g}')
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def train(results, jobs=0, gpus=1, ended=lambda: None):
+    """Train the missing runs of a plan, with a line of progress.
+
+    jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. ended: called,
+    at most once a minute, when trainings have ended. If one fails, the others are still trained:
+    ask results.problems(). KeyboardInterrupt lets every training save itself, and is raised again.
+    """
+    plan = results.plan
+    slots = launch.find_slots(plan.settings.device, jobs, gpus)
+    for job in results.jobs():
+        # Tried again: until then it would count as lost, and its arm would go on at another rate.
+        launch.failure_file(job.folder).unlink(missing_ok=True)
+    progress = launch.Progress()
+    last_call = time.monotonic()
+
+    def missing():
+        nonlocal last_call
+        queue = results.jobs()
+        if time.monotonic() - last_call > 60:
+            try:
+                ended()
+            except Exception as error:  # no reason to end the trainings
+                text = f'{type(error).__name__}: {first_line(error)}'
+                print(f'\nwarning: cannot draw the report: {text}', file=sys.stderr)
+            last_call = time.monotonic()
+        return queue
+
+    def tick(running):
+        finished = [state.config['max_iters'] for state in list(results.finished.values())]
+        under_way = sum(launch.last_step(job.folder) for job in running)
+        expected = planned_steps(plan)
+        progress.show(len(finished), len(expected), sum(finished) + under_way, sum(expected))
+
+    try:
+        launch.launch(missing, slots, gpus, tick)
+    finally:
+        progress.close()
+
+
+def planned_steps(plan):
+    """The steps of each run of a plan, as far as they can be foreseen: a grid of rates may be extended."""
+    each = len(plan.rates) * len(plan.tuning_seeds) + len(plan.seeds)
+    return [plan.max_iters(arm) for arm in plan.arms for _ in range(each)]

@@ -172,12 +172,15 @@ def facts(values, entries=()):
     settings['min_lr / learning_rate'] = least / rate if rate else 0.0
     settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
 
-    # A fork's settings, without those that are off.
-    known = defaults.keys() | INCIDENTAL | FACTS
-    unknown = {name: value for name, value in values.items() if value and name not in known}
     recorded = {name: values.get(name) for name in RECORDED}
     others = {'origin': origin_of(values), 'resumed': changes_on_the_way(entries)}
-    return as_json({**settings, **unknown, **others, **recorded})
+    return as_json({**settings, **unknown_settings(values), **others, **recorded})
+
+
+def unknown_settings(values):
+    """{setting: value} of a fork's settings, which this code does not know, without those that are off."""
+    known = default_settings().keys() | INCIDENTAL | FACTS
+    return {name: value for name, value in values.items() if value and name not in known}
 
 
 @functools.cache
@@ -293,9 +296,9 @@ def read_state(folder, wanted=None, but=()):
     try:
         state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
         state.entries = read_entries(folder)
-        other = difference(state.facts, wanted, but) if wanted else None
-        if other:
-            state.kind, state.detail = 'foreign', foreign_text(*other)
+        foreign = foreign_text(state, wanted, but)
+        if foreign:
+            state.kind, state.detail = 'foreign', foreign
             return state
         losses = final_losses(state.entries, state.config['max_iters'])
     except (ValueError, OSError) as error:
@@ -313,16 +316,16 @@ def read_state(folder, wanted=None, but=()):
     return state
 
 
-def foreign_text(name, value, wanted):
-    """In words, how a run differs from the one that is wanted."""
+def foreign_text(state, wanted, but):
+    """In words, how a run differs from the one that is wanted; '' where it does not."""
+    for name, value in unknown_settings(state.config).items():
+        return f'a run with {name}={value!r}, a setting that this code does not know'
+    name, value, expected = (wanted and difference(state.facts, wanted, but)) or ('', '', '')
     if name == 'data':
-        return 'it was trained on other data than its dataset now holds'
+        return f'it was trained on other data than {wanted["dataset"]} now holds'
     if name == 'resumed':
         return f'it was resumed with other settings ({"; ".join(value)})'
-    text = f'a run with {name}={value!r}, not {wanted!r}'
-    if name not in default_settings().keys() | RECORDED and wanted is None:
-        text += ': a setting that this code does not know'
-    return text
+    return name and f'a run with {name}={value!r}, not {expected!r}'
 
 
 def final_losses(entries, steps):

@@ -12,7 +12,6 @@ import compare
 import train
 from comparison import launch
 from comparison.assemble import compare_plan
-from comparison.plan import CompareConfig, Plan
 from comparison.results import Results
 from configurator import configure
 from model import GPTConfig
@@ -58,7 +57,7 @@ def make_place(folder):
     (folder / 'small.py').write_text(SIZE)
 
 
-def launch_here(jobs, slots, gpus=1, tick=None):
+def launch_here(jobs, slots, gpus, tick):
     """launch.launch() without processes, which take seconds to start."""
     attempts = set()
     while queue := [job for job in jobs() if job.name not in attempts]:
@@ -71,24 +70,24 @@ def launch_here(jobs, slots, gpus=1, tick=None):
 
 
 def make_plan(*words):
-    argv = ['small.py', '--timing=False', *words]
-    options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, argv=argv, plain='runs')
-    return Plan(options, argv)
+    argv = ['small.py', *words]
+    schemas = compare.CompareConfig, TrainConfig, GPTConfig
+    options, _, _ = configure(*schemas, argv=argv, plain='runs')
+    return compare.make_plan(options, argv)
 
 
-def pretend(plan, run, loss, norm=0.5):
+def pretend(plan, run, loss):
     """The folder of a run as train.py would have left it."""
     folder = plan.run_folder(run)
     settings, config = plan.configs(run)
     everything = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
-    steps = plan.max_iters(run)
     tokens = settings.rows_per_step * config.block_size
     lines = []
-    for step in range(steps):
-        value = loss + 3 * math.exp(-step / 5)
-        entry = {'step': step, 'loss': value, 'grad_norm': norm, 'tokens': (step + 1) * tokens}
-        lines.append({**entry, 'tok_per_s': 1000.0, 'skipped': 0})
-    lines.append({'step': steps, 'val': {'A': 1.5 * loss, 'B': 0.5 * loss, 'mean': loss}})
+    for step in range(settings.max_iters):
+        entry = {'step': step, 'loss': loss + 3 * math.exp(-step / 5), 'tok_per_s': 1000.0}
+        lines.append({**entry, 'tokens': (step + 1) * tokens, 'skipped': 0})
+    val = {'A': 1.5 * loss, 'B': 0.5 * loss, 'mean': loss}
+    lines.append({'step': settings.max_iters, 'val': val, 'seconds': 2.0})
     runs.write_log(folder, lines)
     (folder / 'config.json').write_text(json.dumps(everything))
     return folder
@@ -114,5 +113,4 @@ def compare_command(*words):
 
 
 def collect(plan):
-    results = Results(plan)
-    return compare_plan(plan, results, plan.write(results.counts()), None)
+    return compare_plan(Results(plan), plan.write(), None)
