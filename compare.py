@@ -24,7 +24,7 @@ from comparison import charts, launch, measures, report
 from comparison.assemble import compare_plan, compare_runs
 from comparison.plan import Plan, parse_arms, parse_contrasts
 from comparison.results import Results, train
-from comparison.runs import as_json
+from comparison.runs import as_json, named_runs
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors, sort_arguments
 from files import locked, write_whole
@@ -139,10 +139,11 @@ def compare_existing(options, argv):
             raise ValueError(f'--{key} is for runs to be trained; these are taken as they are')
         if argument.endswith('.py'):
             raise ValueError(f'{argument}: give a config file or folders of runs, not both')
-    parents = {Path(run).resolve().parent.name for run in options.runs}
+    runs = named_runs(options.runs)
+    parents = {Path(run).resolve().parent.name for run in runs}
     title = options.name or (f'{parents.pop()}_runs' if len(parents) == 1 else 'runs')
     folder = folder_of(title)
-    comparison = compare_runs(options.runs, title, options.contrasts)
+    comparison = compare_runs(runs, title, options.contrasts)
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')
     write_report(folder, comparison)
