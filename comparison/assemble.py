@@ -27,7 +27,6 @@ class ArmRuns:
     config: GPTConfig
     rate: float | None  # the learning rate; None while it is not known
     states: dict = field(default_factory=dict)  # {seed: State}
-    no_rate: str = ''  # why there is no rate
 
     @property
     def tokens_per_step(self):
@@ -49,42 +48,27 @@ def compare_plan(results, record, timing):
     for name in plan.arms:
         rate = results.rate(name)
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
-        own, no_rate = plan.facts(plan.example(name)), ''
-        if rate is None:
-            no_rate = results.why_no_rate(name)
-        arms[name] = ArmRuns(own, plan.own[name][1], rate, states, no_rate)
+        own = plan.facts(plan.example(name))
+        arms[name] = ArmRuns(own, plan.own[name][1], rate, states)
 
+    problems = results.problems()
     incomplete = {}
-    for ours, theirs in plan.contrasts:
-        reason = why_incomplete(arms, ours, theirs)
-        if reason:
-            incomplete[contrast_name(ours, theirs)] = reason
+    for pair in plan.contrasts:
+        runs = [run for arm in pair for run in results.test_runs(arm).values()]
+        reasons = [problems[name] for name in pair if name in problems]
+        reasons += [f'{run.name} is {problems[run.name]}' for run in runs if run.name in problems]
+        if reasons:
+            incomplete[contrast_name(*pair)] = reasons[0]
     states = {run.name: results.state(run) for run in results.all_runs()}
     return assemble(arms, plan.contrasts, incomplete, timing) | {
         'title': str(plan.folder.name),
         'plan': record,
         'tuning': {arm: results.tune(arm) for arm in plan.arms} if plan.rates else {},
-        'problems': results.problems(),
+        'problems': problems,
         'replaced': plan.replaced,
         'seconds': sum(measures.seconds_of(state) for state in states.values()),
         'provenance': origins(states.values()),
     }
-
-
-def why_incomplete(arms, ours, theirs):
-    """Why a contrast has no verdict yet; '' where every test seed of both arms has finished."""
-    for name in (ours, theirs):
-        if arms[name].no_rate:
-            return arms[name].no_rate
-    missing = {}
-    for name, seed in itertools.product((ours, theirs), arms[ours].states):
-        state = arms[name].states[seed]
-        if state.kind in ('failed', 'diverged', 'damaged', 'foreign'):
-            return f'{name} with seed {seed} is {state.kind}: {state.detail}'
-        if state.kind != 'finished':
-            missing[seed] = True
-    seeds = len(arms[ours].states)
-    return f'{seeds - len(missing)} of {seeds} seeds have finished' if missing else ''
 
 
 def assemble(arms, contrasts, incomplete, timing):

@@ -7,7 +7,6 @@ next start resumes it, because each is started with --init_from=auto.
 """
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -260,35 +259,3 @@ def last_step(folder):
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return int(json.loads(line)['step'])
     return 0
-
-
-class Progress:
-    """One line on the terminal: runs, steps, time left. Where there is no terminal, a line per run."""
-
-    def __init__(self):
-        self.stream = sys.stderr
-        self.is_terminal = self.stream.isatty()
-        self.begin = time.monotonic()
-        self.first_steps = None
-        self.shown_runs = -1
-
-    def show(self, runs, all_runs, steps, all_steps):
-        """runs of all_runs have finished; steps of all_steps are taken, runs under way included."""
-        if self.first_steps is None:
-            self.first_steps = steps
-        if not self.is_terminal and runs == self.shown_runs:
-            return
-        self.shown_runs = runs
-
-        left = 'time left unknown'
-        taken = steps - self.first_steps
-        if taken > 0:
-            seconds = (all_steps - steps) * (time.monotonic() - self.begin) / taken
-            left = f'{datetime.timedelta(seconds=round(seconds))} left'
-        text = f'{runs} of {all_runs} runs, {steps:,} of {all_steps:,} steps, {left}'
-        self.stream.write(f'\r\033[K{text}' if self.is_terminal else f'{text}\n')
-        self.stream.flush()
-
-    def close(self):
-        if self.is_terminal and self.shown_runs >= 0:
-            self.stream.write('\n')

@@ -126,35 +126,28 @@ def step_time(timing, name, baseline):
 # --- from the logs --------------------------------------------------------------------------------
 
 
-def speeds(state):
-    """[(seconds, tokens)] of the stretches between a run's log lines."""
-    tokens, stretches = 0, []
-    for entry in state.entries:
-        if entry.get('tok_per_s') and entry.get('tokens'):
-            taken = entry['tokens'] - tokens
-            stretches.append((taken / entry['tok_per_s'], taken))
-            tokens = entry['tokens']
-    return stretches
-
-
 def seconds_of(state):
     """How long a run has trained, and been evaluated where its log says so; 0 if the log does not say."""
-    evaluating = sum(entry.get('seconds') or 0 for entry in state.entries if 'val' in entry)
-    return evaluating + sum(seconds for seconds, _ in speeds(state))
+    seconds, tokens = 0.0, 0
+    for entry in state.entries:
+        if 'val' in entry:
+            seconds += entry.get('seconds') or 0
+        elif entry.get('tok_per_s') and entry.get('tokens'):
+            seconds += (entry['tokens'] - tokens) / entry['tok_per_s']
+            tokens = entry['tokens']
+    return seconds
 
 
 def logged_times(arms):
-    """What measure_times() gives, from the logs of runs that exist: a median step of each run.
+    """What measure_times() gives, from the logs of runs that exist.
 
     Those runs may have met a busy machine and an idle one: without turns, there is no ratio.
     """
     seconds = {}
     for name, arm in arms.items():
-        medians = []
-        for state in arm.states.values():
-            steps = [arm.tokens_per_step * taken / tokens for taken, tokens in speeds(state)]
-            medians += [statistics.median(steps)] if steps else []
-        seconds[name] = medians
+        entries = [entry for state in arm.states.values() for entry in state.entries]
+        speeds = [entry['tok_per_s'] for entry in entries if entry.get('tok_per_s')]
+        seconds[name] = [arm.tokens_per_step / speed for speed in speeds]
     how = 'as logged in each run, not in turns: no ratios'
     return {'how': how, 'seconds': seconds, 'problems': {}, 'peak_bytes': {}, 'in_turns': False}
 

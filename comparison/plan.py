@@ -451,28 +451,25 @@ def read_plan(path):
 
 
 def check_same_plan(old, new, path):
-    """Raise ValueError where two plans differ, but for more seeds.
-
-    Settings that only one of them knows were added or taken away since.
-    """
-    known = old['settings'].keys() & new['settings'].keys()
-    pairs = {'baseline': (old['baseline'], new['baseline'])}
-    pairs['arms'] = list(old['arms']), list(new['arms'])
-    for name, arm in new['arms'].items():
-        for key, value in arm.items():
-            pairs[f'{key} of {name}'] = old['arms'].get(name, {}).get(key, value), value
-    for name in ('contrasts', 'rates', 'tuning_seeds'):
-        pairs[name] = old.get(name, new[name]), new[name]
-    for name in new['settings']:
-        if name in known:
-            pairs[name] = old['settings'][name], new['settings'][name]
-    pairs['seeds'] = old['seeds'], [seed for seed in old['seeds'] if seed in new['seeds']]
-    other = difference(*({name: pair[i] for name, pair in pairs.items()} for i in (0, 1)))
+    """Raise ValueError where two plans differ, but for more seeds."""
+    # Settings that only one of them knows were added or taken away since.
+    settings = [name for name in new['settings'] if name in old['settings']]
+    ours = decisive(new, settings) | {'seeds': [s for s in old['seeds'] if s in new['seeds']]}
+    other = difference(decisive(old, settings) | {'seeds': old['seeds']}, ours)
     if other:
         name, before, now = other
         raise ValueError(
             f'{path} is another plan: {name} was {before}, not {now}; give another --name'
         )
+
+
+def decisive(plan, settings):
+    """{name: value} of all in a plan that decides its results, and of these settings."""
+    values = {name: plan['settings'][name] for name in settings}
+    values['arms'] = list(plan['arms'])
+    for name, arm in plan['arms'].items():
+        values |= {f'{key} of {name}': arm.get(key) for key in ('differs', 'rate', 'seed_offset')}
+    return values | {name: plan.get(name) for name in ('contrasts', 'rates', 'tuning_seeds')}
 
 
 def code_state():

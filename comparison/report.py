@@ -249,15 +249,6 @@ def times(comparison):
 # --- tables: (title, head, rows), cells are text --------------------------------------------------
 
 
-def contrast_table(comparison):
-    head = ['contrast', 'verdict', 'difference', '95% interval, Holm', 'p, Holm', 'p, sign flips']
-    rows = []
-    for c in comparison['contrasts'].values():
-        row = [f'{c["ours"]} {MINUS} {c["theirs"]}', c['verdict'], signed(c['mean']), interval(c)]
-        rows.append([*row, p_text(c['p_holm']), p_text(c['p_flip'])])
-    return 'Contrasts', head, rows
-
-
 def arm_table(comparison):
     arms = comparison['arms']
     seeds = sorted({seed for arm in arms.values() for seed in arm['losses']})
@@ -319,7 +310,7 @@ def domain_table(comparison):
     return title, ['contrast', *names], rows
 
 
-TABLES = (contrast_table, arm_table, cost_table, tuning_table, domain_table)
+TABLES = (arm_table, cost_table, tuning_table, domain_table)
 
 
 def sections(comparison):

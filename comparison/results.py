@@ -17,6 +17,8 @@ import statistics
 import sys
 import time
 
+from tqdm import tqdm
+
 from comparison import launch
 from comparison.plan import Run
 from comparison.runs import read_state
@@ -187,7 +189,8 @@ def train(results, jobs=0, gpus=1, ended=lambda: None):
     for job in results.jobs():
         # Tried again: until then it would count as lost, and its arm would go on at another rate.
         launch.failure_file(job.folder).unlink(missing_ok=True)
-    progress = launch.Progress()
+    expected = planned_steps(plan)
+    bar = tqdm(total=sum(expected), unit='step')
     last_call = time.monotonic()
 
     def missing():
@@ -203,15 +206,15 @@ def train(results, jobs=0, gpus=1, ended=lambda: None):
         return queue
 
     def tick(running):
-        finished = [state.config['max_iters'] for state in list(results.finished.values())]
-        under_way = sum(launch.last_step(job.folder) for job in running)
-        expected = planned_steps(plan)
-        progress.show(len(finished), len(expected), sum(finished) + under_way, sum(expected))
+        finished = [state.config['max_iters'] for state in results.finished.values()]
+        bar.n = sum(finished) + sum(launch.last_step(job.folder) for job in running)
+        bar.initial = bar.initial or bar.n
+        bar.set_description(f'{len(finished)} of {len(expected)} runs')
 
     try:
         launch.launch(missing, slots, gpus, tick)
     finally:
-        progress.close()
+        bar.close()
 
 
 def planned_steps(plan):

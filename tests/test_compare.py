@@ -311,8 +311,8 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     comparison = collect(plan)
     names = {
         'a1': 'not JSON',
-        'a2': '2 of 3 seeds',
-        'a3': '2 of 3 seeds',
+        'a2': 'a2_lr0.02_seed2 is missing',
+        'a3': 'step 11 of 30',
         'a4': 'weight_decay=0.3, not 0.1',
         'a5': 'CUDA out of memory',
         'a6': 'diverged',
