@@ -19,10 +19,11 @@ raw. *Attended*: mixed and rotated; attention and borrowers read it.
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897 (ResFormer, SVFormer).
 """
 
+import collections
+import copy
 import hashlib
 import math
-from dataclasses import asdict, dataclass, fields
-from types import SimpleNamespace
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from torch import nn
 
 @dataclass
 class GPTConfig:
-    """Raises ValueError for settings that do nothing or contradict each other: see check()."""
+    """Raises ValueError for a setting that changes nothing or contradicts another: see check()."""
 
     # shape
     block_size: int = 2048  # longest sequence
@@ -70,10 +71,38 @@ class GPTConfig:
     denseformer: bool = False  # after each block, a learned average of all block outputs
 
     def __post_init__(self):
-        for field in fields(self):
-            if isinstance(field.default, tuple):  # JSON has lists
-                setattr(self, field.name, tuple(getattr(self, field.name)))
+        self.prepare()
         check(self)
+
+    @classmethod
+    def saved(cls, values):
+        """The config of a checkpoint or an import, {field: value}. Settings of it may change nothing:
+        other versions of this code accepted them."""
+        config = cls()
+        unknown = values.keys() - vars(config).keys()
+        refuse(
+            unknown, f'GPTConfig has no {", ".join(sorted(unknown))}: a field of another model.py'
+        )
+        vars(config).update(values)
+        config.prepare()
+        return config
+
+    def prepare(self):
+        """Refuse what no model can be made of. Take a value as the default where it equals what the
+        default stands for."""
+        for f in fields(self):
+            if isinstance(f.default, tuple):  # JSON has lists
+                setattr(self, f.name, tuple(getattr(self, f.name)))
+        check_ranges(self)
+        check_contradictions(self)
+        if self.n_kv_head == self.n_head:
+            self.n_kv_head = 0
+        switches = {f'share_{part}_every': [f'share_{part}'] for part in 'qkv'}
+        switches |= dict.fromkeys(('residual_lambda', 'residual_layers'), RESIDUALS)
+        for name in switches:
+            is_read = any(getattr(self, switch) for switch in switches[name])
+            if is_read and not acts(self, name):
+                setattr(self, name, getattr(type(self), name))
 
     def shape(self):
         """{field: value} of the fields that say how large the model is."""
@@ -81,12 +110,9 @@ class GPTConfig:
 
     def variant(self):
         """{field: value} of every other field that is not its default: what makes it this model."""
-        values = asdict(self)
-        return {
-            name: value
-            for name, value in values.items()
-            if name not in SHAPE and value != getattr(type(self), name)
-        }
+        values = vars(self)
+        changed = [f.name for f in fields(self) if values[f.name] != f.default]
+        return {name: values[name] for name in changed if name not in SHAPE}
 
     @property
     def head_size(self):
@@ -104,217 +130,230 @@ class GPTConfig:
 
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
+RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
 
 # Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
 # these, even its embeddings and projections would mean something else.
 BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
-# Parameters that a checkpoint may lack, because they start neutral or as the settings say.
-MAY_BE_MISSING = ('.residual_lambda', '.dwa.', '.mixing.')
-
-# Parameters that are small, and of interest enough to be logged at every evaluation.
-LOGGED = ('.residual_lambda', '.dwa.')
-
-
 # --- the wiring ----------------------------------------------------------------------------------
 
-# residual_from: which layers are the sources of layer n >= 1 (0-based) in a model of L layers. A word
-# in place of a layer is a source of another kind: let hidden() put its tensor, (B, heads, T, hs), into
-# raw[part, word]. A table of values needs keep_init and a standard deviation of its own: values start
-# at about 0.02 sqrt(n_embd), embeddings at 0.02.
+# residual_from: the sources of layer n (0-based) in a model of L layers, which are layers before it. A
+# word in place of a layer is a source of another kind: let hidden() put its tensor, (B, heads, T, hs),
+# into raw[part, word].
 SOURCES = {
-    'first': lambda n, L: [0],  # ResFormer (Eq. 7)
-    'previous': lambda n, L: [n - 1],  # Fig. 8
-    'all': lambda n, L: list(range(n)),  # Eq. 5
+    'first': lambda n, L: range(n)[:1],  # ResFormer (Eq. 7)
+    'previous': lambda n, L: range(n)[-1:],  # Fig. 8
+    'all': lambda n, L: range(n),  # Eq. 5
 }
 
 
+@dataclass
+class Layer:
+    """How layer n is wired. A key, (part, layer), names a raw or an attended tensor."""
+
+    n: int
+    owner: (
+        dict  # {part: the layer whose q, k or v it attends with}; itself in a vanilla Transformer
+    )
+    heads: dict  # {part: the number of heads that it projects}; 0: it borrows them
+    sources: dict  # {part: keys of the raw tensors that are mixed into its own}, such as ('v', 0)
+    weights: dict  # {part: the weight of each source, then its own}
+    learned: bool  # whether these weights are parameters, which start there
+    reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
+    added: list  # keys of the raw values whose mean is added to attention's output
+    neutreno: float  # how much of V_1 - V_n is added to it
+    raw_later: list = ()  # keys of the raw tensors that later layers read
+    attended_later: list = ()  # likewise of the attended ones
+
+
 def wire(config):
-    """The wiring as data, for each layer n:
-
-    owner    {part: layer that projects it}; {'q': n, 'k': n, 'v': n} in a vanilla Transformer
-    sources  {part: keys of the raw tensors that are mixed in}, such as ('v', 0)
-    pairs    (owner of k, owner of v) of each set of keys and values that it attends to: its own
-             and, before them, with residual_map='cross', those of its sources
-    raw, attended    keys (part, layer) of the tensors that it reads, its own among them
-    """
-    layers = []
-    for n in range(config.n_layer):
-        before = SOURCES[config.residual_from](n, config.n_layer) if n > 0 else []
-        owner, sources = {}, {}
-        for part in 'qkv':
-            owner[part] = owner_of(config, part, n)
-            sources[part] = []
-            if mixes(config, part, n):
-                sources[part] = [raw_key(layers, part, s) for s in before]
-
-        owners = [owner]
-        if config.residual_map == 'cross' and sources['v']:
-            owners = [layers[s].owner for s in before] + owners
-        pairs = [(o['k'], o['v']) for o in owners]
-
-        raw = {(part, n) for part in 'qkv' if owner[part] == n}
-        for part in 'qkv':
-            raw.update(sources[part])
-        if config.neutreno:
+    """The wiring of a model as data: a Layer for each layer."""
+    layers = [wire_layer(config, n) for n in range(config.n_layer)]
+    raw, attended = set(), set()
+    for layer in reversed(layers):
+        layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
+        layer.attended_later = sorted(attended)
+        raw.update(layer.added, *layer.sources.values())
+        if layer.neutreno:
             raw.add(('v', 0))
-
-        attended = set(owner.items())
-        for k, v in pairs:
-            attended.update([('k', k), ('v', v)])
-
-        wiring = dict(owner=owner, sources=sources, pairs=pairs, raw=raw, attended=attended)
-        layers.append(SimpleNamespace(**wiring))
+        attended.update(layer.owner.items(), *layer.reads.values())
     return layers
 
 
+def wire_layer(config, n):
+    """Layer n, but for what later layers read."""
+    owner = {part: owner_of(config, part, n) for part in 'qkv'}
+    heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
+    heads = {part: heads[part] if owner[part] == n else 0 for part in 'qkv'}
+    sources = {part: sources_of(config, part, n) for part in 'qkv'}
+    of_values = {'current': [], 'identity': [], 'cross': []}
+    of_values[config.residual_map] = sources['v']
+    sources['v'] = of_values['current']  # those that are mixed in before attention
+    # Where all layers attend with V_1, NeuTRENO's V_1 - V_n is zero.
+    differs = n > 0 and any(owner_of(config, 'v', layer) for layer in range(config.n_layer))
+    return Layer(
+        n,
+        owner,
+        heads,
+        sources={part: keys_of(config, part, sources[part]) for part in 'qkv'},
+        weights={part: weights_of(config, len(sources[part])) for part in 'qkv'},
+        learned=config.residual_learned and any(sources.values()),
+        reads={part: keys_of(config, part, (*of_values['cross'], n)) for part in 'kv'},
+        added=keys_of(config, 'v', of_values['identity']),
+        neutreno=config.neutreno if differs else 0.0,
+    )
+
+
 def owner_of(config, part, n):
-    """The layer whose q, k or v layer n attends with."""
-    if not getattr(config, f'share_{part}'):
+    """The layer whose q, k or v layer n attends with. A source that is no layer is its own."""
+    if isinstance(n, str) or not getattr(config, f'share_{part}'):
         return n
     every = getattr(config, f'share_{part}_every') or config.n_layer
     return n - n % every
 
 
-def raw_key(layers, part, source):
-    """The key of a source in raw: a borrower's tensor is its owner's. A source that is not a layer,
-    such as a table that a fork adds, is stored under its own name."""
-    if isinstance(source, int):
-        return part, layers[source].owner[part]
-    return part, source
+def keys_of(config, part, layers):
+    return [(part, owner_of(config, part, layer)) for layer in layers]
 
 
-def mixes(config, part, n):
-    """Whether layer n mixes sources into its q, k or v. Only owners do, and never the first layer."""
-    if not getattr(config, f'{part}_residual') or n == 0 or owner_of(config, part, n) != n:
-        return False
-    return not config.residual_layers or n in config.residual_layers
+def sources_of(config, part, n):
+    """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
+    layers = config.residual_layers or range(config.n_layer)
+    mixes = getattr(config, f'{part}_residual') and owner_of(config, part, n) == n and n in layers
+    # The source's weight is 0 for ever.
+    is_idle = config.residual_lambda == (0, 1) and not config.residual_learned
+    if not mixes or is_idle:
+        return []
+    return list(SOURCES[config.residual_from](n, config.n_layer))
+
+
+def weights_of(config, count):
+    """The weights of a mixture: of each of its sources, then of the layer's own."""
+    uniform = 1 / (count + 1)
+    source, own = config.residual_lambda or (uniform, uniform)
+    return [float(source)] * count + [float(own)] if count else []
 
 
 # --- the model -----------------------------------------------------------------------------------
 
 
-class Mixing(nn.Module):
-    """What a layer mixes into its own projection of one part: a weighted sum (Eq. 7; Eq. 5).
+@dataclass
+class Needs:
+    """What a parameter needs, said where it is made; GPT.needs has it by the parameter's name."""
 
-    Parameters that a fork adds to this module keep the values that they are given here. Older
-    checkpoints lack them, so let them start at values that change nothing. heads: of the part that is
-    mixed, which weights per head or channel need to know.
-    """
+    std: float | None = (
+        None  # it starts at N(0, std), drawn from (seed, name, block); None: as made
+    )
+    blocks: dict = field(default_factory=dict)  # {block: its rows}; {}: all rows are one block
+    rate: float = 1.0  # times the learning rate
+    decay: bool = False  # weight decay pulls it to zero
+    logged: bool = False  # at every evaluation, for few numbers of interest
+    optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
 
-    def __init__(self, config, n_sources, heads):
-        super().__init__()
-        uniform = 1 / (n_sources + 1)
-        source, own = config.residual_lambda or (uniform, uniform)
-        self.fixed = [float(source)] * n_sources + [float(own)]
 
-    def weights(self, x, learned):
-        """One weight per source, then this layer's own: numbers, or tensors that broadcast to
-        (B, heads, T, hs). x (B, T, C): what the layer projects; learned: its residual_lambda."""
-        weights = self.fixed
-        if learned is not None:
-            weights = learned
-        return weights
+def parameter(data, **needs):
+    """An nn.Parameter and what it needs."""
+    p = nn.Parameter(data)
+    p.needs = Needs(**needs)
+    return p
 
-    def forward(self, own, sources, x, learned=None):
-        """own (B, heads, T, hs), sources [(B, heads, T, hs)] -> (B, heads, T, hs)"""
-        dtype = own.dtype
-        # Not in half precision: a gate's product with a learned weight would be in it, too, and so
-        # would the gradient of that weight.
-        with torch.autocast(own.device.type, enabled=False):
-            weights = self.weights(x, learned)
-        if learned is not None:
-            # Multiply in fp32. Half precision would also round the weights, and the gradient of a
-            # weight, a sum over all positions, would overflow long before any other.
-            own = own.to(learned.dtype)
-            sources = [source.to(learned.dtype) for source in sources]
-        mixed = weights[-1] * own
-        for weight, source in zip(weights[:-1], sources, strict=True):
-            mixed = mixed + weight * source  # ResFormer: V_n / 2 + V_1 / 2
-        return mixed.to(dtype)
+
+def make(kind, *shape, std=0.02, decay=True, **needs):
+    """An nn.Linear or an nn.Embedding and what its weight needs. A bias starts at zero."""
+    module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
+    module.weight = parameter(torch.empty(module.weight.shape), std=std, decay=decay, **needs)
+    if getattr(module, 'bias', None) is not None:
+        module.bias = parameter(torch.zeros(module.bias.shape), **needs)
+    return module
+
+
+def c_proj_std(config):
+    return 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention of layer n. Rows of c_attn: q, then k, then v, if it owns them."""
+    """Causal self-attention of a layer. Rows of c_attn: q, then k, then v, of the heads it projects."""
 
-    def __init__(self, config, n):
+    def __init__(self, config, wiring):
         super().__init__()
-        layers = wire(config)
-        self.n = n
-        self.wiring = layers[n]
-        self.head_size = config.head_size
-        self.dropout = config.dropout
-        self.residual_map = config.residual_map
-        self.neutreno = config.neutreno if n > 0 else 0.0
+        self.config = config
+        self.wiring = wiring
+        heads = wiring.heads
+        self.rows = {part: heads[part] * config.head_size for part in 'qkv' if heads[part]}
+        C, bias = config.n_embd, config.arch == 'gpt2'
+        self.c_attn = make(nn.Linear, C, sum(self.rows.values()), bias, blocks=self.rows)
+        self.c_proj = make(nn.Linear, C, C, bias, std=c_proj_std(config))
+        if wiring.learned:
+            (weights,) = filter(None, wiring.weights.values())
+            weights = torch.tensor(weights)
+            self.residual_lambda = parameter(weights, logged=True, optional=True)
 
-        # Projections of the parts that this layer owns.
-        heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
-        self.owned = [part for part in 'qkv' if self.wiring.owner[part] == n]
-        self.rows = [heads[part] * self.head_size for part in self.owned]
-        bias = config.arch == 'gpt2'
-        self.c_attn = nn.Linear(config.n_embd, sum(self.rows), bias=bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+    def forward(self, x, raw, attended, rope, cache, mask):
+        """x (B, T, C) -> (B, T, C), and raw and attended as the next layer gets them.
 
-        # Mixing of the parts that have sources. Identity and cross maps use theirs at attention.
-        self.mixing = nn.ModuleDict()
-        for part, sources in self.wiring.sources.items():
-            if sources and (part != 'v' or self.residual_map == 'current'):
-                self.mixing[part] = Mixing(config, len(sources), heads[part])
-        self.residual_lambda = None
-        if config.residual_learned and self.mixing:
-            (mixing,) = self.mixing.values()
-            self.residual_lambda = nn.Parameter(torch.tensor(mixing.fixed))
-
-        # Tensors that no later layer reads are dropped after this one, to free their memory.
-        later = layers[n + 1 :]
-        last_raw = self.wiring.raw.difference(*(w.raw for w in later))
-        self.last_raw = sorted(last_raw, key=str)  # a source need not be a layer number
-        self.last_attended = sorted(self.wiring.attended.difference(*(w.attended for w in later)))
-
-    def forward(self, x, rope, raw, attended, cache, mask):
-        """x (B, T, C) -> (B, T, C)
-
-        rope: (cos, sin), (T, hs) each, or None. raw, attended: {(part, layer): (B, heads, T, hs)}, see
-        the top of this file; both are changed in place. cache: a KVCache or None. mask: attend()'s.
+        raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file. rope: (cos, sin),
+        (T, hs) each, or None. cache: a KVCache or None. mask: attend()'s.
         """
         B, T, C = x.size()
-        owner, sources, pairs = self.wiring.owner, self.wiring.sources, self.wiring.pairs
+        config, wiring, n = self.config, self.wiring, self.wiring.n
+        raw, attended = dict(raw), dict(attended)  # the caller keeps its own
 
-        # Project the parts that this layer owns. With v_residual (ResFormer), q_residual or
-        # k_residual, mix their sources into them.
-        for part, t in zip(self.owned, self.c_attn(x).split(self.rows, dim=2), strict=True):
-            t = t.view(B, T, -1, self.head_size).transpose(1, 2)  # (B, nh or n_kv_head, T, hs)
-            raw[part, self.n] = t
-            if part in self.mixing:
-                tensors = [raw[key] for key in sources[part]]
-                t = self.mixing[part](t, tensors, x, self.residual_lambda)
+        # Project the parts that this layer owns, and mix their sources into them.
+        projected = self.c_attn(x).split(list(self.rows.values()), dim=2)
+        for part, t in zip(self.rows, projected, strict=True):
+            t = t.view(B, T, -1, config.head_size).transpose(1, 2)  # (B, nh or n_kv_head, T, hs)
+            raw[part, n] = t
+            if wiring.sources[part]:
+                t = self.mix(part, t, [raw[key] for key in wiring.sources[part]], x)
             if part != 'v' and rope is not None:
                 t = rotate(t, *rope)
-            attended[part, self.n] = t
+            attended[part, n] = t
             if cache is not None and part != 'q':
-                cache.append(part, self.n, t)
+                cache.append(part, n, t)
 
         # Attend with the owners' tensors: in SVFormer, owner['v'] is layer 0 everywhere.
-        dropout = self.dropout if self.training else 0.0
+        dropout = config.dropout if self.training else 0.0
         kv = attended if cache is None else cache
-        keys = [kv['k', k] for k, _ in pairs]
-        values = [kv['v', v] for _, v in pairs]
-        y = attend_cross(attended['q', owner['q']], keys, values, dropout, mask)  # (B, nh, T, hs)
+        keys, values = ([kv[key] for key in wiring.reads[part]] for part in 'kv')
+        q = attended['q', wiring.owner['q']]
+        v = attended['v', wiring.owner['v']]  # of this call's tokens alone
+        y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
 
-        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V_n (Eq. 8).
-        if self.residual_map == 'identity' and sources['v']:
-            mean = sum(raw[key] for key in sources['v']) / len(sources['v'])
+        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
+        # values that this layer attended with (Eq. 8).
+        if wiring.added:
+            mean = sum(raw[key] for key in wiring.added) / len(wiring.added)
             y = y + to_query_heads(mean, y)
-        if self.neutreno:
-            difference = raw['v', 0] - attended['v', owner['v']]
-            y = y + to_query_heads(self.neutreno * difference, y)
+        if wiring.neutreno:
+            y = y + to_query_heads(wiring.neutreno * (raw['v', 0] - v), y)
 
-        for key in self.last_raw:
-            del raw[key]
-        for key in self.last_attended:
-            del attended[key]
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        y = F.dropout(self.c_proj(y), config.dropout, self.training)
+        raw = {key: t for key, t in raw.items() if key in wiring.raw_later}
+        attended = {key: t for key, t in attended.items() if key in wiring.attended_later}
+        return y, raw, attended
+
+    def mix(self, part, own, sources, x):
+        """The layer's own projection of a part and its sources, (B, heads, T, hs) each, as their
+        weighted sum (Eq. 7, Eq. 5)."""
+        # Half precision would round a learned weight, and the gradient of one, a sum over all
+        # positions, would overflow long before any other. So whatever has weights is multiplied in
+        # their type.
+        with torch.autocast(own.device.type, enabled=False):
+            *of_sources, of_own = self.weights(part, x)
+            mixed = of_own * own
+            for weight, source in zip(of_sources, sources, strict=True):
+                mixed = mixed + weight * source  # ResFormer: V_n / 2 + V_1 / 2
+        return mixed.to(own.dtype)
+
+    def weights(self, part, x):
+        """One weight per source, then the layer's own: numbers, or tensors that broadcast to
+        (B, heads, T, hs). x (B, T, C): what the layer projects."""
+        weights = self.wiring.weights[part]
+        if self.wiring.learned:
+            weights = self.residual_lambda[:, None]
+        return weights
 
 
 class MLP(nn.Module):
@@ -326,8 +365,8 @@ class MLP(nn.Module):
         self.dropout = config.dropout
         width = config.ffn_width
         bias = config.arch == 'gpt2'
-        self.c_fc = nn.Linear(config.n_embd, 2 * width if self.swiglu else width, bias=bias)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=bias)
+        self.c_fc = make(nn.Linear, config.n_embd, 2 * width if self.swiglu else width, bias)
+        self.c_proj = make(nn.Linear, width, config.n_embd, bias, std=c_proj_std(config))
 
     def forward(self, x):
         x = self.c_fc(x)
@@ -345,40 +384,35 @@ def norm(config):
 
 
 class Block(nn.Module):
-    def __init__(self, config, n):
+    def __init__(self, config, wiring):
         super().__init__()
         self.ln_1 = norm(config)
-        self.attn = Attention(config, n)
+        self.attn = Attention(config, wiring)
         self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope, raw, attended, cache, mask):
+    def forward(self, x, raw, attended, rope, cache, mask):
         """As Attention.forward()."""
-        x = x + self.attn(self.ln_1(x), rope, raw, attended, cache, mask)
+        y, raw, attended = self.attn(self.ln_1(x), raw, attended, rope, cache, mask)
+        x = x + y
         x = x + self.mlp(self.ln_2(x))
-        return x
+        return x, raw, attended
 
 
 class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        # A module that keeps its own initial values may draw them: they follow from the seed, too.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed % 2**63)
-            self.make_modules(config)
-        self.init_weights(seed)
-
-    def make_modules(self, config):
+        self.wiring = wire(config)
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                h=nn.ModuleList(Block(config, n) for n in range(config.n_layer)),
+                wte=make(nn.Embedding, config.vocab_size, config.n_embd),
+                h=nn.ModuleList(Block(config, layer) for layer in self.wiring),
                 ln_f=norm(config),
             )
         )
         if config.arch == 'gpt2':
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.transformer.wpe = make(nn.Embedding, config.block_size, config.n_embd)
         else:
             cos, sin = rope_tables(config)
             self.register_buffer('cos', cos, persistent=False)
@@ -386,46 +420,38 @@ class GPT(nn.Module):
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
             averages = [torch.eye(n + 2)[-1] for n in range(config.n_layer)]
+            averages = [parameter(weights, logged=True, optional=True) for weights in averages]
             self.transformer.dwa = nn.ParameterList(averages)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = make(nn.Linear, config.n_embd, config.vocab_size, False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
+        self.needs = collections.defaultdict(Needs)
+        for name, p in self.named_parameters():
+            self.needs[name] = getattr(p, 'needs', Needs())
+        self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Embeddings and linear layers start random, everything else as its module made it.
+        """Draw what starts random; everything else is as its module made it.
 
         wte, wpe, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
         c_proj of gpt2                            N(0, 0.02 / sqrt(2 n_layer))
         their biases                              zero
-        norms, residual_lambda, dwa, mixing       as made: one, neutral, or the given weights
+        norms, residual_lambda, dwa               one, the given weights, the last block's output
 
-        Each matrix has a generator of its own, seeded by (seed, name, part); in c_attn, the q rows,
-        k rows and v rows each have one. So variants of one size start with the same shared weights.
-        A module with keep_init=True keeps its own initial values.
+        Each block of rows, such as those of q, k and v in c_attn, has a generator of its own, seeded
+        by (seed, name, block). So variants of one size start with the same shared weights.
         """
-        own_init = [name for name, module in self.named_modules() if keeps_init(module)]
         for name, p in self.named_parameters():
-            parent = self.get_submodule(name.rpartition('.')[0])
-            is_random = isinstance(parent, nn.Linear | nn.Embedding)
-            if not is_random or any(name.startswith(f'{other}.') for other in own_init):
+            needs = self.needs[name]
+            if needs.std is None:
                 continue
-            if name.endswith('.bias'):
-                p.zero_()
-                continue
-
-            blocks, parts = [p], ['']
-            if name.endswith('c_attn.weight'):
-                attn = self.get_submodule(name.removesuffix('.c_attn.weight'))
-                blocks, parts = p.split(attn.rows), attn.owned
-            std = 0.02
-            if self.config.arch == 'gpt2' and name.endswith('c_proj.weight'):
-                std = 0.02 / math.sqrt(2 * self.config.n_layer)
-            for block, part in zip(blocks, parts, strict=True):
-                digest = hashlib.sha256(f'{seed}/{name}/{part}'.encode()).digest()
+            blocks = needs.blocks or {'': len(p)}
+            for block, rows in zip(blocks, p.split(list(blocks.values())), strict=True):
+                digest = hashlib.sha256(f'{seed}/{name}/{block}'.encode()).digest()
                 number = int.from_bytes(digest[:8], 'little', signed=True)
                 generator = torch.Generator().manual_seed(number)
-                block.copy_(torch.empty(block.shape).normal_(0.0, std, generator=generator))
+                rows.copy_(torch.empty(rows.shape).normal_(0.0, needs.std, generator=generator))
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
         """Next-token logits, or the training loss.
@@ -470,7 +496,7 @@ class GPT(nn.Module):
         raw, attended = {}, {}  # see the top of this file
         outputs = [x]  # of the embedding and the blocks
         for n, block in enumerate(self.transformer.h):
-            x = block(x, rope, raw, attended, cache, mask)
+            x, raw, attended = block(x, raw, attended, rope, cache, mask)
             if self.config.denseformer:
                 outputs.append(x)
                 weights = self.transformer.dwa[n]
@@ -484,43 +510,24 @@ class GPT(nn.Module):
 
     def new_cache(self, batch_size, max_len, dtype=None):
         """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'."""
-        weight = self.lm_head.weight
-        return KVCache(self.config, batch_size, max_len, dtype or weight.dtype, weight.device)
+        return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype)
 
-    def stream(
-        self,
-        idx,
-        max_new_tokens,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        cache=None,
-        generator=None,
-    ):
-        """Yield the tokens (B, 1) that continue idx (B, T), as sample() chooses them.
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, cache=None, **how):
+        """Yield the tokens (B, 1) that continue idx (B, T). how: the options of sample().
 
         Without a cache (slow), each token is computed from the last block_size tokens. Raises
         ValueError where the first logits are not finite.
         """
-        top_k = 0 if top_k is None else top_k
-        top_p = 1.0 if top_p is None else top_p
-        refuse(not temperature >= 0, f'temperature={temperature} must be 0 or more')
-        refuse(top_k < 0, f'top_k={top_k} must be 0 or more')
-        refuse(not 0 < top_p <= 1, f'top_p={top_p} must be above 0 and at most 1')
-
-        @torch.no_grad()
-        def tokens(idx):
-            for i in range(max_new_tokens):
-                context = idx if cache else idx[:, -self.config.block_size :]
-                logits, _ = self(context, cache=cache, last_only=True)
-                # Once, because a GPU has to be waited for.
-                broken = i == 0 and not logits.isfinite().all()
-                refuse(broken, 'the logits are not finite: the weights are damaged, or overflow')
-                new = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
-                idx = new if cache else torch.cat((idx, new), dim=1)
-                yield new
-
-        return tokens(idx)
+        for i in range(max_new_tokens):
+            context = idx if cache else idx[:, -self.config.block_size :]
+            logits, _ = self(context, cache=cache, last_only=True)
+            # Once, because a GPU has to be waited for.
+            broken = i == 0 and not logits.isfinite().all()
+            refuse(broken, 'the logits are not finite: the weights are damaged, or overflow')
+            new = sample(logits[:, -1].float(), **how)
+            idx = new if cache else torch.cat((idx, new), dim=1)
+            yield new
 
     def generate(
         self,
@@ -536,16 +543,13 @@ class GPT(nn.Module):
         cache = None
         if use_cache:
             cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
-        new = self.stream(idx, max_new_tokens, temperature, top_k, top_p, cache, generator)
-        return torch.cat((idx, *new), dim=1)
+        how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, cache, **how)), dim=1)
 
     def mixing_weights(self):
         """{name: list} of the learned mixing weights, for the log."""
-        return {
-            name: p.tolist()
-            for name, p in self.named_parameters()
-            if any(part in name for part in LOGGED)
-        }
+        named = self.named_parameters()
+        return {name: p.tolist() for name, p in named if self.needs[name].logged}
 
     def num_params(self, non_embedding=True):
         """Number of weights; non_embedding leaves out embedding tables (wte, wpe) and lm_head."""
@@ -562,12 +566,8 @@ class GPT(nn.Module):
         that residual_map='cross' computes and discards are not counted.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        keys = sum(len(block.attn.wiring.pairs) * seq_len for block in self.transformer.h)
+        keys = sum(len(layer.reads['v']) * seq_len for layer in self.wiring)
         return 3 * (2 * weights + 4 * keys * self.config.n_embd)
-
-
-def keeps_init(module):
-    return isinstance(module, Mixing) or getattr(module, 'keep_init', False)
 
 
 def refuse(condition, message):
@@ -667,19 +667,22 @@ class KVCache:
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
-    def __init__(self, config, batch_size, max_len, dtype, device):
+    def __init__(self, model, batch_size, max_len, dtype):
+        longest = model.config.block_size
         refuse(
-            max_len > config.block_size,
-            f'max_len={max_len} is more than block_size={config.block_size}: '
+            max_len > longest,
+            f'max_len={max_len} is more than block_size={longest}: '
             'only without a cache can generation go on, with the last block_size tokens',
         )
         self.max_len = self.end = max_len
-        shape = batch_size, config.kv_heads, max_len, config.head_size
+        device = model.lm_head.weight.device
         self.tensors = {}
-        for n, wiring in enumerate(wire(config)):
+        options = dict(dtype=dtype, device=device)
+        for layer in model.wiring:
             for part in 'kv':
-                if wiring.owner[part] == n:
-                    self.tensors[part, n] = torch.zeros(shape, dtype=dtype, device=device)
+                shape = batch_size, layer.heads[part], max_len, model.config.head_size
+                if layer.heads[part]:
+                    self.tensors[part, layer.n] = torch.zeros(shape, **options)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
         for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -717,12 +720,17 @@ class KVCache:
         return self.tensors[key][:, :, : self.end]
 
 
-def sample(logits, temperature, top_k, top_p, generator):
+def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """One token per row of logits (B, V) -> (B, 1).
 
-    It is drawn from the top_k likeliest (0: all), and among these from the fewest that have top_p of
+    It is drawn from the top_k likeliest (None or 0: all), and among these from the fewest that have top_p of
     the probability. At temperature 0, it is the likeliest.
     """
+    top_k = top_k or 0
+    top_p = 1.0 if top_p is None else top_p
+    refuse(not temperature >= 0, f'temperature={temperature} must be 0 or more')
+    refuse(top_k < 0, f'top_k={top_k} must be 0 or more')
+    refuse(not 0 < top_p <= 1, f'top_p={top_p} must be above 0 and at most 1')
     if temperature < 1e-6:  # logits divided by less may overflow
         return logits.argmax(dim=-1, keepdim=True)
     probs = F.softmax(logits / temperature, dim=-1)
@@ -811,211 +819,161 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # --- what is refused -----------------------------------------------------------------------------
 
-# Settings that choose the weights of a mixture. They go with residual_map='current' only.
-WEIGHT_SETTINGS = (
+# The least value of a setting.
+LEAST = {
+    **dict.fromkeys(SHAPE, 1),
+    **dict.fromkeys(('n_inner', 'n_kv_head', 'norm_eps', 'dropout'), 0),
+    **dict.fromkeys(('share_q_every', 'share_k_every', 'share_v_every'), 0),
+    'rope_theta': 1,
+}
+CHOICES = {
+    'arch': ('llama', 'gpt2'),
+    'residual_from': SOURCES,
+    'residual_map': ('current', 'identity', 'cross'),
+}
+# Read by wire() alone: what they change is what they change in the wiring.
+WIRED = (
+    *RESIDUALS,
+    'residual_from',
     'residual_lambda',
     'residual_learned',
-)
-# Settings that do nothing without a residual.
-RESIDUAL_SETTINGS = (
-    'residual_from',
     'residual_layers',
     'residual_map',
-    *WEIGHT_SETTINGS,
+    'share_q',
+    'share_k',
+    'share_v',
+    'share_q_every',
+    'share_k_every',
+    'share_v_every',
+    'neutreno',
 )
 
 
 def check(config):
-    """Raise ValueError for settings that do nothing or contradict each other; say what to do."""
-    check_shape(config)
-    check_residuals(config)
-    check_sources(config)
-    for part in 'qkv':
-        check_sharing(config, part)
+    """The one rule: a setting that is on changes what a model is made of."""
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    for name in config.variant():
+        if acts(config, name):
+            continue
+        idle = f'{name}={getattr(config, name)!r} does nothing'
+        for other in changed:
+            refuse(
+                other != name and acts(with_default(config, other), name),
+                f'{idle} with {other}={getattr(config, other)!r}; drop one of them',
+            )
+        alone = change(type(config)(), name, getattr(config, name))
+        switches = [f.name for f in fields(config) if f.default is False]
+        switches = [switch for switch in switches if acts(change(alone, switch, True), name)]
+        advice = 'drop it'
+        if switches:
+            advice = f'turn on {" or ".join(switches)}, or drop it'
+        raise ValueError(f'{idle}: {advice}')
+
+
+def acts(config, name):
+    """Whether a setting changes what a model is made of, compared with its default."""
+    return ingredients(config) != ingredients(with_default(config, name))
+
+
+def ingredients(config):
+    """All that a model is made of: its wiring, and the other fields that are read."""
+    unread = WIRED
+    if config.arch == 'gpt2':
+        unread += ('rope_theta', 'rope_scaling')
+    others = {name: value for name, value in vars(config).items() if name not in unread}
+    return wire(config), others
+
+
+def with_default(config, name):
+    return change(config, name, getattr(type(config), name))
+
+
+def change(config, name, value):
+    """The config with another value, which is not checked."""
+    config = copy.copy(config)
+    setattr(config, name, value)
+    return config
+
+
+def check_ranges(config):
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        refuse(value not in choices, f'{name}={value!r} is not one of {tuple(choices)}')
+    for name, value in vars(config).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            is_number = not isinstance(number, float) or math.isfinite(number)
+            refuse(not is_number, f'{name}={value} must be finite')
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        refuse(value < least, f'{name}={value} must be at least {least}')
+    refuse(config.dropout >= 1, f'dropout={config.dropout} must be less than 1')
+
+    n_embd, n_head = config.n_embd, config.n_head
+    refuse(n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}')
     refuse(
-        config.neutreno and config.n_layer == 1,
-        'neutreno does nothing with n_layer=1; drop it or use more layers',
+        n_head % config.kv_heads, f'n_head={n_head} is not divisible by n_kv_head={config.kv_heads}'
     )
-    check_wiring(config)
-
-
-def is_default(config, name):
-    return getattr(config, name) == getattr(GPTConfig, name)
-
-
-def check_choice(config, name, allowed):
-    value = getattr(config, name)
-    refuse(value not in allowed, f'{name}={value!r} is not one of {tuple(allowed)}')
+    refuse(
+        config.arch == 'llama' and config.head_size % 2,
+        f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs',
+    )
+    weights, scaling = config.residual_lambda, config.rope_scaling
+    refuse(
+        weights and not are_numbers(weights, 2),
+        f'residual_lambda={weights} must be two weights: (each source, own)',
+    )
+    is_positive = are_numbers(scaling, 4) and min(scaling) > 0
+    refuse(
+        scaling and not (is_positive and scaling[1] < scaling[2]),
+        f'rope_scaling={scaling} must be (factor, low_freq < high_freq, original_length), positive',
+    )
 
 
 def are_numbers(values, count):
     return len(values) == count and all(type(value) in (int, float) for value in values)
 
 
-def check_shape(config):
-    check_choice(config, 'arch', ('llama', 'gpt2'))
-    for name in (*SHAPE, 'n_kv_head'):
-        least = 1 if getattr(GPTConfig, name) > 0 else 0
-        value = getattr(config, name)
-        refuse(value < least, f'{name}={value} must be at least {least}')
-    refuse(
-        not 0 < config.rope_theta < math.inf,
-        f'rope_theta={config.rope_theta} must be a positive number',
-    )
-    refuse(
-        not 0 <= config.norm_eps < math.inf,
-        f'norm_eps={config.norm_eps} must be a number, 0 or more',
-    )
-    refuse(
-        not 0 <= config.dropout < 1,
-        f'dropout={config.dropout} must be at least 0 and less than 1',
-    )
-    refuse(
-        config.n_embd % config.n_head,
-        f'n_embd={config.n_embd} is not divisible by n_head={config.n_head}',
-    )
-    refuse(
-        config.n_head % config.kv_heads,
-        f'n_head={config.n_head} is not divisible by n_kv_head={config.n_kv_head}',
-    )
-    refuse(
-        config.arch == 'llama' and config.head_size % 2,
-        f'n_embd={config.n_embd} / n_head={config.n_head} is odd, but RoPE rotates pairs',
-    )
-
-    for name in ('rope_theta', 'rope_scaling'):
-        refuse(
-            config.arch == 'gpt2' and not is_default(config, name),
-            f"{name} does nothing with arch='gpt2'; drop one",
-        )
-    scaling = config.rope_scaling
-    if scaling:
-        is_positive = are_numbers(scaling, 4) and all(value > 0 for value in scaling)
-        refuse(
-            not is_positive or scaling[1] >= scaling[2],
-            f'rope_scaling={scaling} must be (factor, low_freq < high_freq, original_length), '
-            'positive',
-        )
-
-
-def check_residuals(config):
-    check_choice(config, 'residual_from', SOURCES)
-    check_choice(config, 'residual_map', ('current', 'identity', 'cross'))
-    names = [f'{part}_residual' for part in 'qkv']
-    residuals = [name for name in names if getattr(config, name)]
-    for name in RESIDUAL_SETTINGS:
-        refuse(
-            not residuals and not is_default(config, name),
-            f'{name} does nothing without v_residual, q_residual or k_residual; turn one on or '
-            f'drop {name}',
-        )
-    weights = config.residual_lambda
-    refuse(
-        weights and not are_numbers(weights, 2),
-        f'residual_lambda={weights} must be two weights: (each source, own)',
-    )
+def check_contradictions(config):
+    """Refuse what wire() has no answer to."""
+    residuals = [name for name in RESIDUALS if getattr(config, name)]
     refuse(
         config.residual_learned and len(residuals) > 1,
-        f'residual_learned goes with one residual, not {" and ".join(residuals)}; keep one of them',
+        f'residual_learned goes with one residual, not with {" and ".join(residuals)}; keep one',
     )
-    for name in WEIGHT_SETTINGS:
+    for name in ('residual_lambda', 'residual_learned'):
         refuse(
-            config.residual_map != 'current' and not is_default(config, name),
+            config.residual_map != 'current' and getattr(config, name),
             f'{name} does nothing with residual_map={config.residual_map!r}; drop one',
         )
-    refuse(
-        config.residual_map != 'current' and not config.v_residual,
-        f'residual_map={config.residual_map!r} maps values: it needs v_residual=True',
-    )
-
-
-def check_sources(config):
-    """Refuse a residual_from whose sources a layer cannot read."""
-    name = config.residual_from
-    for n in range(1, config.n_layer):
-        for source in SOURCES[name](n, config.n_layer):
-            is_layer = isinstance(source, int)
-            refuse(
-                is_layer and not 0 <= source < n,
-                f'residual_from={name!r} gives layer {n} the source {source}, which is not an earlier layer',
-            )
-            refuse(
-                not is_layer and config.residual_map == 'cross',
-                f"residual_map='cross' attends to keys of layers, but residual_from={name!r} has the "
-                f'source {source!r}, which is not a layer',
-            )
-
-
-def check_sharing(config, part):
-    share = getattr(config, f'share_{part}')
-    every = getattr(config, f'share_{part}_every')
-    refuse(every and not share, f'share_{part}_every does nothing without share_{part}=True')
-    refuse(
-        every == 1 or every < 0,
-        f'share_{part}_every={every} must be 0 (whole depth) or at least 2',
-    )
-    refuse(
-        share and config.n_layer == 1,
-        f'share_{part} does nothing with n_layer=1; drop it or use more layers',
-    )
-    whole_depth = share and not any(owner_of(config, part, n) for n in range(config.n_layer))
-    refuse(
-        whole_depth and getattr(config, f'{part}_residual'),
-        f'{part}_residual does nothing with share_{part} over the whole depth: only the first layer '
-        f'has its own; drop one or set share_{part}_every',
-    )
-    refuse(
-        whole_depth and part == 'v' and config.neutreno,
-        'neutreno is zero with share_v over the whole depth: V_1 - V_1; drop one or set '
-        'share_v_every',
-    )
-
-
-def check_wiring(config):
-    """Refuse wirings that leave a layer or a residual with nothing to do."""
-    layers = wire(config)
-    residuals = [part for part in 'qkv' if getattr(config, f'{part}_residual')]
-    for n, wiring in enumerate(layers):
+    for n in range(config.n_layer):
         refuse(
-            n not in wiring.owner.values(),
+            not any(owner_of(config, part, n) == n for part in 'qkv'),
             f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
             'set its share_*_every',
         )
-    check_residual_layers(config, layers, residuals)
-    for part in residuals:
-        refuse(
-            not any(wiring.sources[part] for wiring in layers),
-            f'{part}_residual does nothing: with n_layer={config.n_layer} and '
-            f'residual_from={config.residual_from!r}, no layer has a source',
-        )
-
-
-def check_residual_layers(config, layers, residuals):
-    """Refuse a residual_layers that names what is no layer, or a layer without a residual."""
-    numbers = config.residual_layers
-    for n in numbers:
-        refuse(
-            type(n) is not int,
-            f'residual_layers={numbers} names {n!r}, which is not a layer; give whole numbers from 0',
-        )
-        refuse(
-            numbers.count(n) > 1,
-            f'residual_layers={numbers} names layer {n} more than once; name it once',
-        )
-        refuse(
-            n not in range(config.n_layer),
-            f'residual_layers names layer {n}; the layers are 0 to {config.n_layer - 1}',
-        )
-        refuse(n == 0, 'residual_layers names layer 0, which has no earlier layer to mix in')
-        for part in residuals:
-            owner = layers[n].owner[part]
+        for source in SOURCES[config.residual_from](n, config.n_layer):
+            can_read = config.residual_map != 'cross'  # which needs keys, too
+            if isinstance(source, int):
+                can_read = source in range(n)
             refuse(
-                owner != n,
-                f'residual_layers names layer {n}, which borrows its {part} from layer {owner} '
-                f'(share_{part}); name layers that project their own',
+                not can_read,
+                f'residual_from={config.residual_from!r} gives layer {n} the source {source!r}, which '
+                f'is not an earlier layer (residual_map={config.residual_map!r})',
             )
+
+    layers = config.residual_layers
+    for n in layers:
+        is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1
+        refuse(
+            not is_layer,
+            f'residual_layers={layers} names {n!r}; name layers, 1 to {config.n_layer - 1}, once each',
+        )
+        for name in residuals:
+            part = name[0]
+            borrows = owner_of(config, part, n) != n
+            reason = f'share_{part}' if borrows else f'residual_from={config.residual_from!r}'
             refuse(
-                not layers[n].sources[part],
-                f'residual_layers names layer {n}, which gets no source with '
-                f'residual_from={config.residual_from!r}; name layers that get one',
+                not sources_of(config, part, n),
+                f'residual_layers names layer {n}, which mixes nothing into its {part}, because of '
+                f'{reason}; name other layers',
             )

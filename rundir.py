@@ -33,7 +33,7 @@ from data import dataset_folder
 from files import locked, whole_file, write_json, write_whole
 from hub.read import holds_weights
 from hub.read import load as load_hub
-from model import BASE, GPT, MAY_BE_MISSING, GPTConfig
+from model import BASE, GPT, GPTConfig
 
 # --- the folder ----------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ def check_resume(checkpoint, settings, config, dataset):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
     path = checkpoint['path']
     # Fields and settings added since then have their defaults.
-    old_config = {**asdict(GPTConfig()), **checkpoint['model_config']}
+    old_config = asdict(GPTConfig.saved(checkpoint['model_config']))
     for name, value in asdict(config).items():
         if old_config[name] != value:
             raise ValueError(
@@ -254,7 +254,7 @@ def model_differences(checkpoint, config):
     load_weights() refuses those in BASE. The others may be changed on purpose, as when a vanilla
     model goes on as a ResFormer.
     """
-    old = GPTConfig(**checkpoint['model_config'])
+    old = GPTConfig.saved(checkpoint['model_config'])
     names = (old.variant() | config.variant()).keys() - {*BASE, 'dropout'}
     differences = []
     for name in sorted(names):
@@ -284,16 +284,13 @@ def load_weights(model, checkpoint):
         raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 
     missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
-    wrong = list(unexpected)
-    for name in missing:
-        if not any(part in name for part in MAY_BE_MISSING):
-            wrong.append(name)
+    wrong = unexpected + [name for name in missing if not model.needs[name].optional]
     if wrong:
         dots = ' ...' if len(wrong) > 3 else ''
         names = ', '.join(wrong[:3]) + dots
         raise ValueError(
-            f'{path} does not fit this model: {names} (weights that start neutral may be missing: see '
-            'MAY_BE_MISSING in model.py)'
+            f'{path} does not fit this model: {names} (a weight may be missing where model.py makes it '
+            'with optional=True)'
         )
 
 
@@ -458,7 +455,7 @@ class Log:
 def build_config(fields, path):
     """The GPTConfig of these fields. ValueError names `path`, where they are from."""
     try:
-        return GPTConfig(**fields)
+        return GPTConfig.saved(fields)
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
 

@@ -62,11 +62,11 @@ def start_stream(model, ids, settings, device):
     stream = model.stream(
         torch.tensor([ids] * settings.num_samples, device=device),
         new_tokens,
-        settings.temperature,
-        settings.top_k,
-        settings.top_p,
         cache,
-        torch.Generator(device).manual_seed(settings.seed % 2**63),
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        generator=torch.Generator(device).manual_seed(settings.seed % 2**63),
     )
     return stream, cache
 

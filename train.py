@@ -14,6 +14,7 @@ Killed while it writes, a run goes on from the checkpoint before.
 
 import contextlib
 import datetime
+import functools
 import math
 import os
 import sys
@@ -149,19 +150,15 @@ INCIDENTAL = frozenset(
 
 
 def make_optimizer(model, settings):
-    """AdamW, fused.
-
-    The weights of nn.Linear and nn.Embedding decay. Norms, biases and any other nn.Parameter do not,
-    whatever its shape: many a weight's neutral value is 1.
-    """
-    kinds = (torch.nn.Linear, torch.nn.Embedding)
-    matrices = {module.weight for module in model.modules() if isinstance(module, kinds)}
-    params = list(model.parameters())
+    """AdamW, fused. Which parameters decay, and at what rate they learn, is said where they are made."""
+    groups = {}
+    for name, p in model.named_parameters():
+        needs = model.needs[name]
+        groups.setdefault((needs.decay, needs.rate), []).append(p)
     groups = [
-        {'params': [p for p in params if p in matrices], 'weight_decay': settings.weight_decay},
-        {'params': [p for p in params if p not in matrices], 'weight_decay': 0.0},
+        {'params': params, 'rate': rate, 'weight_decay': settings.weight_decay if decay else 0.0}
+        for (decay, rate), params in sorted(groups.items(), reverse=True)  # what decays comes first
     ]
-    assert sum(len(group['params']) for group in groups) == len(params)
     betas = (settings.beta1, settings.beta2)
     return torch.optim.AdamW(groups, settings.learning_rate, betas, eps=1e-8, fused=True)
 
@@ -172,27 +169,9 @@ def checkpoint_blocks(model):
     The backward pass runs the block again: less memory, about a third more computation.
     """
 
-    def checkpointed(forward):
-        def run(x, rope, raw, attended, *rest):
-            def pure(x, raw, attended):
-                # The block changes both dicts, and its second run must start from the same ones.
-                raw = dict(raw)
-                attended = dict(attended)
-                x = forward(x, rope, raw, attended, *rest)
-                return x, raw, attended
-
-            x, raw_after, attended_after = torch.utils.checkpoint.checkpoint(
-                pure, x, dict(raw), dict(attended), use_reentrant=False
-            )
-            for tensors, after in ((raw, raw_after), (attended, attended_after)):
-                tensors.clear()
-                tensors.update(after)
-            return x
-
-        return run
-
+    checkpoint = torch.utils.checkpoint.checkpoint
     for block in model.transformer.h:
-        block.forward = checkpointed(block.forward)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def attention_setting(settings, config):
@@ -709,7 +688,7 @@ def train(settings, config, machine, micro_steps, closing):
         seed_step(step, settings, machine)
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
-            group['lr'] = lr
+            group['lr'] = lr * group['rate']
         began = time.perf_counter()
         loss, norm = train_step(
             wrapped, optimizer, scaler, machine, loader.next, micro_steps, settings.grad_clip

@@ -17,7 +17,7 @@ class NanoResFormerConfig(PretrainedConfig):
 
     def __init__(self, gpt=None, **kwargs):
         self.gpt = gpt or {}  # GPTConfig's fields
-        config = GPTConfig(**self.gpt)
+        config = GPTConfig.saved(self.gpt)
         self.hidden_size = config.n_embd
         self.num_hidden_layers = config.n_layer
         self.num_attention_heads = config.n_head
@@ -52,7 +52,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.model = GPT(GPTConfig(**config.gpt))
+        self.model = GPT(GPTConfig.saved(config.gpt))
         self.post_init()
 
     def _init_weights(self, module):

@@ -217,7 +217,7 @@ def build_config(values, names, **fields):
             fields[field] = convert(values[name], hints[field], name)
         elif field not in OPTIONAL:
             raise ValueError(f'it lacks {name!r}')
-    return GPTConfig(**fields)
+    return GPTConfig.saved(fields)
 
 
 def read_rope(values):

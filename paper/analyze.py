@@ -182,7 +182,8 @@ def similarity(model, idx):
         series['keys'][layer] = mean_cosine(join_heads(keys[-1]))
         series['values'][layer] = mean_cosine(join_heads(values[-1]))
 
-    def see_output(layer, x):
+    def see_output(layer, output):
+        x, _, _ = output
         series['hidden states'][layer] = mean_cosine(x)
 
     with watch(model, see), outputs_of(model.transformer.h, see_output):
@@ -208,8 +209,8 @@ def spectrum(model, idx):
 
     def see_projection(layer, output):
         attn = model.transformer.h[layer].attn
-        if 'v' in attn.owned:  # its rows are the last
-            series[PROJECTED][layer] = eigenvalues(output[..., -attn.rows[-1] :])
+        if 'v' in attn.rows:  # its rows are the last
+            series[PROJECTED][layer] = eigenvalues(output[..., -attn.rows['v'] :])
 
     def see(layer, q, keys, values):
         series[ATTENDED][layer] = eigenvalues(join_heads(values[-1]))

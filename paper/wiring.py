@@ -45,21 +45,15 @@ def arrows(config):
             if owner != n:
                 result.append(Arrow('borrow', part, owner, n))
         for part, sources in layer.sources.items():
-            kind = 'mix' if part != 'v' else kind_of_values(config)
-            if kind != 'attend':
-                result += [Arrow(kind, part, source, n) for _, source in sources]
-        # With residual_map='cross', all but the last pair belong to sources.
-        for k, v in layer.pairs[:-1]:
-            result += [Arrow('attend', 'k', k, n), Arrow('attend', 'v', v, n)]
-        if config.neutreno and n > 0:
+            result += [Arrow('mix', part, source, n) for _, source in sources]
+        result += [Arrow('add', part, source, n) for part, source in layer.added]
+        for part, keys in layer.reads.items():  # with residual_map='cross', those of sources, too
+            result += [Arrow('attend', part, source, n) for _, source in keys[:-1]]
+        if layer.neutreno:
             result.append(Arrow('pull', 'v', 0, n))
         if config.denseformer:
             result += [Arrow('average', 'x', source, n) for source in (EMBEDDING, *range(n))]
     return list(dict.fromkeys(result))
-
-
-def kind_of_values(config):
-    return {'current': 'mix', 'identity': 'add', 'cross': 'attend'}[config.residual_map]
 
 
 # --- places ---------------------------------------------------------------------------------------

