@@ -11,16 +11,15 @@ say how runs of other seeds scatter, which is more: compare.py does. tasks.py sa
 items come from.
 """
 
-import functools
 import math
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configurator import choose, one_line_errors
@@ -38,18 +37,11 @@ from rundir import (
     save_numbers,
 )
 from tables import markdown_table
-from tasks import TASKS, check_names, harness_tasks, task_manager
+from tasks import TASKS, check_names, harness
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'
 TASK_ERRORS = 'over items of one run, not over seeds'
-
-# A task's accuracy would not show it: the argmax over NaN is the first choice.
-NOT_FINITE = 'its log-probabilities are not finite; try --dtype=float32 or --dtype=bfloat16'
-
-# Texts of the tasks are padded to a multiple of so many tokens: kernels are chosen, and memory is
-# set aside, for each new shape.
-PADDED_TO = 64
 
 
 @dataclass
@@ -72,9 +64,7 @@ class EvaluateConfig:
                 raise FileNotFoundError(f'there is no folder {folder} to write --out to; make it')
 
     def all_runs(self):
-        runs = list(self.runs)
-        if self.out_dir:
-            runs.insert(0, self.out_dir)
+        runs = [self.out_dir, *self.runs] if self.out_dir else self.runs
         return runs or ['out/run']
 
 
@@ -93,22 +83,37 @@ class TasksConfig(EvaluateConfig):
         super().__post_init__()
         if self.limit < 0:
             raise ValueError(f'limit={self.limit} must not be negative')
-        check_names(self.tasks.split(','), self.data_dir)
+        check_names(self.tasks.split(','))
+        if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+            raise ValueError('evaluate.py tasks is one process: start it without torchrun')
 
 
-def log_probabilities(model, hidden, targets, n_vocab=None):
-    """(log-probability of each target, whether it is the likeliest), each (N,), in fp32.
+@torch.no_grad()
+def score(model, idx, targets, machine, n_vocab=None):
+    """For each row, (the summed log-probability of its targets, whether each is the likeliest token).
 
-    hidden (N, C): what lm_head reads; targets (N,); n_vocab: the probability is shared among the
-    first n_vocab ids only.
+    idx, targets (B, T) int64, -1 where nothing is scored -> [(float, bool)]. n_vocab: the probability
+    is shared among the first n_vocab ids only. Raises ValueError where it is not finite: an accuracy
+    would not show it, because the argmax over NaN is the first choice.
     """
-    chunks = hidden.split(LOSS_CHUNK)
+    is_target = targets != -1
+    ids = targets[is_target].to(machine.device)
     values, hits = [], []
-    for rows, ids in zip(chunks, targets.split(LOSS_CHUNK), strict=True):
-        logits = model.lm_head(rows)[:, :n_vocab].float()
-        values.append(-F.cross_entropy(logits, ids, reduction='none'))
-        hits.append(logits.argmax(dim=1) == ids)
-    return torch.cat(values), torch.cat(hits)
+    with machine.autocast():
+        hidden = model.hidden(idx.to(machine.device))[is_target.to(machine.device)]
+        for rows, labels in zip(hidden.split(LOSS_CHUNK), ids.split(LOSS_CHUNK), strict=True):
+            logits = model.lm_head(rows)[:, :n_vocab].float()
+            values.append(-F.cross_entropy(logits, labels, reduction='none').cpu())
+            hits.append((logits.argmax(dim=1) == labels).cpu())
+
+    counts = is_target.sum(dim=1).tolist()
+    sums = [part.sum().item() for part in torch.cat(values).double().split(counts)]
+    if not np.isfinite(sums).all():
+        raise ValueError(
+            'the log-probabilities are not finite; try --dtype=float32 or --dtype=bfloat16'
+        )
+    are_likeliest = [part.all().item() for part in torch.cat(hits).split(counts)]
+    return list(zip(sums, are_likeliest, strict=True))
 
 
 # --- loss per domain -----------------------------------------------------------------------------
@@ -122,140 +127,102 @@ def compare_losses(runs, settings, machine):
     reads the same windows as the first also has `minus_first`, its difference from the first. It is
     paired window by window, because most of the spread is common to all runs.
     """
-    runs = [str(run) for run in runs]
-    first = runs[0]
-    reports, losses = {}, {}
+    reports = {}
     numbers = {**provenance(machine), 'standard_errors': LOSS_ERRORS, 'runs': reports}
-    for run in runs:
-        reports[run], losses[run] = run_losses(run, settings, machine)
-        same_windows = all(
-            reports[run][name] == reports[first][name] for name in ('dataset', 'block_size')
-        )
-        if run != first and same_windows:
-            minus_first = difference(reports[run], losses[run], reports[first], losses[first])
-            reports[run]['minus_first'] = minus_first
+    for run in map(str, runs):
+        losses, report = run_losses(run, settings, machine)
+        if not reports:
+            first, first_losses = report, losses
+        elif all(report[name] == first[name] for name in ('dataset', 'block_size')):
+            differences = {}
+            for domain, (sums, counts) in losses.items():
+                differences[domain] = sums - first_losses[domain][0], counts
+            report['minus_first'] = summary(differences)
+        reports[run] = report
         save_numbers(numbers, settings, machine)  # a later run may fail
     return numbers
 
 
 def run_losses(run, settings, machine):
-    """(the report of a run, a dict for JSON; its domain_losses)."""
+    """(a run's domain_losses(), its report, a dict for JSON)."""
     model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
     if checkpoint is None and not settings.dataset:
         raise ValueError(f'{run} is not a run of train.py: say on which --dataset')
     dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
     sha256 = dataset.meta['tokenizer']['sha256']
     check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
-    # A checkpoint may be older than this record.
-    if not settings.dataset and 'sha256' in checkpoint['data']:
+    if not settings.dataset:
         advice = f'; to evaluate on it nevertheless, give --dataset={dataset.folder.name}'
         compare_data(checkpoint, dataset, advice)
     if machine.is_first:
         dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
-    if not all(np.isfinite(sums).all() for sums in losses.values()):
-        raise ValueError(f'{run}: {NOT_FINITE}')
-    domains = {}
-    for domain, sums in losses.items():
-        total, tokens = sums.sum(axis=0)
+    domains = summary(losses)
+    mean = domains.pop('mean')
+    for domain, (sums, counts) in losses.items():
         n_bytes = dataset.meta['splits']['validation'][domain]['bytes']
-        domains[domain] = {
-            'loss': total / tokens,
-            'standard_error': standard_error(*sums.T),
-            'bits_per_byte': total / math.log(2) / n_bytes,
-            'tokens': int(tokens),
-        }
+        bits_per_byte = float(sums.sum() / math.log(2) / n_bytes)
+        domains[domain] |= {'bits_per_byte': bits_per_byte, 'tokens': int(counts.sum())}
+    mean['bits_per_byte'] = mean_of(domains, 'bits_per_byte')
     report = {
         'domains': domains,
-        'mean': {
-            'loss': mean_of(domains, 'loss'),
-            'bits_per_byte': mean_of(domains, 'bits_per_byte'),
-            'standard_error': error_of_mean(domains),
-        },
+        'mean': mean,
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
         'step': checkpoint['step'] if checkpoint else None,
         'block_size': model.config.block_size,
     }
-    return report, losses
+    return losses, report
 
 
-@torch.no_grad()
-def domain_losses(model, dataset, settings, machine, label=''):
-    """{domain: (windows, 2) float64}: the summed loss and the number of predictions of each window.
+def domain_losses(model, dataset, settings, machine, label):
+    """{domain: (the summed loss, the number of predictions) of each window, (windows,) float64 each}.
 
     The windows of block_size predictions cover the whole validation split.
     """
     T = model.config.block_size
-    domains = dataset.meta['splits']['validation']
-    counts = {domain: windows(dataset, domain, T) for domain in domains}
-    stride = machine.world_size * settings.batch_size
+    size = settings.batch_size
     losses = {}
-    silent = not machine.is_first
-    with tqdm(total=sum(counts.values()), disable=silent, unit='window', desc=label) as bar:
-        for domain, count in counts.items():
-            sums = torch.zeros((count, 2), dtype=torch.float64)
-            for first in range(machine.rank * settings.batch_size, count, stride):
-                rows = range(first, min(first + settings.batch_size, count))
-                x, y = read_windows(dataset, domain, rows, T)
-                sums[first : rows.stop] = window_losses(model, x, y, machine)
-                bar.update(min(stride, count - first))  # those of all processes
-            if machine.distributed:
-                sums = machine.sum(sums.to(machine.device)).cpu()
-            losses[domain] = sums.numpy()
+    for domain in dataset.meta['splits']['validation']:
+        count = windows(dataset, domain, T)
+        sums = torch.zeros((2, count), dtype=torch.float64)
+        firsts = range(machine.rank * size, count, machine.world_size * size)
+        for first in tqdm(firsts, desc=f'{label}, {domain}', disable=not machine.is_first):
+            rows = range(first, min(first + size, count))
+            x, y = read_windows(dataset, domain, rows, T)
+            scores = torch.tensor(score(model, x, y, machine), dtype=torch.float64)
+            sums[0, rows] = -scores[:, 0]
+            sums[1, rows] = (y != -1).sum(dim=1).double()
+        if machine.distributed:
+            sums = machine.sum(sums.to(machine.device)).cpu()
+        losses[domain] = sums.numpy()
     return losses
 
 
-def window_losses(model, x, y, machine):
-    """(B, 2) float64: the summed loss and the number of predictions of windows x, y (B, T)."""
-    x, y = x.to(machine.device), y.to(machine.device)
-    with machine.autocast():
-        hidden = model.hidden(x).flatten(0, 1)
-        values, _ = log_probabilities(model, hidden, y.flatten().clamp(min=0))
-    is_prediction = (y != -1).cpu().double()
-    losses = -(values.view_as(y).cpu() * is_prediction)
-    return torch.stack((losses.sum(dim=1), is_prediction.sum(dim=1)), dim=1)
+def summary(losses):
+    """{domain or 'mean': {its loss, and the standard error of it}}. losses: as domain_losses()
 
-
-def standard_error(sums, counts):
-    """The standard error of sums.sum() / counts.sum() over windows, of which longer ones weigh more.
-
-    None for a single window.
+    A window with more predictions weighs more. There is no error of a single window, and where a
+    domain has none, no error of the mean over domains.
     """
-    if len(sums) < 2:
-        return None
-    residuals = sums - counts * (sums.sum() / counts.sum())
-    return float(residuals.std(ddof=1) * math.sqrt(len(residuals)) / counts.sum())
+    entries = {}
+    for domain, (sums, counts) in losses.items():
+        loss = sums.sum() / counts.sum()
+        error = None
+        if len(sums) > 1:
+            spread = (sums - counts * loss).std(ddof=1)
+            error = float(spread * math.sqrt(len(sums)) / counts.sum())
+        entries[domain] = {'loss': float(loss), 'standard_error': error}
+
+    errors = [entry['standard_error'] for entry in entries.values()]
+    error = None if None in errors else math.hypot(*errors) / len(errors)
+    entries['mean'] = {'loss': mean_of(entries, 'loss'), 'standard_error': error}
+    return entries
 
 
-def mean_of(domains, name):
-    return float(np.mean([entry[name] for entry in domains.values()]))
-
-
-def error_of_mean(domains):
-    """The standard error of the mean over domains; None where a domain has none."""
-    errors = [entry['standard_error'] for entry in domains.values()]
-    if None in errors:
-        return None
-    return math.sqrt(sum(error * error for error in errors)) / len(errors)
-
-
-def difference(report, losses, first_report, first_losses):
-    """{domain or 'mean': loss and standard error} of a run minus those of the first run."""
-    domains = {}
-    for domain, sums in losses.items():
-        differences = sums[:, 0] - first_losses[domain][:, 0]
-        first_loss = first_report['domains'][domain]['loss']
-        domains[domain] = {
-            'loss': report['domains'][domain]['loss'] - first_loss,
-            'standard_error': standard_error(differences, sums[:, 1]),
-        }
-    mean = {
-        'loss': report['mean']['loss'] - first_report['mean']['loss'],
-        'standard_error': error_of_mean(domains),
-    }
-    return {**domains, 'mean': mean}
+def mean_of(entries, name):
+    return float(np.mean([entry[name] for entry in entries.values()]))
 
 
 # --- zero-shot tasks -----------------------------------------------------------------------------
@@ -267,13 +234,8 @@ def evaluate_tasks(runs, settings, machine):
     The dict has the provenance, and under 'runs' the scores of each run: for each of its `tasks`, and
     as their `average`, the accuracy. Standard errors are over items of one run, not over seeds.
     """
-    try:
-        from lm_eval import simple_evaluate
-    except ImportError:
-        raise OSError(
-            'evaluate.py tasks needs lm-evaluation-harness: pip install lm_eval'
-        ) from None
-
+    names = settings.tasks.split(',')
+    ask = harness(names, settings.data_dir, settings.limit)
     reports, samples = {}, {}
     numbers = {
         **provenance(machine),
@@ -283,241 +245,143 @@ def evaluate_tasks(runs, settings, machine):
         'data': Path(settings.data_dir).resolve().name if settings.data_dir else None,
         'runs': reports,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        tasks = load_tasks(settings, folder)
-        # A task may be defined with examples, and would be called zero-shot.
-        ask = functools.partial(
-            simple_evaluate,
-            tasks=tasks,
-            num_fewshot=0,
-            limit=settings.limit or None,
-            task_manager=task_manager(),
-        )
-        for run in map(str, runs):
-            reports[run], samples[run] = run_scores(run, ask, settings, machine)
-            save_numbers(numbers, settings, machine)  # a later run may fail
+    for run in map(str, runs):
+        model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
+        lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
+        output = ask(lm)
+        samples[run] = output['samples']
+        block_size = model.config.block_size
+        scores = {name: task_scores(output, name, lm, block_size) for name in names}
+        reports[run] = {
+            'tasks': scores,
+            'average': mean_of(scores, 'acc'),
+            'step': checkpoint['step'] if checkpoint else None,
+            'block_size': block_size,
+        }
+        save_numbers(numbers, settings, machine)  # a later run may fail
     return numbers, samples
 
 
-def load_tasks(settings, folder):
-    """harness_tasks() of the settings. OSError where the hub cannot be reached."""
-    try:
-        return harness_tasks(settings.tasks.split(','), settings.data_dir, folder)
-    except ConnectionError as error:
-        reason = ' '.join(str(error).split())[:200]
-        raise OSError(
-            f'cannot get {settings.tasks} from the hub ({reason}); give local files with --data_dir'
-        ) from error
-
-
-def run_scores(run, ask, settings, machine):
-    """(the report of a run, a dict for JSON; the harness's samples).
-
-    ask: the harness's simple_evaluate() on the tasks.
-    """
-    model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
-    lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
-    output = ask(lm)
-
-    scores = {name: task_scores(output, name) for name in settings.tasks.split(',')}
-    for name, entry in scores.items():
-        entry |= count_cuts(output['samples'][name], lm.lengths, model.config.block_size)
-    report = {
-        'tasks': scores,
-        'average': mean_of(scores, 'acc'),
-        'step': checkpoint['step'] if checkpoint else None,
-        'block_size': model.config.block_size,
-    }
-    return report, output['samples']
-
-
-def task_scores(output, name):
-    """What the harness says of one task, and what guessing would score there."""
-    choices = [len(sample['arguments']) for sample in output['samples'][name]]
-    scores = {'items': len(choices), 'chance': float(np.mean([1 / n for n in choices]))}
+def task_scores(output, name, lm, block_size):
+    """What the harness says of one task, what guessing would score there, and of how many choices the
+    model saw the end only."""
+    samples = output['samples'][name]
+    chances = [1 / len(sample['arguments']) for sample in samples]
+    scores = {'items': len(samples), 'chance': float(np.mean(chances))}
     for metric in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr'):
         value = output['results'][name].get(f'{metric},none')
         if isinstance(value, float):  # the error of a single item is 'N/A'
             scores[metric] = value
-    return scores
 
-
-def count_cuts(samples, lengths, block_size):
-    """How many choices of a task there are, of how many the text was cut, and of these the answer.
-
-    lengths: those of make_lm(). The counts are of what score_continuations() does.
-    """
-    cuts = {'choices': 0, 'cut_choices': 0, 'cut_answers': 0}
+    lengths = []
     for sample in samples:
-        for texts in sample['arguments']:
-            context, continuation = lengths[tuple(texts)]
-            cuts['choices'] += 1
-            if context + continuation > block_size + 1:
-                cuts['cut_choices'] += 1
-            if continuation > block_size:
-                cuts['cut_answers'] += 1
-    return cuts
+        lengths += [len(lm.tok_encode(''.join(texts))) for texts in sample['arguments']]
+    scores['choices'] = len(lengths)
+    scores['cut_choices'] = sum(length > block_size + 1 for length in lengths)
+    return scores
 
 
 def make_lm(model, tokenizer, settings, machine):
     """The model as the harness's LM.
 
-    Its `lengths` are, for all texts that it has scored, {(context, continuation): their tokens}.
+    Of a text of more than block_size + 1 tokens, the model sees only the end, as in the harness's own
+    wrapper. That wrapper refuses an answer of more than block_size tokens; here, its last block_size
+    tokens are scored, so that byte models can be evaluated.
     """
     from lm_eval.api.model import TemplateLM
 
+    block_size, size = model.config.block_size, settings.batch_size
+
     class LM(TemplateLM):
         eot_token_id = tokenizer.eot
-        lengths = {}
+        # Tasks that let a model choose among given answers ask for neither.
+        loglikelihood_rolling = generate_until = None
 
-        def tok_encode(self, string, add_special_tokens=None, **_):
+        def tok_encode(self, string, add_special_tokens=None, **options):
             return tokenizer.encode(string).tolist()
 
-        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-            pairs = []
-            for texts, context, continuation in requests:
-                pairs.append((context, continuation))
-                self.lengths[texts] = len(context), len(continuation)
-            return score_continuations(
-                model, pairs, tokenizer.n_vocab, settings.batch_size, machine, disable_tqdm
-            )
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **options):
+            texts, targets = [], []
+            for _, context, answer in requests:
+                text = torch.tensor((context + answer)[-block_size - 1 :])
+                texts.append(text[:-1])
+                target = text[1:].clone()
+                target[: max(0, len(target) - len(answer))] = -1
+                targets.append(target)
 
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            raise NotImplementedError('perplexity of texts: evaluate.py loss')
-
-        def generate_until(self, requests, disable_tqdm=False):
-            raise NotImplementedError('tasks that generate text are not part of Table 1')
+            order = sorted(
+                range(len(texts)), key=lambda i: -len(texts[i])
+            )  # the largest batch first
+            answers = {}
+            for first in tqdm(range(0, len(order), size), disable=disable_tqdm):
+                batch = order[first : first + size]
+                idx = pad_sequence([texts[i] for i in batch], True)
+                labels = pad_sequence([targets[i] for i in batch], True, padding_value=-1)
+                scores = score(model, idx, labels, machine, tokenizer.n_vocab)
+                answers.update(zip(batch, scores, strict=True))
+            return [answers[i] for i in range(len(texts))]
 
     return LM()
-
-
-def score_continuations(model, pairs, n_vocab, batch_size, machine, silent=False):
-    """[(log-probability of a continuation, whether each of its tokens is the likeliest)].
-
-    pairs: [(tokens of the context, of the continuation)]. Of a text of more than block_size + 1
-    tokens, the model sees only the end, as in the harness's own wrapper. That wrapper refuses a
-    continuation of more than block_size tokens; here, its last block_size tokens are scored, so that
-    byte models can be evaluated. count_cuts() counts both.
-    """
-    longest = model.config.block_size + 1
-    texts = [(context + continuation)[-longest:] for context, continuation in pairs]
-    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # the largest batch first
-    answers = [None] * len(texts)
-    for first in tqdm(range(0, len(order), batch_size), disable=silent, unit='batch'):
-        batch = order[first : first + batch_size]
-        counts = [min(len(pairs[i][1]), len(texts[i]) - 1) for i in batch]
-        scores = score_batch(model, [texts[i] for i in batch], counts, n_vocab, machine)
-        for i, score in zip(batch, scores, strict=True):
-            answers[i] = score
-    return answers
-
-
-@torch.no_grad()
-def score_batch(model, texts, counts, n_vocab, machine):
-    """[(log-probability of the last counts[i] tokens of texts[i], whether each is the likeliest)].
-
-    Raises ValueError where a log-probability is not finite.
-    """
-    longest = max(1, max(len(text) for text in texts) - 1)
-    width = min(math.ceil(longest / PADDED_TO) * PADDED_TO, model.config.block_size)
-    idx = torch.zeros((len(texts), width), dtype=torch.int64)
-    targets = []
-    for row, text, count in zip(idx, texts, counts, strict=True):
-        row[: len(text) - 1] = torch.tensor(text[:-1])
-        targets += text[len(text) - count :]
-    targets = torch.tensor(targets, dtype=torch.int64, device=machine.device)
-
-    with machine.autocast():
-        hidden = model.hidden(idx.to(machine.device))
-        ends = []
-        for row, text, count in zip(hidden, texts, counts, strict=True):
-            end = len(text) - 1
-            ends.append(row[end - count : end])
-        values, hits = log_probabilities(model, torch.cat(ends), targets, n_vocab)
-
-    if not values.isfinite().all():
-        raise ValueError(NOT_FINITE)
-    values = values.double().cpu().split(counts)
-    hits = hits.cpu().split(counts)
-    return [(value.sum().item(), bool(hit.all())) for value, hit in zip(values, hits, strict=True)]
 
 
 # --- tables --------------------------------------------------------------------------------------
 
 
 def print_losses(numbers):
-    """A Markdown table: a row per domain, and per run its loss, bits per byte and difference."""
-    reports = numbers['runs'].values()
-    head = ['domain']
+    """A row per domain, and per run its loss, bits per byte and difference."""
+    columns = []
     for run, report in numbers['runs'].items():
+        entries = {**report['domains'], 'mean': report['mean']}
         step = report['step']
-        head.append(run if step is None else f'{run}, step {step:,}')
-        head.append('bits/byte')
+        columns.append((run if step is None else f'{run}, step {step:,}', losses_text(entries)))
+        bits = {name: f'{entry["bits_per_byte"]:.4f}' for name, entry in entries.items()}
+        columns.append(('bits/byte', bits))
         if 'minus_first' in report:
-            head.append('minus first')
+            columns.append(('minus first', losses_text(report['minus_first'], '+')))
+    print_table(columns, LOSS_ERRORS)
 
-    rows = []
-    domains = dict.fromkeys(domain for report in reports for domain in report['domains'])
-    for domain in [*domains, 'mean']:
-        row = [domain]
-        for report in reports:
-            entry = report['mean'] if domain == 'mean' else report['domains'].get(domain, {})
-            row.append(pm(entry.get('loss'), entry.get('standard_error')))
-            row.append(pm(entry.get('bits_per_byte'), None))
-            if 'minus_first' in report:
-                entry = report['minus_first'].get(domain, {})
-                row.append(pm(entry.get('loss'), entry.get('standard_error'), '+'))
-        rows.append(row)
-    print('\n' + markdown_table(head, rows))
-    print(f'\n±: standard errors {LOSS_ERRORS}.')
+
+def losses_text(entries, sign=''):
+    return {
+        name: pm(entry['loss'], entry['standard_error'], sign) for name, entry in entries.items()
+    }
 
 
 def print_tasks(numbers):
-    """A Markdown table: a column per task, two rows per run, and what guessing would score."""
-    reports = numbers['runs']
-    tasks = next(iter(reports.values()))['tasks']
-    rows = []
-    for run, report in reports.items():
-        for metric in ('acc', 'acc_norm'):
-            row = [f'{run}, {metric}']
-            for scores in report['tasks'].values():
-                text = ''  # winogrande has no acc_norm
-                if metric in scores:
-                    text = pm(scores[metric], scores.get(f'{metric}_stderr'), digits=3)
-                row.append(text)
-            row.append(pm(report['average'], None, digits=3) if metric == 'acc' else '')
-            rows.append(row)
-    chances = [scores['chance'] for scores in tasks.values()]
-    chances.append(mean_of(tasks, 'chance'))
-    rows.append(['chance', *(pm(chance, None, digits=3) for chance in chances)])
+    """A row per task, two columns per run, and what guessing would score."""
+    columns = []
+    for run, report in numbers['runs'].items():
+        tasks = report['tasks']
+        for metric in ('acc', 'acc_norm'):  # winogrande has no acc_norm
+            cells = {
+                name: pm(scores[metric], scores.get(f'{metric}_stderr'), digits=3)
+                for name, scores in tasks.items()
+                if metric in scores
+            }
+            columns.append((f'{run}, {metric}', cells))
+        columns[-2][1]['average'] = f'{report["average"]:.3f}'
+    chances = {name: f'{scores["chance"]:.3f}' for name, scores in tasks.items()}
+    columns.append(('chance', {**chances, 'average': f'{mean_of(tasks, "chance"):.3f}'}))
+    print_table(columns, TASK_ERRORS)
 
-    print('\n' + markdown_table(['', *tasks, 'average'], rows))
-    print(f'\n±: standard errors {TASK_ERRORS}.')
-    print_cuts(reports)
-    if 'hellaswag' in tasks and numbers['data'] is not None:
-        advice = 'comparable with other programs on the same file only'
-        print(f'HellaSwag from a preprocessed file: {advice}.')
+    for run, report in numbers['runs'].items():
+        cuts = {name: scores['cut_choices'] for name, scores in report['tasks'].items()}
+        if any(cuts.values()):
+            print(
+                f'{run} saw the last {report["block_size"]:,} tokens only of some choices: {cuts}.'
+            )
 
 
-def print_cuts(reports):
-    """A line for each run that did not see the whole text of some choices."""
-    for run, report in reports.items():
-        parts = []
-        for name, scores in report['tasks'].items():
-            part = f'{name} {scores["cut_choices"]:,} of {scores["choices"]:,} choices'
-            if scores['cut_answers']:
-                part += f' ({scores["cut_answers"]:,} in the answer itself)'
-            if scores['cut_choices']:
-                parts.append(part)
-        if parts:
-            limit = f'to the last {report["block_size"]:,} tokens'
-            print(f'Cut for {run} {limit}: {", ".join(parts)}.')
+def print_table(columns, errors):
+    """A Markdown table. columns: [(title, {row: text})]"""
+    names = dict.fromkeys(name for _, cells in columns for name in cells)
+    rows = [[name, *(cells.get(name, '') for _, cells in columns)] for name in names]
+    print('\n' + markdown_table(['', *(title for title, _ in columns)], rows))
+    print(f'\n±: standard errors {errors}.')
 
 
 def pm(value, error, sign='', digits=4):
-    """'1.8145 ± 0.0033', without an error '1.8145', without a value 'n/a'."""
-    if value is None:
-        return 'n/a'
+    """'1.8145 ± 0.0033', without an error '1.8145'."""
     text = f'{value:{sign}.{digits}f}'
     return text if error is None else f'{text} ± {error:.{digits}f}'
 
@@ -526,10 +390,6 @@ def main():
     with one_line_errors(ValueError, OSError):
         modes = {'loss': (LossConfig,), 'tasks': (TasksConfig,)}
         mode, (settings,) = choose(modes, __doc__, plain='runs')
-        if mode == 'tasks' and int(os.environ.get('WORLD_SIZE', 1)) > 1:
-            raise ValueError(
-                'evaluate.py tasks is one process, on one device: start it without torchrun'
-            )
         runs = settings.all_runs()
         for run in runs:
             find_weights(run)  # all of them, before the first is evaluated

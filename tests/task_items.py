@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -116,7 +115,7 @@ ITEMS = {
 
 def publish(folder, task, items):
     """Write a task's items as they are published."""
-    folder = Path(folder, task)
+    folder = folder / task
     folder.mkdir(parents=True)
     (name, *labels), _ = tasks.PUBLISHED[task]
     contents = [item for item, _, _ in items]
@@ -127,16 +126,11 @@ def publish(folder, task, items):
     (folder / name).write_text('\n'.join(lines) + '\n')
 
 
-def set_whole(patch, task, count):
-    """Let a task's set be whole with `count` items."""
-    names, _ = tasks.PUBLISHED[task]
-    patch.setitem(tasks.PUBLISHED, task, (names, count))
-
-
 @pytest.fixture
 def published(tmp_path, monkeypatch):
     """The folder with all of ITEMS."""
     for task, items in ITEMS.items():
         publish(tmp_path / 'eval', task, items)
-        set_whole(monkeypatch, task, len(items))
+        names, _ = tasks.PUBLISHED[task]
+        monkeypatch.setitem(tasks.PUBLISHED, task, (names, len(items)))
     return tmp_path / 'eval'

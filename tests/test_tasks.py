@@ -1,29 +1,32 @@
-"""tasks.py: what is asked of each item, against questions written out by hand, and damaged files."""
+"""
+evaluate.py tasks: what is asked of each item, log-likelihoods against a slow loop, scores against
+lm-evaluation-harness's own wrapper of transformers' Llama, the table, and damaged files.
+"""
 
-import collections
 import functools
-import statistics
+import json
+import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import byte_runs
 import numpy as np
 import pytest
 import task_items
-from byte_runs import random_model
-from programs import BYTES, assert_one_line
+import torch
+from byte_runs import RESFORMER, random_model
+from programs import BYTES, assert_one_line, table
 from programs import program as call_program
-from task_items import ITEMS, PUBLISHED, needs_published, pairs, set_whole
+from task_items import ITEMS, PUBLISHED, needs_published
 
 import evaluate
 import tasks
+from hub.convert import export
 from machine import Machine
 
 harness = task_items.harness
 published = task_items.published
 program = functools.partial(call_program, evaluate.main, 'tasks')
-
 
 trained = byte_runs.trained
 run = byte_runs.run
@@ -37,277 +40,257 @@ def judged(data_dir, items, limit=0):
 
     items: {task: [(item, pairs, index of the right pair)]}
     """
-    from lm_eval.api.model import LM
-
     right = set()
     for expected in items.values():
         right.update(choices[index] for _, choices, index in expected)
 
-    class Judge(LM):
-        lengths = collections.defaultdict(lambda: (1, 1))
-
-        def loglikelihood(self, requests, disable_tqdm=False):
-            return [(0.0 if request.args in right else -9.0, False) for request in requests]
-
-        loglikelihood_rolling = generate_until = None
+    def judge(*args):
+        lm = make_lm(random_model())
+        lm.loglikelihood = lambda requests: [(float(r.args in right), False) for r in requests]
+        return lm
 
     settings = evaluate.TasksConfig(tasks=','.join(items), data_dir=str(data_dir), limit=limit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, 'load_run', lambda *args: (random_model(), BYTES, None))
-        patch.setattr(evaluate, 'make_lm', lambda *_: Judge())
+        make_lm = functools.partial(
+            evaluate.make_lm, tokenizer=BYTES, settings=settings, machine=None
+        )
+        patch.setattr(evaluate, 'make_lm', judge)
         numbers, samples = evaluate.evaluate_tasks(['judge'], settings, Machine('cpu'))
     assert (numbers['limit'], numbers['data']) == (limit, data_dir.name)
     return numbers['runs']['judge'], samples['judge']
 
 
-def assert_asked(report, samples, items):
-    """Each item was asked as written here, and the right answer is the one that counts."""
-    for task, expected in items.items():
-        answers = sorted(samples[task], key=lambda sample: sample['doc_id'])
-        arguments = [[tuple(pair) for pair in sample['arguments']] for sample in answers]
-        assert arguments == [choices for _, choices, _ in expected]
-        assert [sample['acc'] for sample in answers] == [1.0] * len(expected), task
-        score = report['tasks'][task]
-        assert score['acc'] == 1.0 and score['items'] == len(expected)
-        assert score.get('acc_norm', 1.0) == 1.0
-        assert ('acc_norm' in score) == (task != 'winogrande')
-
-
 def test_items_are_asked_and_scored_by_the_harnesss_definitions(harness, published):
     report, samples = judged(published, ITEMS)
     assert list(report['tasks']) == list(tasks.TASKS) == list(ITEMS)
-    assert_asked(report, samples, ITEMS)
+    for task, expected in ITEMS.items():
+        answers = sorted(samples[task], key=lambda sample: sample['doc_id'])
+        arguments = [[tuple(pair) for pair in sample['arguments']] for sample in answers]
+        assert arguments == [choices for _, choices, _ in expected]
+        score = report['tasks'][task]
+        assert score['acc'] == 1.0 and score['items'] == len(expected)
+        assert score.get('acc_norm') == (None if task == 'winogrande' else 1.0)
     assert report['average'] == 1.0
     chances = [report['tasks'][task]['chance'] for task in ITEMS]
     assert chances == pytest.approx([0.25, 0.25, 0.5, (1 / 3 + 1 / 4 + 1 / 5) / 3, 0.25, 0.5])
 
 
-def test_wrong_answers_are_counted(harness, published):
-    """The judge takes the other solution of the last two items for right, and no task for more than another."""
+def test_wrong_answers_are_counted_and_a_limit_takes_the_first_items(harness, published):
+    """The judge takes the other solution of the last two items for right."""
     wrong = ITEMS['piqa'][:1]
     for item, choices, label in ITEMS['piqa'][1:]:
         wrong.append((item, choices, 1 - label))
-    report, samples = judged(published, {'piqa': wrong, 'winogrande': ITEMS['winogrande']})
-    assert [sample['acc'] for sample in samples['piqa']] == [1.0, 0.0, 0.0]
-    assert report['average'] == pytest.approx(2 / 3)
-    score = report['tasks']['piqa']
-    assert score['acc'] == pytest.approx(1 / 3)
-    assert score['acc_stderr'] == pytest.approx(statistics.stdev([1, 0, 0]) / 3**0.5)
+    for limit, items in ((0, 3), (2, 2), (1, 1)):
+        report, samples = judged(published, {'piqa': wrong}, limit)
+        assert [sample['doc_id'] for sample in samples['piqa']] == list(range(items))
+        score = report['tasks']['piqa']
+        assert score['items'] == items and score['acc'] == pytest.approx(1 / items)
+        assert ('acc_stderr' in score) == (items > 1)
 
 
-@pytest.mark.parametrize('limit, items', [(1, 1), (2, 2), (3, 3), (50, 3)])
-def test_a_limit_takes_the_first_items(harness, published, limit, items):
-    report, samples = judged(published, {'arc_challenge': ITEMS['arc_challenge']}, limit)
-    assert [sample['doc_id'] for sample in samples['arc_challenge']] == list(range(items))
-    score = report['tasks']['arc_challenge']
-    assert score['items'] == items
-    assert score['chance'] == pytest.approx(np.mean([1 / 3, 1 / 4, 1 / 5][:items]))
+@needs_published
+@pytest.mark.parametrize('task', tasks.TASKS)
+def test_the_published_sets_are_read_whole(task):
+    assert len(tasks.read_items(task, PUBLISHED)) == tasks.PUBLISHED[task][1]
 
 
-def test_tasks_are_loaded_once_before_the_first_run(harness, published, monkeypatch):
-    calls = []
-
-    def record(name, result):
-        return lambda *words: calls.append(name) or result(*words)
-
-    monkeypatch.setattr(evaluate, 'harness_tasks', record('tasks', tasks.harness_tasks))
-    monkeypatch.setattr(
-        evaluate, 'load_run', record('run', lambda *_: (random_model(), BYTES, None))
-    )
-    settings = evaluate.TasksConfig(tasks='piqa', data_dir=str(published), limit=1)
-    evaluate.evaluate_tasks(['one', 'two'], settings, Machine('cpu'))
-    assert calls == ['tasks', 'run', 'run']
+# --- log-likelihoods -----------------------------------------------------------------------------
 
 
-def test_a_task_that_is_defined_with_examples_is_asked_without_them(
-    harness, published, monkeypatch
+def make_lm(model, batch_size):
+    settings = evaluate.TasksConfig(batch_size=batch_size)
+    return evaluate.make_lm(model, BYTES, settings, Machine('cpu'))
+
+
+@torch.no_grad()
+def slow_loglikelihood(model, context, continuation):
+    """(log-probability, whether each token is the likeliest): one token after the other.
+
+    Each is predicted from the text before it, of which the model sees the last block_size tokens of
+    the whole.
+    """
+    text = (context + continuation)[-model.config.block_size - 1 :]
+    total, is_greedy = 0.0, True
+    for end in range(max(1, len(text) - len(continuation)), len(text)):
+        logits = model(torch.tensor([text[:end]]))[0][0, -1, :257].double()
+        total += logits.log_softmax(dim=0)[text[end]].item()
+        is_greedy = is_greedy and logits.argmax().item() == text[end]
+    return pytest.approx(total, abs=1e-3), is_greedy
+
+
+@pytest.mark.parametrize('batch_size', [1, 3, 500])
+def test_loglikelihoods_are_those_of_a_slow_loop_in_any_batch(harness, batch_size):
+    """Contexts and answers of every length about block_size, in no order, some greedy; the ids of the
+    padding are likelier than any other."""
+    model = random_model(block_size=20)
+    with torch.no_grad():
+        model.lm_head.weight[257:] = 2 * model.lm_head.weight[:15]
+    rng = random.Random(0)
+    pairs = []
+    for context in (1, 7, 19, 20, 21, 50):
+        for count in (1, 2, 13, 19, 20, 21, 40):
+            text = rng.choices(range(257), k=context + count)
+            pairs.append((text[:context], text[context:]))
+    for context, _ in pairs[::5]:
+        logits = model(torch.tensor([context[-20:]]))[0][0, -1, :257]
+        pairs.append((context, [logits.argmax().item()]))
+    rng.shuffle(pairs)
+
+    lm = make_lm(model, batch_size)
+    answers = lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True)
+    assert answers == [slow_loglikelihood(model, *pair) for pair in pairs]
+    assert {is_greedy for _, is_greedy in answers} == {True, False}
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_log_probabilities_that_are_not_finite_are_refused_and_not_scored(harness, value):
+    """The harness would take the first choice for the model's answer, and count accuracies."""
+    model = random_model()
+    with torch.no_grad():
+        model.transformer.wte.weight[5] = value
+    lm = make_lm(model, 2)
+    sound = [(None, [1, 2], [3]), (None, [2], [3, 4])]
+    assert len(lm._loglikelihood_tokens(sound, disable_tqdm=True)) == 2
+    with pytest.raises(ValueError, match='not finite'):
+        lm._loglikelihood_tokens([*sound, (None, [1, 5], [3])], disable_tqdm=True)
+
+
+def assert_the_wrapper_agrees(run, folder, data_dir, limit, block_size):
+    """The export, scored by the harness's HFLM, has the same log-likelihood of every choice, and so the
+    same scores. Returns the numbers of cut choices."""
+    reason = "the harness's HFLM cannot be imported: pip install accelerate"
+    huggingface = pytest.importorskip('lm_eval.models.huggingface', reason=reason)
+    out = run(f'to export at {block_size}', vocab_size=257, block_size=block_size)
+    model, encoder, _ = evaluate.load_run(out)
+    export(model, encoder, folder / 'export')
+    settings = evaluate.TasksConfig(data_dir=str(data_dir))
+    ask = tasks.harness(tasks.TASKS, str(data_dir), limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            evaluate, 'harness', lambda *args: ask
+        )  # reading the published sets takes long
+        numbers, samples = evaluate.evaluate_tasks([out], settings, Machine('cpu'))
+    scores = numbers['runs'][out]['tasks']
+
+    wrapper = huggingface.HFLM(str(folder / 'export'), device='cpu', dtype='float32', batch_size=64)
+    theirs = ask(wrapper)
+    for task in tasks.TASKS:
+        for mine, other in zip(samples[out][task], theirs['samples'][task], strict=True):
+            assert mine['arguments'] == other['arguments']
+            for [(value, is_greedy)], [(expected, is_best)] in zip(
+                mine['resps'], other['resps'], strict=True
+            ):
+                assert value == pytest.approx(expected, abs=1e-3) and is_greedy == is_best
+        for metric in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr'):
+            expected = theirs['results'][task].get(f'{metric},none')
+            assert scores[task].get(metric) == expected, (task, metric)
+    return [score['cut_choices'] for score in scores.values()]
+
+
+@needs_published
+def test_the_published_sets_score_as_with_the_harnesss_own_wrapper(harness, run, tmp_path):
+    cuts = assert_the_wrapper_agrees(run, tmp_path, PUBLISHED, limit=20, block_size=1024)
+    assert not any(cuts)
+
+
+def test_texts_that_are_cut_score_as_with_the_harnesss_own_wrapper(
+    harness, run, published, tmp_path
 ):
-    def with_examples(*words):
-        made = tasks.harness_tasks(*words)
-        for task in made:
-            task.set_config(key='num_fewshot', value=2)
-        return made
-
-    monkeypatch.setattr(evaluate, 'harness_tasks', with_examples)
-    items = {'piqa': ITEMS['piqa']}
-    assert_asked(*judged(published, items), items)
+    cuts = assert_the_wrapper_agrees(run, tmp_path, published, limit=3, block_size=32)
+    assert all(cuts[3:5]) and not all(cuts)
 
 
-SURGEON = 'Sarah was a much better surgeon than Maria so'
+# --- the program ---------------------------------------------------------------------------------
 
-# The number of an item in its published file, what is asked, and the index of the answer: read off
-# the files.
-FROM_THE_FILES = {
-    'hellaswag': (
-        0,
-        pairs(
-            'Roof shingle removal: A man is sitting on a roof. he',
-            'is using wrap to wrap a pair of skis.',
-            'is ripping level tiles off.',
-            "is holding a rubik's cube.",
-            'starts pulling up roofing on a roof.',
-        ),
-        3,
-    ),
-    'openbookqa': (
-        1,
-        pairs(
-            'There is most likely going to be fog around:',
-            'a marsh',
-            'a tundra',
-            'the plains',
-            'a desert',
-        ),
-        0,
-    ),
-    'winogrande': (
-        0,
-        [
-            (f'{SURGEON} Sarah', ' always got the easier cases.'),
-            (f'{SURGEON} Maria', ' always got the easier cases.'),
-        ],
-        1,
-    ),
-    'arc_challenge': (
-        0,
-        pairs(
-            'Question: An astronomer observes that a planet rotates faster after a meteorite impact. '
-            'Which is the most likely effect of this increase in rotation?\nAnswer:',
-            'Planetary density will decrease.',
-            'Planetary years will become longer.',
-            'Planetary days will become shorter.',
-            'Planetary gravity will become stronger.',
-        ),
-        2,
-    ),
-    'arc_easy': (
-        1,
-        pairs(
-            'Question: Which piece of safety equipment is used to keep mold spores from entering the '
-            'respiratory system?\nAnswer:',
-            'safety goggles',
-            'breathing mask',
-            'rubber gloves',
-            'lead apron',
-        ),
-        1,
-    ),
-    'piqa': (
-        1,
-        pairs(
-            'Question: dresser\nAnswer:',
-            'replace drawer with bobby pin ',
-            'finish, woodgrain with  bobby pin ',
-        ),
-        1,
-    ),
+
+def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, published):
+    outs = run('five'), run('six', **RESFORMER)
+    words = [f'--out_dir={outs[0]}', outs[1], f'--data_dir={published}', '--limit=2']
+    words += ['--tasks=piqa,winogrande', '--out=tasks.json', '--device=cpu']
+    status, out, _ = program(*words)
+    assert status == 0, status
+    numbers = json.loads(Path('tasks.json').read_text(), parse_constant=pytest.fail)
+    assert (numbers['limit'], numbers['data']) == (2, 'eval')
+    assert str(published) not in json.dumps(numbers)
+    errors = 'over items of one run, not over seeds'
+    assert errors in out and numbers['standard_errors'] == errors
+
+    head, _, *rows = table(out)
+    metrics = [f'{name}, {metric}' for name in outs for metric in ('acc', 'acc_norm')]
+    assert head == ['', *metrics, 'chance']
+    reports = [numbers['runs'][name] for name in outs]
+    for task, *row, chance in rows[:2]:
+        cells = []
+        for report in reports:
+            score = report['tasks'][task]
+            for metric in ('acc', 'acc_norm'):
+                if metric in score:
+                    cells.append(f'{score[metric]:.3f} ± {score[metric + "_stderr"]:.3f}')
+                else:
+                    cells.append('')
+        assert row == cells and chance == '0.500'
+    averages = [cell for report in reports for cell in (f'{report["average"]:.3f}', '')]
+    assert rows[2] == ['average', *averages, '0.500']
+    for name, report in zip(outs, reports, strict=True):
+        (line,) = [line for line in out.splitlines() if line.startswith(f'{name} saw')]
+        for task, score in report['tasks'].items():
+            assert f"'{task}': {score['cut_choices']}" in line
+        assert 'last 32 tokens' in line and report['tasks']['piqa']['cut_choices'] > 0
+
+
+def test_a_mistake_is_one_line(harness, run, published, monkeypatch):
+    words = [f'--out_dir={run("asked")}', '--device=cpu', '--out=never.json']
+    local = f'--data_dir={published}'
+    assert_one_line(program(*words, local, '--tasks=piqa,pika')[0], 'pika', 'piqa')
+    assert_one_line(program('--out_dir=out/none', local)[0], 'out/none')
+    assert_one_line(program(*words, f'--data_dir={published}/none')[0], f'{published}/none')
+    assert_one_line(program(*words, '--limit=-1')[0], 'limit=-1')
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'lm_eval', None)
+        assert_one_line(program(*words, local)[0], 'pip install lm_eval')
+    monkeypatch.setenv('WORLD_SIZE', '2')  # every process would score everything
+    assert_one_line(program(*words, local)[0], 'torchrun')
+    assert not Path('never.json').exists()
+
+
+# {the damage: (what becomes of a file's bytes, a word of the message)}; 3 items are whole.
+DAMAGES = {
+    'cut in a line': (lambda data: data[:-12], 'item 3'),
+    'a line less': (lambda data: data[: data.rindex(b'\n', 0, -1)], '2 lines'),
+    'empty': (lambda data: b'', '0 lines'),
+    'a line more': (lambda data: data + b'{}\n', '4 lines'),
+    'gone': (None, ''),
 }
 
 
-@needs_published
-def test_published_items_are_asked_as_their_files_say(harness, tmp_path, monkeypatch):
-    for task, (number, _, _) in FROM_THE_FILES.items():
-        (tmp_path / task).mkdir()
-        for name in tasks.PUBLISHED[task][0]:
-            line = (PUBLISHED / task / name).read_text().split('\n')[number]
-            (tmp_path / task / name).write_text(line + '\n')
-        set_whole(monkeypatch, task, 1)
-    expected = {task: [item] for task, item in FROM_THE_FILES.items()}
-    report, samples = judged(tmp_path, expected)
-    assert_asked(report, samples, expected)
-
-
-@needs_published
-@pytest.mark.parametrize('task', tasks.TASKS)
-def test_the_published_sets_are_read_whole_and_every_answer_is_a_choice(task):
-    rows = tasks.read_items(task, PUBLISHED)
-    assert len(rows) == tasks.PUBLISHED[task][1]
-    for row in rows:
-        if task == 'hellaswag':
-            assert int(row['label']) in range(4) and len(row['endings']) == 4
-        elif task == 'piqa':
-            assert row['label'] in (0, 1) and row['sol1'] and row['sol2']
-        elif task == 'winogrande':
-            assert row['answer'] in ('1', '2') and row['sentence'].count('_') == 1
-        else:
-            choices = row['choices']
-            assert row['answerKey'] in choices['label']
-            assert len(choices['text']) == len(choices['label']) >= 3
-
-
-# --- mistakes ------------------------------------------------------------------------------------
-
-
-def damage_file(path, damage):
-    data = path.read_bytes()
-    lines = data.splitlines(keepends=True)
-    if damage == 'no folder':
-        path.parent.rename(path.parent.with_name('elsewhere'))
-    elif damage == 'no file':
+@pytest.mark.parametrize('damage', DAMAGES)
+@pytest.mark.parametrize('task', ['hellaswag', 'piqa'])
+def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, task, damage):
+    change, word = DAMAGES[damage]
+    path = published / task / tasks.PUBLISHED[task][0][0]
+    if change is None:
         path.unlink()
     else:
-        contents = {
-            'cut in a line': data[:-12],
-            'cut in a character': data[:-4],
-            'empty': b'',
-            'a line less': b''.join(lines[:2]),
-            'a line more': data + lines[0],
-        }
-        path.write_bytes(contents[damage])
-
-
-@pytest.mark.parametrize('task', tasks.TASKS)
-@pytest.mark.parametrize(
-    'damage, words',
-    [
-        ('cut in a line', 'half a download'),
-        ('cut in a character', ''),
-        ('a line less', 'has 2 '),
-        ('empty', 'has 0 '),
-        ('a line more', 'has 4 '),
-        ('no file', '--data_dir'),
-        ('no folder', '--data_dir'),
-    ],
-)
-def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, task, damage, words):
-    path = published / task / tasks.PUBLISHED[task][0][0]
-    path.write_bytes(path.read_bytes().replace(b'}\n', ', "note": "é"}\n'.encode()))
-    assert len(tasks.read_items(task, published)) == 3
-    damage_file(path, damage)
+        path.write_bytes(change(path.read_bytes()))
     with pytest.raises((ValueError, OSError)) as error:
         tasks.read_items(task, published)
     message = str(error.value)
-    assert '\n' not in message and str(path) in message and words in message, message
+    assert '\n' not in message and str(path) in message and word in message, message
 
 
-def test_piqa_without_its_labels_or_with_too_few_is_refused(published):
-    path = published / 'piqa' / 'dev-labels.lst'
-    path.write_text('1\n0\n')
-    with pytest.raises(ValueError, match=f'{path} has 2 lines instead of 3'):
-        tasks.read_items('piqa', published)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=f'there is no {path}'):
-        tasks.read_items('piqa', published)
+WRONG_ITEMS = [
+    ('piqa', '0', '2'),
+    ('winogrande', '"answer": "2"', '"answer": ""'),
+    ('openbookqa', '"answerKey": "A"', '"answerKey": "Z"'),
+    ('arc_easy', '"answerKey": "3"', '"answerKey": "E"'),
+    ('hellaswag', '"label": "0"', '"label": 4'),
+    ('hellaswag', '"endings"', '"ends"'),
+]
 
 
-@pytest.mark.parametrize(
-    'task, old, new, words',
-    [
-        ('piqa', '0', '2', 'answer 2 '),
-        ('piqa', '0', '-1', 'answer -1 '),
-        ('piqa', '0', 'x', "'x'"),
-        ('winogrande', '"answer": "2"', '"answer": ""', "answer '' "),
-        ('winogrande', '"answer": "2"', '"answer": 2', ''),
-        ('openbookqa', '"answerKey": "A"', '"answerKey": "Z"', "answer 'Z' "),
-        ('arc_easy', '"answerKey": "3"', '"answerKey": "E"', "answer 'E' "),
-        ('hellaswag', '"label": "0"', '"label": 4', "answer '4' "),
-        ('hellaswag', '"endings"', '"ends"', "'endings'"),
-        ('openbookqa', '"question"', '"problem"', "'question'"),
-    ],
-)
-def test_an_item_without_a_right_answer_is_refused_by_file_and_item(
-    published, task, old, new, words
-):
+@pytest.mark.parametrize('task, old, new', WRONG_ITEMS)
+def test_an_item_without_a_right_answer_is_refused_by_file_and_item(published, task, old, new):
     path = published / task / tasks.PUBLISHED[task][0][-1]
     lines = path.read_text().splitlines()
     assert old in lines[1]
@@ -316,72 +299,4 @@ def test_an_item_without_a_right_answer_is_refused_by_file_and_item(
     with pytest.raises(ValueError) as error:
         tasks.read_items(task, published)
     message = str(error.value)
-    assert str(path) in message and 'item 2: ' in message, message
-    assert words in message and '\n' not in message, message
-
-
-def test_tasks_under_torchrun_are_refused_in_one_line(monkeypatch):
-    """Every process would score everything."""
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    assert_one_line(program('--device=cpu')[0], 'torchrun')
-    monkeypatch.setenv('LOCAL_RANK', '1')
-    assert program('--device=cpu')[0] == 1
-
-
-def test_a_mistake_about_tasks_is_one_line(harness, run, published, monkeypatch):
-    words = [f'--out_dir={run("asked")}', '--device=cpu', '--out=never.json']
-    local = f'--data_dir={published}'
-    assert_one_line(program(*words, local, '--tasks=piqa,pika')[0], 'pika', 'piqa')
-    assert_one_line(program(*words, '--tasks=piqa,pika')[0], 'pika', 'lm-evaluation-harness')
-    assert_one_line(program(*words, local, '--tasks=')[0])
-    assert_one_line(program('--out_dir=out/none', local)[0], 'out/none')
-    assert_one_line(program(*words, f'--data_dir={published}/none')[0], f'{published}/none')
-    path = published / 'piqa' / 'dev.jsonl'
-    path.write_text('{"goal": ')
-    assert_one_line(program(*words, local, '--tasks=piqa')[0], path)
-
-    def no_hub(*args):
-        raise ConnectionError("Couldn't reach\nthe hub")
-
-    monkeypatch.setattr(evaluate, 'harness_tasks', no_hub)
-    assert_one_line(program(*words, '--tasks=piqa')[0], 'hub', '--data_dir')
-    assert not Path('never.json').exists()
-
-
-@pytest.mark.parametrize('kind', ['loglikelihood', 'generate_until'])
-def test_a_task_without_given_answers_is_refused_by_name(harness, monkeypatch, kind):
-    piqa = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'acc': None})
-    other = SimpleNamespace(OUTPUT_TYPE=kind)
-    manager = SimpleNamespace(load=lambda names: {'tasks': {'piqa': piqa, 'other': other}})
-    monkeypatch.setattr(tasks, 'task_manager', lambda: manager)
-    with pytest.raises(ValueError, match=f'^other asks for {kind}; only tasks .* given answers'):
-        tasks.harness_tasks(['piqa', 'other'], '', None)
-
-
-@pytest.mark.parametrize(
-    'name, reason',
-    [
-        ('mmlu', 'is a group'),
-        ('ai2_arc', 'is a group'),
-        ('gsm8k', 'asks for generate_until'),
-        ('lambada_openai', 'asks for loglikelihood'),
-    ],
-)
-def test_what_is_no_task_of_choices_is_refused_before_a_training(harness, name, reason):
-    tasks.check_names(['sciq', 'piqa'], '')
-    with pytest.raises(ValueError, match=f'{name} {reason}'):
-        tasks.check_names(['sciq', name], '')
-
-
-def test_a_task_without_accuracy_is_refused_by_name(harness, monkeypatch):
-    odd = SimpleNamespace(OUTPUT_TYPE='multiple_choice', aggregation=lambda: {'pct': None})
-    manager = SimpleNamespace(load=lambda names: {'tasks': {'odd': odd}})
-    monkeypatch.setattr(tasks, 'task_manager', lambda: manager)
-    with pytest.raises(ValueError, match='^odd has no accuracy; only tasks with acc'):
-        tasks.harness_tasks(['odd'], '', None)
-
-
-def test_without_the_harness_one_line_says_how_to_install_it(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'lm_eval', None)
-    status, _, _ = program(f'--out_dir={run("unasked")}', '--device=cpu')
-    assert_one_line(status, 'pip install lm_eval')
+    assert str(path) in message and 'item 2' in message and '\n' not in message, message
