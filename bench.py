@@ -88,7 +88,10 @@ class TableConfig:
     def __post_init__(self):
         refuse(self.rounds < 1, f'rounds={self.rounds} must be at least 1')
         refuse(self.warmup < 0, f'warmup={self.warmup} must be at least 0')
-        for name, choices in (('mode', compiler_modes()), ('attention', ATTENTION)):
+        for name, choices in (
+            ('mode', torch._inductor.list_mode_options()),
+            ('attention', ATTENTION),
+        ):
             value = getattr(self, name)
             refuse(value not in choices, f'{name}={value!r} is not one of {", ".join(choices)}')
         refuse(
@@ -142,10 +145,6 @@ class DecodeConfig(TableConfig):
 OF_ROWS = ('compile', 'mode', 'attention', 'activation_memory_budget', 'activation_checkpointing')
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
 OF_COMPILER = ('mode', 'activation_memory_budget')
-
-
-def compiler_modes():
-    return torch._inductor.list_mode_options()
 
 
 # --- a row's name --------------------------------------------------------------------------------

@@ -11,18 +11,19 @@ $ FOLDER/python tests/fakegpu.py measure --only=82m --out=...           # rows w
 $ FOLDER/python tests/fakegpu.py table --out=...                        # the JSON as a table
 $ TORCH_CUDNN_SDPA_DEPRIORITIZED= FOLDER/python tests/fakegpu.py kernels  # attention kernels, as on a GPU
 FOLDER/python is the stand-in's interpreter. Each row is a process of its own, so that one that fails
-loses no other, and is written as soon as it is measured. A GPU's own python works, too.
+loses no other, and is written as soon as it is measured.
 """
 
 import contextlib
 import ctypes
 import json
 import os
-import re
-import subprocess
 import sys
 import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import Row  # noqa: E402
-from configurator import choose, configure, one_line_errors  # noqa: E402
+from configurator import choose, configure, first_line, one_line_errors  # noqa: E402
 from files import write_whole  # noqa: E402
 from machine import Machine  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -39,14 +40,12 @@ from tables import markdown_table  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 GIB = 2**30
-SECONDS = 1200  # after which a row's process is ended
 
 
 @dataclass
 class FakeConfig:
     out: str = 'results/fakegpu/table.json'  # the rows measured so far
     only: str = ''  # part of the names of the rows to measure
-    row: str = ''  # measure this row here, and print its numbers as JSON
 
 
 def all_rows():
@@ -88,17 +87,12 @@ def all_rows():
 
 
 def launches():
-    """Launches so far of (matrix products, Triton kernels), where the stand-in counts them."""
-    library = os.environ.get('LD_PRELOAD', '').split(':')[0]
-    if not library:
-        return None
-    counter = ctypes.CDLL(library)
+    """Launches so far of (matrix products, Triton kernels), which the stand-in counts."""
+    counter = ctypes.CDLL(os.environ['LD_PRELOAD'].split(':')[0])
     return [counter.shim_count(1), counter.shim_count(2)]
 
 
 def launches_since(before):
-    if before is None:
-        return None
     return [after - count for after, count in zip(launches(), before, strict=True)]
 
 
@@ -297,33 +291,25 @@ def measure(row):
 
 def measure_all(settings):
     out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     table = {'torch': torch.__version__, 'device': torch.cuda.get_device_name(), 'rows': {}}
     if out.exists():
         table = json.loads(out.read_text())
     for name in all_rows():
-        if settings.only not in name or 'problem' not in table['rows'].get(name, {'problem': ''}):
-            continue
-        table['rows'][name] = measure_apart(name)
-        write_whole(out, json.dumps(table, indent=1) + '\n')
-        print(name, table['rows'][name], flush=True)
+        is_missing = 'problem' in table['rows'].get(name, ['problem'])
+        if is_missing and settings.only in name:
+            table['rows'][name] = measure_apart(name)
+            write_whole(out, json.dumps(table, indent=1) + '\n')
+            print(name, table['rows'][name], flush=True)
 
 
 def measure_apart(name):
     """A row's numbers from a process of its own, or its problem."""
-    # The stand-in's interpreter is a shell script that sets its environment; this one has it already.
-    command = [sys.executable, __file__, 'measure', f'--row={name}']
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return {'problem': f'longer than {SECONDS} s'}
-    lines = (done.stdout.strip() or '{}').splitlines()
-    if done.returncode == 0 and lines[-1].startswith('{'):
-        return json.loads(lines[-1])
-    lines = done.stderr.strip().splitlines() or ['no message']
-    # The compiler's messages go on with advice.
-    errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception)\b', line)] or lines
-    return {'problem': errors[-1][:300]}
+    with ProcessPoolExecutor(1, get_context('spawn')) as process:
+        try:
+            return process.submit(measure, name).result()
+        except Exception as error:
+            traceback.print_exc()
+            return {'problem': first_line(error)[:300]}
 
 
 def print_table(settings):
@@ -357,8 +343,6 @@ def main():
             print_kernels()
         elif mode == 'table':
             print_table(settings)
-        elif settings.row:
-            print(json.dumps(measure(settings.row)))
         else:
             measure_all(settings)
 

@@ -17,7 +17,7 @@ import bench
 from configurator import configure
 from hub.convert import llama_settings
 from machine import Machine
-from model import GPT, GPTConfig
+from model import GPTConfig
 from train import TrainConfig
 
 SHAPE = dict(n_layer=4, n_head=2, n_embd=16, block_size=16, vocab_size=320)
@@ -44,16 +44,39 @@ def read_rows(path):
     return json.loads(path.read_text())['rows']
 
 
-def assert_prints(out, rows, about):
-    """The tables printed hold these rows of the JSON. about: {head: cell of a row} besides."""
+def printed(out):
+    """[{head: cell}] of the rows of all tables."""
     lines = [line for line in out.splitlines() if line.startswith('| ')]
     heads = [line for line in lines if line.startswith('| row')]
-    head, *cells = programs.table('\n'.join([heads[0], *(x for x in lines if x not in heads)]))
-    for row, line in zip(rows, cells, strict=True):
-        printed = dict(zip(head, line, strict=True))
-        wanted = {'row': row['name'], 'spread': f'{row["spread"]:.1%}', 'peak GiB': 'n/a'}
-        wanted |= {'tok/s': f'{row["tok_per_s"]:,.0f}', 'x vanilla': f'{row["x vanilla"]:.3f}'}
-        assert printed == wanted | about(row)
+    head, *rows = programs.table('\n'.join(heads[:1] + [x for x in lines if x not in heads]))
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that ran, cut into forward and backward as for inductor, without its code generation,
+    which takes most of the time."""
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    ran = []
+
+    def compile_fx(graph, inputs, **options):
+        call = aot_eager_decomp_partition(graph, inputs)
+
+        def run(*args):
+            ran.append(graph)
+            return call(*args)
+
+        return run
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr('torch._inductor.compile_fx.compile_fx', compile_fx)
+    names = ('recompile_limit', 'accumulated_recompile_limit', 'automatic_dynamic_shapes')
+    torch.compiler.reset()
+    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in names}):
+        bench.compile_rows_apart()
+        yield ran
+    torch.compiler.reset()
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -67,43 +90,26 @@ def test_the_table_and_the_json_have_every_row(work):
     assert [row['name'] for row in rows] == names
     assert all(len(row['seconds']) == 2 and row['tok_per_s'] > 0 for row in rows)
     assert rows[0]['x vanilla'] == 1 and 'waiting for data' in out
-    assert_prints(
-        out,
-        rows,
-        lambda row: {
-            'ms/step': f'{row["ms_per_step"]:,.1f}',
-            'first step s': f'{row["first_step_s"]:.1f}',
-            'MFU': 'n/a',  # without a GPU
-        },
-    )
+    for row, line in zip(rows, printed(out), strict=True):
+        assert line['row'] == row['name'] and line['MFU'] == line['peak GiB'] == 'n/a'
+        assert line['ms/step'] == f'{row["ms_per_step"]:,.1f}'
+        assert line['tok/s'] == f'{row["tok_per_s"]:,.0f}'
+        assert line['x vanilla'] == f'{row["x vanilla"]:.3f}'
 
 
 def test_the_numbers_follow_from_the_seconds():
     settings = TrainConfig(batch_size=3, compile=False)
-    config = GPTConfig(**SHAPE)
-    rows = [bench.Row(name, settings, config, micro_steps=2) for name in ('vanilla', 'slow')]
+    rows = [
+        bench.Row(name, settings, GPTConfig(**SHAPE), micro_steps=2) for name in ('vanilla', 'b')
+    ]
     for row, seconds in zip(rows, ([1.0] * 4, [2.0, 2.0, 4.0, 2.0]), strict=True):
         row.machine = SimpleNamespace(world_size=8, peak_flops=lambda: 1e4)
-        row.seconds, row.peak, row.flops_per_token = seconds, 2**29, 100
+        row.seconds, row.flops_per_token = seconds, 100
     _, slow = bench.compared(rows)
     tokens = 8 * 2 * 3 * 16
-    assert slow['ms_per_step'] == 2000 and slow['tok_per_s'] == tokens / 2
-    assert slow['x vanilla'] == 0.5 and slow['peak_gib'] == 0.5
+    assert slow['tok_per_s'] == tokens / 2 and slow['x vanilla'] == 0.5
     assert slow['mfu'] == pytest.approx(100 * tokens / 2 / 8 / 1e4)
-    assert slow['spread'] == pytest.approx(0.5 / 2)  # quartiles 2 and 2.5
-
-
-def test_rows_take_turns(monkeypatch):
-    order = []
-    step = bench.Row.step
-
-    def noted(row, *args):
-        order.append(row.name)
-        step(row, *args)
-
-    monkeypatch.setattr(bench.Row, 'step', noted)
-    run(*TINY, EAGER, '--variants=vanilla,gqa+n_kv_head=1,cla')
-    assert order == 3 * ['vanilla', 'gqa+n_kv_head=1', 'cla']
+    assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5
 
 
 def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(work):
@@ -142,23 +148,13 @@ def test_the_rows_end_before_the_group_of_the_processes(monkeypatch):
 # --- the peer ------------------------------------------------------------------------------------
 
 
-def test_hugging_faces_llama_is_two_rows_one_of_them_compiled():
+def test_the_peer_is_timed_compiled_and_not(work, graphs):
     pytest.importorskip('transformers')
-    settings = bench.BenchConfig(peers='hf', variants='vanilla', activation_memory_budget=0.9)
-    rows = bench.read_rows(settings, GPTConfig(**SHAPE), Machine('cpu'))
-    assert [(name, own.compile) for name, _, own, _ in rows] == [
-        ('vanilla', True),
-        ('hf', True),
-        ('hf+compile=False', False),
-    ]
-
-
-def test_the_peer_is_timed_beside_ours(work):
-    pytest.importorskip('transformers')
-    run(*TINY, EAGER, '--variants=vanilla', '--peers=hf', '--out=hf.json')
+    words = ['--variants=vanilla', '--peers=hf', '--activation_memory_budget=0.9']
+    run(*TINY, *words, '--out=hf.json')
     rows = read_rows(work / 'hf.json')
-    assert [row['name'] for row in rows] == ['vanilla', 'hf']
-    assert all({'seconds', 'x vanilla', 'x hf'} <= row.keys() for row in rows)
+    assert [row['name'] for row in rows] == ['vanilla', 'hf', 'hf+compile=False']
+    assert all({f'x {other["name"]}' for other in rows} <= row.keys() for row in rows)
 
 
 def test_the_peer_is_llama_of_our_shape_without_a_mask_compiled_or_not():
@@ -166,7 +162,6 @@ def test_the_peer_is_llama_of_our_shape_without_a_mask_compiled_or_not():
     transformers = pytest.importorskip('transformers')
     config = GPTConfig(**SHAPE)
     theirs = bench.HuggingFaceLlama(config)
-    assert sum(p.numel() for p in theirs.parameters()) == GPT(config).num_params(False)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_settings(config)))
     plain.load_state_dict(theirs.llama.state_dict())
     calls = []
@@ -185,33 +180,6 @@ def test_the_peer_is_llama_of_our_shape_without_a_mask_compiled_or_not():
 
 
 # --- a row's own settings ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that ran, cut into forward and backward as for inductor, without its code generation,
-    which takes most of the time."""
-    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
-
-    ran = []
-
-    def compile_fx(graph, inputs, **options):
-        call = aot_eager_decomp_partition(graph, inputs)
-
-        def run(*args):
-            ran.append(graph)
-            return call(*args)
-
-        return run
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr('torch._inductor.compile_fx.compile_fx', compile_fx)
-    names = ('recompile_limit', 'accumulated_recompile_limit', 'automatic_dynamic_shapes')
-    torch.compiler.reset()
-    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in names}):
-        bench.compile_rows_apart()
-        yield ran
-    torch.compiler.reset()
 
 
 def train_step_of(name, machine, config, batch):
@@ -255,27 +223,11 @@ def test_every_setting_of_a_row_takes_the_same_step(variant, graphs):
         tolerance = 2e-2 if on_gpu else 1e-5
         assert (change - expected).abs().max() < tolerance * expected.abs().max(), setting
         assert not of_vanilla & set(graphs)
-        if not on_gpu:
-            assert bool(graphs) == (setting != 'compile=False')
         if setting.startswith('activation'):
             assert kept < most, setting
-    assert on_gpu or of_vanilla
 
 
-def test_the_compiler_makes_code_for_each_size(graphs):
-    shapes = []
-
-    def compiler(graph, inputs):
-        shapes.append([tuple(x.shape) for x in inputs])
-        return graph.forward
-
-    double = torch.compile(lambda x: 2 * x, backend=compiler)
-    for size in range(2, 14):
-        double(torch.ones(size))
-    assert shapes == [[(size,)] for size in range(2, 14)]
-
-
-@pytest.mark.parametrize('mode', ['default', 'reduce-overhead', 'max-autotune-no-cudagraphs'])
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
 def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch, mode):
     """Tensors within a graph are not allocated anew when it runs: torch's own peak lacks them."""
     segments = [
@@ -319,35 +271,26 @@ def test_decoding_reports_every_size_and_its_cache(work):
         for name in ('vanilla', 'svformer+compile=False')
     ]
     for row in rows:
-        tensors = (
-            8 if row['name'] == 'vanilla' else 5
-        )  # k and v of four layers, or four k and one v
+        # k and v of four layers, or four k and one v.
+        tensors = 8 if row['name'] == 'vanilla' else 5
         assert row['cache_bytes'] == tensors * row['batch'] * row['context'] * 16 * 4
         assert row['tok_per_s'] * row['ms_per_token'] / 1e3 == pytest.approx(row['batch'])
-    assert_prints(
-        out,
-        rows,
-        lambda row: {
-            'batch': f'{row["batch"]}',
-            'context': f'{row["context"]}',
-            'eager prefill tok/s': f'{row["prefill_tok_per_s"]:,.0f}',
-            'ms/token': f'{row["ms_per_token"]:.2f}',
-            'cache bytes': f'{row["cache_bytes"]:,}',
-        },
-    )
+    for row, line in zip(rows, printed(out), strict=True):
+        assert line['batch'] == f'{row["batch"]}' and line['context'] == f'{row["context"]}'
+        assert line['eager prefill tok/s'] == f'{row["prefill_tok_per_s"]:,.0f}'
+        assert line['ms/token'] == f'{row["ms_per_token"]:.2f}'
+        assert line['cache bytes'] == f'{row["cache_bytes"]:,}'
 
 
-def test_one_compiled_graph_decodes_every_token(graphs):
+def test_each_size_has_one_graph_which_decodes_every_token(graphs):
     """And the prefill, in chunks of any length, is not compiled."""
-    run(*DECODE, '--contexts=(16,)', '--batch_sizes=(1,)', '--variants=vanilla')
-    assert len(graphs) == 3 * 4 and len(set(graphs)) == 1
+    run(*DECODE, '--contexts=(16,)', '--batch_sizes=(1, 2, 3)', '--variants=vanilla')
+    assert len(graphs) == 3 * 3 * 4 and len(set(graphs)) == 3
 
 
-def test_several_processes_do_not_decode(work):
-    results = ranks(2, bench_of, *DECODE)
-    assert all(status == 1 for status, _, _ in results)
-    errors = ''.join(err for _, _, err in results)
-    assert_one_line(errors.strip(), 'decode', 'torchrun')
+def test_several_processes_do_not_decode(monkeypatch):
+    monkeypatch.setenv('RANK', '0')
+    assert_one_line(program(bench.main, *DECODE)[0], 'decode', 'torchrun')
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -375,35 +318,23 @@ def test_several_processes_do_not_decode(work):
         (['--profile=a_file'], ['a_file']),
         (['--real_data=tiny', '--vocab_size=40', EAGER], ['vocab_size=40']),
         (['--real_data=none', EAGER], ['none']),
+        ([*DECODE, '--contexts=(64,)'], ['contexts', 'block_size=16']),
+        ([*DECODE, '--new_tokens=8'], ['contexts', 'new_tokens=8']),
+        ([*DECODE, '--new_tokens=0'], ['new_tokens=0']),
+        ([*DECODE, '--prefill_chunk=0'], ['prefill_chunk=0']),
+        ([*DECODE, '--batch_sizes=(0,)'], ['batch_sizes=(0,)']),
+        ([*DECODE, '--batch_sizes=()'], ['batch_sizes=()']),
+        ([*DECODE, "--contexts=('a',)"], ["contexts=('a',)"]),
+        ([*DECODE, '--variants=hf'], ['hf', 'vanilla']),
+        ([*DECODE, '--variants=vanilla+activation_checkpointing=True'], ['checkpointing']),
     ],
 )
 def test_a_mistake_is_one_line(work, words, named):
     if 'hf' in words[0]:
         pytest.importorskip('transformers')
     (work / 'a_file').write_text('')
-    status, _, err = program(bench.main, *TINY, *words)
-    assert_one_line(status, *named)
-    assert err == ''
-
-
-@pytest.mark.parametrize(
-    'words, named',
-    [
-        (['--contexts=(64,)'], ['contexts', 'block_size=16']),
-        (['--new_tokens=8'], ['contexts', 'new_tokens=8']),
-        (['--new_tokens=0'], ['new_tokens=0']),
-        (['--prefill_chunk=0'], ['prefill_chunk=0']),
-        (['--batch_sizes=(0,)'], ['batch_sizes=(0,)']),
-        (['--batch_sizes=()'], ['batch_sizes=()']),
-        (["--contexts=('a',)"], ["contexts=('a',)"]),
-        (['--variants=hf'], ['hf', 'vanilla']),
-        (['--variants=vanilla+activation_checkpointing=True'], ['activation_checkpointing']),
-        (['--peers=hf'], ['peers']),
-        (['--batch_size=2'], ['batch_size']),
-    ],
-)
-def test_a_mistake_in_decoding_is_one_line(work, words, named):
-    status, _, err = program(bench.main, *DECODE, *words)
+    mode = [] if words[0] == 'decode' else TINY
+    status, _, err = program(bench.main, *mode, *words)
     assert_one_line(status, *named)
     assert err == ''
 
@@ -445,26 +376,16 @@ def failing(monkeypatch, where, error, fails):
 
 
 @pytest.mark.parametrize('where', ['build', 'step'])
-@pytest.mark.parametrize(
-    'error, problem',
-    [
-        (torch.OutOfMemoryError('out of memory: tried\nall of it'), 'out of memory: tried'),
-        (AssertionError(), 'AssertionError'),
-    ],
-)
-def test_a_row_that_fails_loses_no_other(work, monkeypatch, where, error, problem):
-    """Inductor raises AssertionError, for example. Decoding loses one size alone."""
-    failing(
-        monkeypatch, where, error, lambda row: row.about.get('batch', 2) == 2 and row.name == 'cla'
-    )
-    for command, failed in (
-        (TINY, [1]),
-        ([*DECODE, '--contexts=(16,)', '--batch_sizes=(1, 2)'], [4]),
-    ):
-        out, _ = run(*command, EAGER, '--variants=vanilla,cla,resformer', '--out=fails.json')
+def test_a_row_that_fails_loses_no_other(work, monkeypatch, where):
+    """Decoding loses one size alone."""
+    is_cla = lambda row: row.name == 'cla' and row.about.get('batch', 2) == 2  # noqa: E731
+    failing(monkeypatch, where, AssertionError('no such kernel\nat all'), is_cla)
+    sizes = ['--contexts=(16,)', '--batch_sizes=(1, 2)']
+    for words, failed in ((TINY, [1]), ([*DECODE, *sizes], [4])):
+        out, _ = run(*words, EAGER, '--variants=vanilla,cla,resformer', '--out=fails.json')
         rows = read_rows(work / 'fails.json')
         assert [i for i, row in enumerate(rows) if 'problem' in row] == failed
-        assert rows[failed[0]]['problem'] == problem and f' | {problem} |' in out
+        assert ' | no such kernel |' in out
 
 
 def test_a_row_that_fails_leaves_its_memory_to_the_others():
@@ -511,19 +432,7 @@ def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(work, monkeyp
 # --- a profile -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('is_first', [True, False])
-def test_a_profile_has_a_trace_and_a_table_of_each_row(work, monkeypatch, is_first):
-    """Of several processes, the first one alone writes."""
-    row = bench.Row('vanilla', TrainConfig(compile=False), GPTConfig(**SHAPE))
-    machine = Machine('cpu')
-    machine.is_first = is_first
-    row.build(machine)
-    (work / f'{is_first}').mkdir()
-    row.profile(torch.zeros((2, 2, 16), dtype=torch.int64), work / f'{is_first}')
-    assert (work / f'{is_first}/vanilla.json').exists() == is_first
-
-
-def test_the_costliest_kernels_of_each_row_are_printed(work):
+def test_a_profile_has_a_trace_and_the_costliest_kernels_of_each_row(work):
     size = ['--contexts=(16,)', '--batch_sizes=(2,)']
     for words, names in (
         (TINY, ['vanilla', 'cla']),
@@ -532,4 +441,5 @@ def test_the_costliest_kernels_of_each_row_are_printed(work):
         out, _ = run(*words, EAGER, '--variants=vanilla,cla', '--profile=traces')
         assert [line for line in out.splitlines() if line in names] == names
         assert out.count('aten::mm') >= 2
-        assert all((work / f'traces/{name}.json').exists() for name in names)
+        for name in names:
+            assert json.loads((work / f'traces/{name}.json').read_text())['traceEvents']

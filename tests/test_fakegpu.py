@@ -12,7 +12,6 @@ from model import GPTConfig
 from train import TrainConfig
 
 RESULTS = ROOT / 'results/fakegpu'
-PAGE = (RESULTS / 'README.md').read_text()
 TABLES = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob('torch_*.json'))}
 NEWEST = TABLES['torch_2.13']['rows']
 NUMBER = r'(\d+\.\d)'
@@ -26,31 +25,16 @@ def test_every_row_is_a_command_line_of_train():
 @pytest.mark.parametrize('table', TABLES)
 def test_no_row_has_a_problem_or_is_recompiled(table):
     rows = TABLES[table]['rows']
-    assert set(rows) <= set(fakegpu.all_rows())
     for name, row in rows.items():
         assert 'problem' not in row, name
         assert row.get('recompiled', 0) == 0, name
 
 
 @pytest.mark.parametrize('table', TABLES)
-def test_the_table_is_what_was_measured_and_the_page_names_the_rows_that_were_not(capsys, table):
+def test_the_table_is_what_was_measured(capsys, table):
     fakegpu.print_table(fakegpu.FakeConfig(out=str(RESULTS / f'{table}.json')))
     assert capsys.readouterr().out == (RESULTS / f'{table}.md').read_text()
-    missing = set(fakegpu.all_rows()) - set(TABLES[table]['rows'])
-    version = table.removeprefix('torch_')
-    line = re.search(rf'^Not measured yet with torch {version}: (.*)\.$', PAGE, re.M)
-    assert bool(line) == bool(missing)
-    for name in missing:
-        assert name in line[1]
-
-
-def test_the_table_names_the_problem_of_a_row(capsys, tmp_path):
-    rows = {'a': {'problem': 'no such kernel'}, 'b': {'batch': 2, 'length': 8, 'step_gib': 1.26}}
-    path = tmp_path / 'table.json'
-    path.write_text(json.dumps({'torch': '2', 'device': 'none', 'rows': rows}))
-    fakegpu.print_table(fakegpu.FakeConfig(out=str(path)))
-    out = capsys.readouterr().out
-    assert '| a | no such kernel |' in out and '| b | 2 x 8 |  |  | 1.3 |' in out
+    assert fakegpu.all_rows().keys() == TABLES[table]['rows'].keys()
 
 
 @pytest.mark.parametrize(
