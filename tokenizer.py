@@ -59,17 +59,12 @@ def load(name_or_path):
 
     path = Path(name)
     if path.is_dir():
-        if not (path / 'tokenizer.json').is_file():
-            raise ValueError(
-                f'no tokenizer.json in {path}: '
-                "give a folder that holds one, the file, a hub id, or 'bytes'"
-            )
         path = path / 'tokenizer.json'
     if path.exists():
-        ours = Bytes.as_file()
-        return Bytes() if path.read_bytes() == ours else BytePairs(path)
+        return Bytes() if path.read_bytes() == Bytes.as_file() else BytePairs(path)
 
-    if path.suffix == '.json' or not HUB_ID.fullmatch(name):
+    # A folder, or the path of a file, is no hub id.
+    if path.name.endswith('.json') or not HUB_ID.fullmatch(name):
         raise ValueError(
             f'no tokenizer at {path}: '
             "give a tokenizer.json, a folder with one, a hub id, or 'bytes'"
@@ -104,15 +99,15 @@ class BytePairs:
         self.sha256 = hashlib.sha256(self.raw).hexdigest()
         try:
             file = json.loads(self.raw)
-            self.name, longest_run = recognize(file)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            # The message of a KeyError is nothing but the key.
-            reason = f'KeyError: {error}' if isinstance(error, KeyError) else error
+            longest_run = check_layout(file)
+            self.token_bytes, ranks = vocabulary(file)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = f'{type(error).__name__}: {error}'
             raise ValueError(
                 f'{path} is not a GPT-NeoX or GPT-2 tokenizer.json: {reason}'
             ) from error
 
-        self.token_bytes, ranks = vocabulary(file)
+        self.name = 'gpt-neox' if longest_run else 'gpt2'
         self.eot = added_ids(file)[EOT]
         self.n_vocab = max(self.token_bytes) + 1
         pattern = NEOX_PATTERN % longest_run if longest_run else GPT2_PATTERN
@@ -142,23 +137,17 @@ class BytePairs:
         """
         if self.name == 'gpt-neox':
             text = unicodedata.normalize('NFC', text)
-        if len(text) <= MAX_BLANKS:
-            return self._encode(text)
-
         cuts = [0]
         for run in LONG_BLANKS.finditer(text):
             cuts += range(run.start(), run.end(), MAX_BLANKS)
-        cuts.append(len(text))
-        parts = [self._encode(text[start:end]) for start, end in itertools.pairwise(cuts)]
-        return np.concatenate(parts)
-
-    def _encode(self, text):
+        parts = []
         try:
-            ids = self._tiktoken.encode_to_numpy(text, disallowed_special=())
+            for start, end in itertools.pairwise([*cuts, len(text)]):
+                part = text[start:end]
+                parts.append(self._tiktoken.encode_to_numpy(part, disallowed_special=()))
         except UnicodeEncodeError:
-            text = replace_surrogates(text)
-            ids = self._tiktoken.encode_to_numpy(text, disallowed_special=())
-        return ids.astype(np.uint16)
+            return self.encode(replace_surrogates(text))
+        return np.concatenate(parts).astype(np.uint16)
 
     def encode_batch(self, texts):
         """Iterable of str -> list of uint16 arrays, on one thread.
@@ -188,28 +177,17 @@ class Bytes:
     n_vocab = 257
     path = None
     sha256 = hashlib.sha256(b'NFC, UTF-8 bytes, 256 = <|endoftext|>').hexdigest()
+    token_bytes = {**{i: bytes([i]) for i in range(256)}, 256: EOT.encode()}
 
     def encode(self, text):
         text = replace_surrogates(unicodedata.normalize('NFC', text))
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
     encode_batch = BytePairs.encode_batch
-
-    def decode(self, ids):
-        raw = b''.join(self.token(int(i)) for i in ids)
-        return raw.decode('utf-8', errors='replace')
-
-    def token(self, i):
-        if i < 256:
-            return bytes([i])
-        return EOT.encode() if i == 256 else b'\xff'
+    decode = BytePairs.decode
 
     @staticmethod
     def as_file():
-        return json.dumps(Bytes.json(), ensure_ascii=False).encode()
-
-    @staticmethod
-    def json():
         """The same as a tokenizer.json, for other programs: a byte-level BPE without a merge."""
         level = {
             'type': 'ByteLevel',
@@ -217,17 +195,10 @@ class Bytes:
             'trim_offsets': True,
             'use_regex': False,
         }
-        eot = {
-            'id': 256,
-            'content': EOT,
-            'special': True,
-            'single_word': False,
-            'lstrip': False,
-            'rstrip': False,
-            'normalized': False,
-        }
+        eot = {'id': 256, 'content': EOT, 'special': True}
+        eot |= dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
         vocab = {character: byte for byte, character in byte_alphabet().items()}
-        return {
+        file = {
             'version': '1.0',
             'truncation': None,
             'padding': None,
@@ -238,6 +209,7 @@ class Bytes:
             'decoder': level,
             'model': {'type': 'BPE', 'vocab': vocab, 'merges': []},
         }
+        return json.dumps(file, ensure_ascii=False).encode()
 
 
 def replace_surrogates(text):
@@ -256,126 +228,86 @@ def byte_alphabet():
     for first, last in ('!~', '¡¬', '®ÿ'):
         for byte in range(ord(first), ord(last) + 1):
             alphabet[byte] = chr(byte)
-
-    others = [byte for byte in range(256) if byte not in alphabet]
-    for n, byte in enumerate(others):
-        alphabet[byte] = chr(256 + n)
+    for byte in range(256):
+        # The other 68 follow from 256 on.
+        alphabet.setdefault(byte, chr(256 - 188 + len(alphabet)))
     return alphabet
 
 
+def check_layout(file):
+    """The longest run of spaces that has a token in a parsed tokenizer.json, or 0 (GPT-2's kind).
+
+    Raises ValueError, which says what does not fit: a tokenizer that is almost one of ours would
+    give almost the right ids.
+    """
+    model = file['model']
+    options = {name for name, value in model.items() if value} - {'type', 'vocab', 'merges'}
+    if model.get('type', 'BPE') != 'BPE' or options:
+        raise ValueError(f'its model is {model.get("type")} with {options or "no options"}')
+
+    level = file['pre_tokenizer'] or {}
+    byte_level = level.get('type') == 'ByteLevel' and level.get('use_regex', True)
+    if not byte_level or level.get('add_prefix_space'):
+        raise ValueError(f'its pre-tokenizer is {json.dumps(level)[:200]}')
+
+    runs = []
+    for token in file['added_tokens']:
+        text = token['content']
+        if not text.strip(' '):
+            runs.append(len(text))
+        elif not token['special'] or token['lstrip'] or token['rstrip'] or token['single_word']:
+            raise ValueError(f'it adds the token {text!r}')
+    if EOT not in added_ids(file):
+        raise ValueError(f'it has no {EOT}')
+    # GPT-NeoX: NFC, and every run from two spaces on. GPT-2: neither.
+    normalizer = (file['normalizer'] or {}).get('type')
+    runs.sort()
+    if normalizer != ('NFC' if runs else None) or runs != list(range(2, len(runs) + 2)):
+        raise ValueError(f'its normalizer is {normalizer}, its added runs of spaces are {runs}')
+    return max(runs, default=0)
+
+
 def vocabulary(file):
-    """{id: bytes} of every token of a parsed tokenizer.json, and tiktoken's {bytes: rank}."""
+    """{id: bytes} of every token of a parsed tokenizer.json, and tiktoken's {bytes: rank}.
+
+    Raises ValueError for ids that two tokens share or that do not fit a uint16, KeyError for a token
+    that is not spelled in GPT-2's characters for bytes.
+    """
     byte_of = {character: byte for byte, character in byte_alphabet().items()}
     added = added_ids(file)
-
+    vocab = dict(file['model']['vocab'])
+    for text in added:
+        vocab.pop(text, None)
     tokens = {}
-    for text, i in file['model']['vocab'].items():
-        if text not in added:
-            tokens[i] = bytes(byte_of[character] for character in text)
-    ranks = {token: i for i, token in tokens.items()}
+    for text, i in [*vocab.items(), *added.items()]:
+        if type(i) is not int or not 0 <= i < 2**16:
+            raise ValueError(f'its token {text!r} has the id {i!r}, which is no uint16')
+        # With the id of <|endoftext|> for a second token, data could inject it.
+        if i in tokens:
+            raise ValueError(f'its token {text!r} has the id {i} of another one')
+        tokens[i] = text.encode() if text in added else bytes(byte_of[c] for c in text)
 
-    for text, i in added.items():
-        tokens[i] = text.encode()
-        if text.isspace():
-            # The vocabulary has the same string, too; the added token is the one in use.
-            ranks[text.encode()] = i
+    # Runs of spaces are in the vocabulary, too; the added tokens, which come last, are those in use.
+    used = [*vocab.values(), *(i for text, i in added.items() if text.isspace())]
+    ranks = {tokens[i]: i for i in used}
+    check_ranks(file, vocab, ranks)
     return tokens, ranks
+
+
+def check_ranks(file, vocab, ranks):
+    """Refuse merges that tiktoken would not make, or in another order, and missing bytes."""
+    # tiktoken takes ids for ranks: the merges must make the vocabulary in the order of the ids.
+    pairs = file['model']['merges']
+    merged = [''.join(pair.split(' ') if isinstance(pair, str) else pair) for pair in pairs]
+    if merged != sorted((text for text in vocab if len(text) > 1), key=vocab.get):
+        raise ValueError('its merges are not its vocabulary in the order of the ids')
+
+    # The others never occur in UTF-8.
+    for byte in [*range(0xC0), *range(0xC2, 0xF5)]:
+        if bytes([byte]) not in ranks:
+            raise ValueError(f'it lacks a token for the byte {byte}')
 
 
 def added_ids(file):
     """{text: id} of the tokens that a parsed tokenizer.json adds to its vocabulary."""
     return {token['content']: token['id'] for token in file['added_tokens']}
-
-
-def recognize(file):
-    """The name of a parsed tokenizer.json's kind, and its longest run of spaces with a token, or 0.
-
-    Raises ValueError, which says what does not fit: a tokenizer that is almost one of ours would
-    give almost the right ids.
-    """
-    check_model(file['model'], file['pre_tokenizer'] or {})
-    longest_run = check_added_tokens(file)
-    check_ids(file)
-    return ('gpt-neox' if longest_run else 'gpt2'), longest_run
-
-
-def check_model(model, pre_tokenizer):
-    if model.get('type', 'BPE') != 'BPE':
-        raise ValueError(f'its model is {model["type"]}, not BPE')
-    if not model.get('merges'):
-        raise ValueError('its BPE model has no merges')
-
-    byte_level = pre_tokenizer.get('type') == 'ByteLevel' and pre_tokenizer.get('use_regex', True)
-    if not byte_level or pre_tokenizer.get('add_prefix_space'):
-        raise ValueError(f'its pre-tokenizer is {json.dumps(pre_tokenizer)[:200]}')
-
-    for option in (
-        'dropout',
-        'unk_token',
-        'continuing_subword_prefix',
-        'end_of_word_suffix',
-        'fuse_unk',
-        'byte_fallback',
-        'ignore_merges',
-    ):
-        if model.get(option):
-            raise ValueError(f'its BPE has {option}={model[option]!r}')
-
-
-def check_added_tokens(file):
-    """Returns the longest run of spaces that has a token of its own, or 0."""
-    added = {token['content']: token for token in file['added_tokens']}
-    for text, token in added.items():
-        ordinary = text.strip(' ') and not token['special']
-        if ordinary or token['lstrip'] or token['rstrip'] or token['single_word']:
-            raise ValueError(f'it adds the token {text!r}')
-    if EOT not in added:
-        raise ValueError(f'it has no {EOT}')
-
-    # GPT-NeoX: NFC, and every run from two spaces on. GPT-2: neither.
-    normalizer = (file['normalizer'] or {}).get('type')
-    runs = sorted(len(text) for text in added if not text.strip(' '))
-    layout = 'NFC' if runs else None
-    if normalizer != layout or runs != list(range(2, len(runs) + 2)):
-        raise ValueError(f'its normalizer is {normalizer}, its added runs of spaces are {runs}')
-    return max(runs, default=0)
-
-
-def check_ids(file):
-    """Refuse ids that two tokens share or that do not fit a uint16, tokens that are not bytes, and
-    merges that tiktoken would make in another order."""
-    vocab = file['model']['vocab']
-    added = added_ids(file)
-    # With the id of <|endoftext|> for a second token, data could inject it.
-    texts = {}
-    for text, i in itertools.chain(vocab.items(), added.items()):
-        if type(i) is not int or i < 0:
-            raise ValueError(f'its token {text!r} has the id {i!r}')
-        if texts.setdefault(i, text) != text:
-            raise ValueError(f'its tokens {texts[i]!r} and {text!r} have the same id, {i}')
-    top = max([*vocab.values(), *added.values()])
-    if top > 65_535:
-        raise ValueError(f'it has {top + 1:,} ids, and a uint16 holds 65,536')
-
-    # tiktoken takes ids for ranks: the merges must be listed in the order of the ids they make.
-    ids = []
-    for merge in file['model']['merges']:
-        left, right = merge.split(' ') if isinstance(merge, str) else merge
-        ids.append(vocab[left + right])
-    if any(first >= second for first, second in itertools.pairwise(ids)):
-        raise ValueError('its merges are not in the order of their ids')
-
-    alphabet = byte_alphabet()
-    characters = set(alphabet.values())
-    for text in vocab:
-        if text not in added and not characters.issuperset(text):
-            raise ValueError(f"its token {text!r} is not spelled in GPT-2's characters for bytes")
-
-    # These bytes never occur in UTF-8.
-    never = {0xC0, 0xC1, *range(0xF5, 0x100)}
-    missing = []
-    for byte, character in alphabet.items():
-        if byte not in never and character not in vocab:
-            missing.append(byte)
-    if missing:
-        raise ValueError(f'it lacks tokens for {len(missing)} bytes')

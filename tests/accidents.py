@@ -1,5 +1,5 @@
 """
-Accidents in the middle of a run or a preparation; the tests look at what is left of it.
+Accidents in the middle of a run; the tests look at what is left of it.
 
 Each replaces a function of the program, and then starts it. Under torchrun this file is the program:
 accidents.py CASE --key=value ...
@@ -15,7 +15,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import data
-import prepare_slimpajama
 import rundir
 import train
 
@@ -156,44 +155,6 @@ def train_with(case, *words):
     sys.argv = ['train.py', *words]
     CASES[case]()
     train.main()
-
-
-# --- preparation ---------------------------------------------------------------------------------
-
-
-def prepare_and_die(moment, number, settings):
-    """prepare() until the call of that number: of os.fsync, of os.replace, or of a part's write."""
-    if moment == 'before flush':
-        os.fsync = at_call(number, os.fsync, die)
-    elif moment == 'before rename':
-        os.replace = at_call(number, os.replace, die)
-    else:
-        kill_in_an_append(number)
-    prepare_slimpajama.prepare(settings)
-
-
-def kill_in_an_append(number):
-    calls = itertools.count(1)
-
-    class Part:
-        def __init__(self, file):
-            self.file = file
-            self.flush = file.flush
-            self.fileno = file.fileno
-
-        def write(self, ids):
-            if next(calls) == number:
-                self.file.write(ids[: len(ids) // 2 | 1])
-                self.file.flush()
-                die()
-            return self.file.write(ids)
-
-    open_parts = prepare_slimpajama.open_parts
-
-    def open_deadly_parts(*args):
-        return {key: Part(file) for key, file in open_parts(*args).items()}
-
-    prepare_slimpajama.open_parts = open_deadly_parts
 
 
 if __name__ == '__main__':

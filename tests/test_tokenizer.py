@@ -124,17 +124,13 @@ def test_fuzzed_ids_equal_hugging_face(pair):
     assert_same(pair, fuzz(2000, seed=0))
 
 
-def test_runs_of_blanks_equal_hugging_face(pair):
-    texts = []
+def test_runs_of_blanks_and_code_equal_hugging_face(pair):
+    texts = [inspect.getsource(json.decoder), UNICODE]
     for blank in ' \t\n\u00a0\u3000':
         for n in range(1, 61):
             run = blank * n
             texts += [run, f'a{run}b', f'{run}b', f'a{run}', f'a\n{run}\n!']
     assert_same(pair, texts)
-
-
-def test_code_equals_hugging_face(pair):
-    assert_same(pair, [inspect.getsource(json.decoder), inspect.getsource(random), UNICODE])
 
 
 @needs_shared
@@ -156,14 +152,11 @@ def test_real_neox_is_described(folders, load):
     assert t.sha256 == sha256_of(folders['real'] / 'tokenizer.json')
 
 
-def test_small_vocabularies_are_described(folders, load):
-    neox = load('neox')
-    assert (neox.name, neox.eot) == ('gpt-neox', 0)
-    assert neox.sha256 == sha256_of(neox.path)
-
-    gpt2 = tokenizer.load(str(folders['gpt2'] / 'tokenizer.json'))
-    assert (gpt2.name, gpt2.eot) == ('gpt2', gpt2.n_vocab - 1)
-    assert gpt2.sha256 != neox.sha256
+def test_small_vocabularies_are_described(load):
+    assert (load('neox').name, load('neox').eot) == ('gpt-neox', 0)
+    assert (load('gpt2').name, load('gpt2').eot) == ('gpt2', load('gpt2').n_vocab - 1)
+    for name in ('neox', 'gpt2'):
+        assert load(name).sha256 == sha256_of(load(name).path)
 
 
 @pytest.mark.parametrize('name', ['neox', 'gpt2', 'bytes'])
@@ -219,8 +212,7 @@ def test_a_tokenizer_writes_the_file_that_it_was_read_from_even_when_that_has_ch
 
 
 def test_bytes_are_recognized_in_the_tokenizer_json_that_others_read(tmp_path):
-    text = json.dumps(tokenizer.Bytes.json(), ensure_ascii=False)
-    (tmp_path / 'tokenizer.json').write_text(text)
+    (tmp_path / 'tokenizer.json').write_bytes(tokenizer.Bytes.as_file())
     assert isinstance(tokenizer.load(tmp_path), tokenizer.Bytes)
 
     theirs = hf.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
@@ -253,82 +245,62 @@ def give_eot_the_id_of_a_letter(file):
     file['added_tokens'][0]['id'] = file['model']['vocab']['A']
 
 
-def give_a_letter_the_id_of_another(file):
-    file['model']['vocab']['A'] = file['model']['vocab']['!']
+REFUSED = [
+    ('<|endoftext|>', change('added_tokens', 0, 'content', to='</s>')),
+    ('Unigram', change('model', 'type', to='Unigram')),
+    ('byte_fallback', change('model', 'byte_fallback', to=True)),
+    ('Metaspace', change('pre_tokenizer', to={'type': 'Metaspace'})),
+    ('"add_prefix_space": true', change('pre_tokenizer', 'add_prefix_space', to=True)),
+    ('normalizer is None', change('normalizer', to=None)),
+    ('NFKC', change('normalizer', to={'type': 'NFKC'})),
+    ('runs of spaces', change('added_tokens', 4, 'content', to=' ' * 40)),
+    ('|||EMAIL|||', add_email),
+    ("'many' has the id 100000", change('model', 'vocab', 'many', to=100_000)),
+    ("'A' has the id 0.5", change('model', 'vocab', 'A', to=0.5)),
+    ("'A' has the id -1", change('model', 'vocab', 'A', to=-1)),
+    ("'<|padding|>' has the id True", change('added_tokens', 1, 'id', to=True)),
+    ("'<|endoftext|>' has the id 34", give_eot_the_id_of_a_letter),
+    ("'A' has the id 2 ", change('model', 'vocab', 'A', to=2)),
+    ('中', change('model', 'vocab', '中', to=3000)),
+    ('order', lambda file: file['model']['merges'].reverse()),
+    ('merges', change('model', 'merges', to=[])),
+    ('byte 33', lambda file: file['model']['vocab'].pop('!')),
+    ('pre_tokenizer', lambda file: file.pop('pre_tokenizer')),
+]
 
 
-REFUSED = {
-    'no <|endoftext|>': change('added_tokens', 0, 'content', to='</s>'),
-    'not BPE': change('model', 'type', to='Unigram'),
-    'pre-tokenizer': change('pre_tokenizer', to={'type': 'Metaspace'}),
-    'pre-tokenizer is {"type": "ByteLevel", "add_prefix_space": true': change(
-        'pre_tokenizer', 'add_prefix_space', to=True
-    ),
-    'normalizer is None': change('normalizer', to=None),
-    'normalizer is NFKC': change('normalizer', to={'type': 'NFKC'}),
-    'byte_fallback=True': change('model', 'byte_fallback', to=True),
-    'uint16': change('model', 'vocab', 'many', to=100_000),
-    'added runs': change('added_tokens', 4, 'content', to=' ' * 40),
-    "adds the token '|||EMAIL|||'": add_email,
-    'order of their ids': lambda file: file['model']['merges'].reverse(),
-    'lacks tokens for 1 bytes': lambda file: file['model']['vocab'].pop('!'),
-    "its tokens 'A' and '<|endoftext|>' have the same id, 34": give_eot_the_id_of_a_letter,
-    "its tokens '!' and 'A' have the same id, ": give_a_letter_the_id_of_another,
-    "its token 'A' has the id 0.5": change('model', 'vocab', 'A', to=0.5),
-    "its token 'A' has the id -1": change('model', 'vocab', 'A', to=-1),
-    "its token '<|padding|>' has the id True": change('added_tokens', 1, 'id', to=True),
-    "its token '中' is not spelled": change('model', 'vocab', '中', to=3000),
-    'BPE model has no merges': change('model', 'merges', to=[]),
-    'KeyError': lambda file: file.pop('pre_tokenizer'),
-}
-
-
-@pytest.mark.parametrize('message', REFUSED)
-def test_foreign_tokenizer_is_refused_by_name(message, folders, tmp_path):
+@pytest.mark.parametrize('word, edit', REFUSED)
+def test_foreign_tokenizer_is_refused_by_name(word, edit, folders, tmp_path):
     file = json.loads((folders['neox'] / 'tokenizer.json').read_text())
-    REFUSED[message](file)
+    edit(file)
     (tmp_path / 'tokenizer.json').write_text(json.dumps(file))
     with pytest.raises(ValueError) as error:
         tokenizer.load(tmp_path)
-    assert message in str(error.value)
-    assert str(tmp_path) in str(error.value)
-    assert '\n' not in str(error.value)
+    message = str(error.value)
+    assert word in message and str(tmp_path) in message and '\n' not in message
 
 
 def test_what_is_not_there_is_said(tmp_path):
     for text in ('{"broken', '[' * 200_000):
         (tmp_path / 'tokenizer.json').write_text(text)
-        with pytest.raises(ValueError, match='not a GPT-NeoX or GPT-2 tokenizer.json'):
+        with pytest.raises(ValueError, match='tokenizer.json is not a GPT-NeoX or GPT-2'):
             tokenizer.load(tmp_path)
-
-    for name in (tmp_path / 'none.json', tmp_path / 'none', 'none', 'a/b/c'):
-        with pytest.raises(ValueError, match='no tokenizer at'):
+    (tmp_path / 'empty').mkdir()
+    for name in (tmp_path / 'none.json', tmp_path / 'none', tmp_path / 'empty', 'none', 'a/b/c'):
+        with pytest.raises(ValueError, match=f'no tokenizer at {name}'):
             tokenizer.load(name)
 
-    (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match='no tokenizer.json in'):
-        tokenizer.load(tmp_path / 'empty')
 
-
-def test_a_hub_id_is_fetched(folders, monkeypatch):
+def test_a_hub_id_is_fetched_and_a_hub_that_fails_is_one_line(folders, monkeypatch):
     hub = pytest.importorskip('huggingface_hub')
     monkeypatch.setattr(hub, 'hf_hub_download', lambda name, file: str(folders['neox'] / file))
     assert tokenizer.load('someone/something').name == 'gpt-neox'
 
-
-class ProxyError(Exception):
-    """Like that of the hub's HTTP client: an Exception, and of no kind that Python itself has."""
-
-
-@pytest.mark.parametrize('kind', [ConnectionError, ImportError, RuntimeError, ProxyError])
-def test_a_hub_that_fails_is_one_line(kind, monkeypatch):
-    hub = pytest.importorskip('huggingface_hub')
-
     def fail(*_):
-        raise kind('no network\nsecond line')
+        # The hub's client raises Exceptions of no kind that Python itself has.
+        raise Exception('no network\nsecond line')
 
     monkeypatch.setattr(hub, 'hf_hub_download', fail)
-    message = r'someone/something.*no network\).*download it once'
-    with pytest.raises(OSError, match=message) as error:
+    with pytest.raises(OSError, match='someone/something.*no network') as error:
         tokenizer.load('someone/something')
     assert '\n' not in str(error.value)

@@ -4,18 +4,15 @@ import functools
 import json
 import os
 import resource
-import signal
 import unicodedata
 from pathlib import Path
 
 import pytest
-from accidents import prepare_and_die
 from conftest import ROOT, contents, write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
 
-import prepare_slimpajama
 import sources
 import tokenizer
 from data import Dataset, TrainingRows
@@ -26,47 +23,10 @@ META = {'redpajama_set_name': 'RedPajamaC4'}
 
 def documents_of(path):
     """The documents of a local file in SlimPajama's form."""
-    return sources.documents(sources.row_reader(str(path)), functools.partial(open, path, 'rb'))
+    return sources.read_rows(Path(path))
 
 
 # --- accidents -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def corpus(tmp_path_factory):
-    """(the settings that prepare a small corpus, what they write)."""
-    folder = tmp_path_factory.mktemp('corpus')
-    lines = []
-    for n in range(60):
-        for domain in sources.TABLE_2:
-            text = f'{n} résidual ' * (n % 40 + 1)
-            meta = {'redpajama_set_name': f'RedPajama{domain}'}
-            lines.append(json.dumps({'text': text, 'meta': meta}))
-    (folder / 'raw').mkdir()
-    for n in range(3):
-        (folder / 'raw' / f'part {n}.jsonl').write_text('\n'.join(lines[n::3]))
-    options = dict(source=str(folder / 'raw'), tokenizer='bytes', tokens=0, workers=1)
-    prepare(Settings(**options, out=str(folder / 'whole')))
-    return options, contents(folder / 'whole')
-
-
-def save_every_file_and_die(moment, number, settings):
-    prepare_slimpajama.SAVE_SECONDS = 0
-    prepare_and_die(moment, number, settings)
-
-
-@pytest.mark.parametrize(
-    'moment, number',
-    [('before flush', 40), ('before rename', 3), ('in the middle of an append', 150)],
-)
-def test_preparation_killed_and_continued_has_the_same_bytes(corpus, tmp_path, moment, number):
-    options, whole = corpus
-    killed = Settings(**options, out=str(tmp_path / 'killed'))
-    status, _, err = finish(fork(save_every_file_and_die, moment, number, killed))
-    assert status == -signal.SIGKILL, err
-    assert not (tmp_path / 'killed' / 'meta.json').exists()
-    prepare(killed)
-    assert contents(tmp_path / 'killed') == whole
 
 
 def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, tmp_path):
@@ -87,16 +47,6 @@ def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, 
     assert contents(small_disk / 'out') == contents(tmp_path / 'whole')
 
 
-@pytest.mark.parametrize('name', ['meta.json', 'progress.json'])
-@pytest.mark.parametrize(
-    'content', ['', '{"asked"', '3', '[]', '{}', '{"asked": 3}', '{"asked": {}}']
-)
-def test_a_damaged_state_of_preparation_is_one_line(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match='has a damaged meta.json or progress.json .*: delete '):
-        prepare(Settings('stdlib', out=str(tmp_path), tokenizer='bytes'))
-
-
 def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
     write_dataset(Path('data/cut'), {'train': {'A': 5000}, 'validation': {'A': 300}})
     dataset = Dataset('cut')
@@ -106,28 +56,6 @@ def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
 
 
 # --- hostile files -------------------------------------------------------------------------------
-
-
-def test_documents_of_any_bytes_and_files_of_any_name_are_prepared(tmp_path):
-    folder = tmp_path / 'a raw corpus' / 'one domain'
-    folder.mkdir(parents=True)
-    (folder / 'a file.txt').write_bytes(b'caf\xe9 \xff\xfe \xed\xa0\x80 end')
-    (folder / 'nul.bin').write_bytes(b'ab\0cd')
-    (folder / 'empty').write_bytes(b'')
-    (folder / "it's; $(true) #1.txt").write_bytes('naïve'.encode())
-    out = tmp_path / 'an out'
-    options = dict(tokenizer='bytes', tokens=0, workers=1, val_fraction=0.0)
-    prepare(Settings(source=str(folder.parent), out=str(out), **options))
-
-    texts = {}
-    for name, tokens in contents(out).items():
-        if name.endswith('.bin'):
-            # Low bytes; <|endoftext|> is 256, whose low byte is 0.
-            texts[name] = tokens[::2].partition(b'\0')[0]
-    assert set(texts) == {'train/one_domain.bin', 'validation/one_domain.bin'}
-    q = b'\xef\xbf\xbd'  # what stands for a byte that is no text
-    cafe = b'caf' + q + b' ' + q + q + b' ' + q + q + q + b' end'
-    assert set(texts.values()) == {cafe, 'naïve'.encode()}
 
 
 def read_both(good, bomb, most):
