@@ -50,8 +50,8 @@ from configurator import choose, configure, first_line, one_line_errors
 from data import Dataset, Loader, TrainingRows
 from machine import ATTENTION, Machine, check_compiler
 from model import GPT, GPTConfig, refuse
-from rundir import check_out, provenance, save_numbers
-from tables import markdown_table
+from rundir import provenance
+from tables import check_out, markdown_table, save_numbers
 from train import (
     TrainConfig,
     attention_setting,

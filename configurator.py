@@ -29,13 +29,14 @@ import typing
 HELP = {'--help', '-h'}
 
 
-def configure(*schemas, argv=None, plain='', mode='', ignored=()):
+def configure(*schemas, argv=None, plain='', mode='', ignored=(), under=None):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
     An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
     leading --, no ending .py) are collected in the tuple field `runs` instead. mode: the program's
     first word, if it has one, for --help. ignored: dataclasses of another program, whose settings a
-    config file may hold as well; they are left out.
+    config file may hold as well; they are left out. under: a function of the values that files and
+    options give, whose own values, {name: value}, take the place of the defaults.
 
     Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
     __post_init__ may refuse more. --help prints and exits.
@@ -70,6 +71,9 @@ def configure(*schemas, argv=None, plain='', mode='', ignored=()):
             check_key(key, fields, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
     values |= overrides
+    own = under(values) if under else {}
+    for key in own.keys() & fields.keys():
+        values.setdefault(key, convert(own[key], hints[key], key))
     if plain:
         add_words(values, plain, words)
 
@@ -280,10 +284,12 @@ def one_line_errors(*kinds, everywhere=False):
     """Turn a user's mistake, an exception of these kinds, into one line on stderr and exit status 1.
 
     Where all processes make the same mistake, only the first of each machine prints it; with
-    `everywhere`, each one does.
+    `everywhere`, each one does. Ctrl-C is status 130, without a word.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit(130)
     except kinds as error:
         speaks = everywhere or os.environ.get('LOCAL_RANK', '0') == '0'
         sys.exit(f'error: {error}' if speaks else 1)

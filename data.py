@@ -9,9 +9,9 @@ A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.
 import contextlib
 import hashlib
 import json
-import queue
-import threading
 import zlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -38,52 +38,35 @@ class Dataset:
     def __init__(self, name):
         self.folder = dataset_folder(name)
         self.advice = f'delete {self.folder} and prepare it again'
-        self.meta = self.read_meta()
-        self.check_meta()
+        path = self.folder / 'meta.json'
+        if not path.exists():
+            raise FileNotFoundError(
+                f'no prepared dataset in {self.folder}; prepare it with: '
+                f'python prepare_slimpajama.py --source=... --out={self.folder}'
+            )
+        try:
+            self.meta = json.loads(path.read_text())
+            if self.meta['format'] == DATASET_FORMAT:
+                self.check_meta()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            # The message of a KeyError is nothing but the key.
+            reason = f'{type(error).__name__}: {error}'
+            raise ValueError(f'{path} is damaged ({reason}); {self.advice}') from None
+        if self.meta['format'] != DATASET_FORMAT:
+            raise ValueError(
+                f'{path} has format {self.meta["format"]}, this program reads {DATASET_FORMAT}; '
+                f'{self.advice}'
+            )
         self.check_sizes()
 
-    def read_meta(self):
-        path = self.folder / 'meta.json'
-        try:
-            meta = json.loads(path.read_text())
-            version = meta['format']
-        except FileNotFoundError:
-            advice = (
-                f'prepare it with: python prepare_slimpajama.py --source=... --out={self.folder}'
-            )
-            # A path, as --out of that program takes it, in place of a name.
-            twice = dataset_folder('data')
-            if twice in self.folder.parents:
-                name = self.folder.relative_to(twice)
-                advice = f'dataset is the name of a folder in data/: give --dataset={name}'
-            raise FileNotFoundError(f'no prepared dataset in {self.folder}; {advice}') from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise self.damaged(error) from None
-        if version != DATASET_FORMAT:
-            raise ValueError(
-                f'{path} has format {version}, this program reads {DATASET_FORMAT}; {self.advice}'
-            )
-        return meta
-
     def check_meta(self):
-        try:
-            check_types(self.meta['tokenizer'], TOKENIZER_FIELDS)
-            for _, entry in self.files():
-                check_types(entry, FILE_FIELDS)
-            self.meta['splits']['train'].keys()
-            validation = self.meta['splits']['validation']
-            tokens = {domain: entry['tokens'] for domain, entry in validation.items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise self.damaged(error) from None
-        if min(tokens.values(), default=0) < 2:
-            raise ValueError(
-                f'{self.folder} has validation domains without a token to predict: {tokens}'
-            )
-
-    def damaged(self, error):
-        # The message of a KeyError is nothing but the key.
-        reason = f'{type(error).__name__}: {error}'
-        return ValueError(f'{self.folder / "meta.json"} is damaged ({reason}); {self.advice}')
+        check_types(self.meta['tokenizer'], TOKENIZER_FIELDS)
+        for path, entry in self.files():
+            check_types(entry, FILE_FIELDS)
+            if path.parent.name == 'validation' and entry['tokens'] < 2:
+                raise ValueError(f'{path} has {entry["tokens"]} tokens, and none to predict')
+        for split in ('train', 'validation'):
+            self.meta['splits'][split].keys()
 
     def check_sizes(self):
         for path, entry in self.files():
@@ -129,16 +112,13 @@ class Dataset:
         except (OSError, ValueError, TypeError):
             remembered = {}
 
-        marks = {}
+        marks = dict(remembered)
         for path, entry in self.files():
-            name = str(path.relative_to(self.folder))
-            if path.parent.name not in splits:
-                if name in remembered:
-                    marks[name] = remembered[name]
-                continue
             stat = path.stat()
-            marks[name] = [stat.st_size, stat.st_mtime_ns, entry['sha256']]
-            if not force and remembered.get(name) == marks[name]:
+            name = f'{path.parent.name}/{path.name}'
+            mark = [stat.st_size, stat.st_mtime_ns, entry['sha256']]
+            is_known = remembered.get(name) == mark and not force
+            if is_known or path.parent.name not in splits:
                 continue
             sha256 = sha256_of(path)
             if sha256 != entry['sha256']:
@@ -146,6 +126,7 @@ class Dataset:
                     f'{path} was altered: its sha256 is {sha256[:12]}..., meta.json says '
                     f'{entry["sha256"][:12]}...; {self.advice}'
                 )
+            marks[name] = mark
 
         if marks != remembered:
             # A read-only dataset remembers nothing, and is checked at every start.
@@ -214,10 +195,7 @@ class TrainingRows:
         self.warned = set()
 
     def seek(self, row):
-        """Go to a row, by counting from the start: two seconds for a million rows."""
-        if row < self.row:
-            self.row = 0
-            self.counts = [0] * len(self.domains)
+        """Go on to a row, by counting: two seconds for a million rows."""
         while self.row < row:
             self.next_domain()
 
@@ -287,8 +265,8 @@ def check_weights(weights, domains, folder):
 class Loader:
     """One rank's micro-batches (x, y) on `device`, each (batch_size, block_size) int64.
 
-    A thread makes them ahead of time. A step takes `accumulation` micro-batches in row order;
-    micro-batch m is rank m % world_size's.
+    A thread makes them ahead of time. A step takes `accumulation` micro-batches in row order, a
+    multiple of world_size; micro-batch m is rank m % world_size's.
     """
 
     AHEAD = 4  # micro-batches
@@ -298,55 +276,31 @@ class Loader:
     ):
         self.rows = rows
         self.batch_size = batch_size
-        self.accumulation = accumulation
-        self.first_step = first_step
-        self.rank = rank
-        self.world_size = world_size
         self.device = torch.device(device)
+        self.others = (world_size - 1) * batch_size  # rows between two micro-batches
+        first_row = (first_step * accumulation + rank) * batch_size
+        self.thread = ThreadPoolExecutor(1)
+        self.thread.submit(self.rows.seek, first_row)
+        self.ahead = deque(self.thread.submit(self.make) for _ in range(self.AHEAD))
 
-        self.queue = queue.Queue(self.AHEAD)
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self.produce, daemon=True)
-        self.thread.start()
-
-    def produce(self):
-        try:
-            if self.device.type == 'cuda':
-                # A new thread starts on GPU 0, and pinning memory there would cost every process
-                # memory on that GPU.
-                torch.cuda.set_device(self.device)
-            self.rows.seek(self.first_step * self.accumulation * self.batch_size)
-            while not self.stopped.is_set():
-                for m in range(self.accumulation):
-                    self.produce_micro_batch(m)
-        except BaseException as error:  # the training loop raises it; a thread would only print it
-            self.put(error)
-
-    def produce_micro_batch(self, m):
-        if m % self.world_size != self.rank:
-            for _ in range(self.batch_size):
-                self.rows.next_domain()
-            return
+    def make(self):
         batch = torch.from_numpy(self.rows.batch(self.batch_size))
+        self.rows.seek(self.rows.row + self.others)
         if self.device.type == 'cuda':
+            # A new thread starts on GPU 0, and pinning memory there would cost every process memory
+            # on that GPU.
+            torch.cuda.set_device(self.device)
             batch = batch.pin_memory()
-        self.put(batch)
-
-    def put(self, item):
-        while not self.stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                return self.queue.put(item, timeout=0.1)
+        return batch
 
     def next(self):
-        batch = self.queue.get()
-        if isinstance(batch, BaseException):
-            raise batch
+        batch = self.ahead.popleft().result()  # or the error that the thread met
+        self.ahead.append(self.thread.submit(self.make))
         batch = batch.to(self.device, non_blocking=True)
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
     def close(self):
-        self.stopped.set()
-        self.thread.join()
+        self.thread.shutdown(cancel_futures=True)
 
 
 def windows(dataset, domain, block_size):

@@ -24,20 +24,12 @@ from tqdm import tqdm
 
 from configurator import choose, one_line_errors
 from data import Dataset, read_windows, windows
-from machine import Machine
+from machine import Machine, advise_on_memory
 from model import LOSS_CHUNK
-from rundir import (
-    advise_on_memory,
-    check_out,
-    check_tokenizer,
-    compare_data,
-    find_weights,
-    load_run,
-    provenance,
-    save_numbers,
-)
-from tables import markdown_table
+from rundir import check_tokenizer, compare_data, provenance
+from tables import check_out, markdown_table, save_numbers
 from tasks import TASKS, check_names, harness
+from trained import find_weights, load_run
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'

@@ -16,6 +16,8 @@ import sys
 import torch
 import torch.distributed as dist
 
+from configurator import first_line
+
 # Exit status after SIGTERM or SIGINT: the run was saved and can be resumed (EX_TEMPFAIL).
 INTERRUPTED = 75
 
@@ -35,16 +37,6 @@ PEAK_FLOPS = {
     'RTX 3090': 71e12,
     'V100': 125e12,
     'T4': 65e12,
-}
-
-# Bytes/s of their memory, likewise.
-PEAK_BYTES = {
-    'B200': 8.0e12,
-    'H100 NVL': 3.9e12,
-    'H200': 4.8e12,
-    'H100 PCIe': 2.0e12,
-    'H100': 3.35e12,
-    'A100.*80GB': 2.0e12,
 }
 
 
@@ -72,15 +64,12 @@ class Machine:
         self.is_first = self.rank == 0
 
         self.kind, self.device = self.choose_device(device)
-        if dtype not in DTYPES:
-            raise ValueError(f'dtype={dtype!r} is not one of {", ".join(map(repr, DTYPES))}')
+        for name, value, allowed in (('dtype', dtype, DTYPES), ('attention', attention, ATTENTION)):
+            if value not in allowed:
+                raise ValueError(f'{name}={value!r} is not one of {", ".join(map(repr, allowed))}')
         if dtype == 'auto':
             dtype = 'float16' if self.kind == 'cuda' else 'float32'
         self.dtype = dtype
-        if attention not in ATTENTION:
-            raise ValueError(
-                f'attention={attention!r} is not one of {", ".join(map(repr, ATTENTION))}'
-            )
         self.attention = attention
 
         if self.kind == 'cuda':
@@ -154,6 +143,12 @@ class Machine:
         if self.distributed:
             dist.destroy_process_group()
 
+    def memory(self):
+        """Bytes of memory: of its GPU, else of this machine."""
+        if self.kind == 'cuda':
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
     def synchronize(self):
         """Wait until the device has done what it was given. A CPU always has."""
         if self.kind == 'cuda':
@@ -190,11 +185,15 @@ class Machine:
             dist.all_gather_object(values, value)
         return values
 
-    def fail_together(self, error):
-        """Stop all processes with the first error of any, so that none waits for one that has left.
-
-        error: this process's, or None.
-        """
+    @contextlib.contextmanager
+    def together(self):
+        """A context that stops all processes with the first error of any, so that none waits for one
+        that has left."""
+        error = None
+        try:
+            yield
+        except (ValueError, OSError, FloatingPointError) as caught:
+            error = caught
         errors = [error for error in self.gather(error) if error]
         if errors:
             raise errors[0] if self.is_first else SystemExit(1)  # one line is enough
@@ -205,12 +204,11 @@ class Machine:
         plan: what this process is about to do, in words.
         """
         plans = self.gather(plan)
-        error = None
-        if len(set(plans)) > 1:
-            error = ValueError(
-                f'processes would go different ways, {plans}: out_dir must be shared by all'
-            )
-        self.fail_together(error)
+        with self.together():
+            if len(set(plans)) > 1:
+                raise ValueError(
+                    f'processes would go different ways, {plans}: out_dir must be shared by all'
+                )
 
     def name(self):
         """The GPU's name, or the kind of device."""
@@ -218,45 +216,28 @@ class Machine:
             return torch.cuda.get_device_name(self.device)
         return self.kind
 
-    def attention_kernel(self, n_head, kv_heads, head_size, length, queries=None):
-        """The kernel that torch chooses for causal attention of this shape; None without CUDA.
-
-        queries: only so many positions attend to the keys, with a mask, as in compiled decoding.
-        """
+    def attention_kernel(self, n_head, kv_heads, head_size, length):
+        """The kernel that torch chooses for causal attention of this shape; None without CUDA."""
         if self.kind != 'cuda':
             return None
         dtype = getattr(torch, self.dtype)
-        if self.dtype == 'float32' and not queries:
+        if self.dtype == 'float32':
             kv_heads = n_head  # attend() of model.py repeats them
+        q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
         k = torch.empty(1, kv_heads, length, head_size, dtype=dtype, device=self.device)
-        if queries:
-            rows = n_head // kv_heads * queries  # attend() makes rows of the heads of a group
-            q = torch.empty(1, kv_heads, rows, head_size, dtype=dtype, device=self.device)
-            mask = torch.ones(rows, length, dtype=torch.bool, device=self.device)
-            choice = torch._fused_sdp_choice(q, k, k, mask)
-        else:
-            q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
-            choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
+        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
         return {0: 'math', 1: 'flash', 2: 'efficient', 3: 'cudnn'}.get(choice, 'unknown')
 
     def peak_flops(self):
         """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""
-        return None if self.dtype == 'float32' else self.data_sheet(PEAK_FLOPS)
-
-    def peak_bytes(self):
-        """Bytes/s of one GPU's memory; None where that is unknown."""
-        return self.data_sheet(PEAK_BYTES)
-
-    def data_sheet(self, table):
-        """What a table of {pattern of a GPU's name: value} says of this GPU, or None."""
-        if self.kind != 'cuda':
+        if self.kind != 'cuda' or self.dtype == 'float32':
             return None
         name = self.name()
         if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or not the one it sounds like
             return None
-        for pattern, value in table.items():
+        for pattern, flops in PEAK_FLOPS.items():
             if re.search(rf'\b{pattern}\b', name):
-                return value
+                return flops
         return None
 
 
@@ -285,18 +266,24 @@ def kind_and_index(device):
 def check_compiler(machine):
     """ValueError where torch.compile cannot work: on a CPU inductor needs $CXX, or else g++ (on a Mac
     clang++), and on CUDA Triton needs $CC, gcc or clang."""
-    language, variable, usual = 'C++', 'CXX', ['g++']
+    variable, usual = 'CXX', 'clang++' if sys.platform == 'darwin' else 'g++'
     if machine.kind == 'cuda':
-        language, variable, usual = 'C', 'CC', ['gcc', 'clang']
-    elif sys.platform == 'darwin':
-        usual = ['clang++']
-    chosen = os.environ.get(variable)
-    names = [chosen] if chosen else usual
+        variable, usual = 'CC', 'gcc clang'
+    names = (os.environ.get(variable) or usual).split()
     if not any(shutil.which(name) for name in names):
         raise ValueError(
-            f'compile=True needs a {language} compiler, and there is no {" or ".join(names)}; install '
-            f'{usual[0]}, name yours in {variable}, or use --compile=False'
+            f'compile=True needs a compiler, and there is no {" or ".join(names)}; install one, name '
+            f'yours in {variable}, or use --compile=False'
         )
+
+
+@contextlib.contextmanager
+def advise_on_memory(advice):
+    """Turn running out of memory into an OSError of one line, with advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OSError(f'{first_line(error)} {advice}') from error
 
 
 class Signals:

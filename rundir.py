@@ -1,16 +1,17 @@
 """
-A run's folder: what train.py writes there, and what every other program reads back.
+A run's folder: what train.py writes there and resumes from.
 
 ckpt_<step>.pt   checkpoints. Of an older run, ckpt.pt is one, too
 log.jsonl        one JSON object per line: training steps, evaluations; where the run was resumed, the
                  changed settings and the provenance, before and after
 config.json      settings, GPTConfig, origin (scratch, or whose weights came first) and provenance
 
-load_run(folder) gives the model, its tokenizer and the checkpoint.
+For use, trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
 """
 
 import collections
 import contextlib
+import copy
 import datetime
 import json
 import math
@@ -27,13 +28,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import tokenizer as tokenizers
 from configurator import first_line
-from data import dataset_folder
-from files import locked, whole_file, write_json, write_whole
-from hub.read import holds_weights
-from hub.read import load as load_hub
-from model import BASE, GPT, GPTConfig
+from files import locked, whole_file, write_whole
+from model import BASE, GPTConfig
 
 # --- the folder ----------------------------------------------------------------------------------
 
@@ -46,7 +43,10 @@ def locked_run(folder):
     A folder that was made and is still empty at the end is removed.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise OSError(f'out_dir={folder} is a file, or a link that leads nowhere') from None
     with locked(folder, 'training in'):
         try:
             yield
@@ -60,10 +60,15 @@ def locked_run(folder):
 
 
 def checkpoints(folder):
-    """A run's checkpoints, the highest step first."""
+    """The checkpoints of a run, the highest step first."""
+    return [*steps_of(folder)]
+
+
+def steps_of(folder):
+    """{checkpoint: its step} of a run, the highest step first."""
     steps = {path: step_of(path) for path in Path(folder).glob('ckpt*.pt')}
-    paths = [path for path, step in steps.items() if step is not None]
-    return sorted(paths, key=steps.get, reverse=True)
+    known = [(path, step) for path, step in steps.items() if step is not None]
+    return dict(sorted(known, key=lambda item: item[1], reverse=True))
 
 
 def step_of(path):
@@ -103,15 +108,15 @@ def save_checkpoint(folder, checkpoint):
 def prune_checkpoints(folder, keep, save_steps):
     """Delete a run's checkpoints but for the newest `keep`, those of save_steps, and the one with the
     lowest validation loss in its log."""
-    losses = validation_losses(read_log(Path(folder, 'log.jsonl')))
-    paths = checkpoints(folder)
-    stay = {*paths[:keep], *(path for path in paths if step_of(path) in save_steps)}
-    evaluated = [path for path in paths if losses.get(step_of(path)) is not None]
+    entries = read_log(Path(folder, 'log.jsonl'), warn=lambda message: None)
+    losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
+    steps = steps_of(folder)
+    stay = {*[*steps][:keep], *(path for path in steps if steps[path] in save_steps)}
+    evaluated = [path for path in steps if losses.get(steps[path]) is not None]
     if evaluated:
-        stay.add(min(evaluated, key=lambda path: losses[step_of(path)]))
-    for path in paths:
-        if path not in stay:
-            path.unlink()
+        stay.add(min(evaluated, key=lambda path: losses[steps[path]]))
+    for path in steps.keys() - stay:
+        path.unlink()
 
 
 def load_checkpoint(path, warn=print):
@@ -153,12 +158,8 @@ def read_checkpoint(path):
         raise ValueError
     # weights_only: a file from a stranger must not run code.
     checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    for name in ('model', 'optimizer', 'scaler', 'settings', 'model_config', 'data'):
-        if not isinstance(checkpoint[name], dict):
-            raise TypeError
-    step = checkpoint['step']
-    if type(step) is not int or step < 0:
-        raise TypeError
+    if checkpoint['step'] < 0:
+        raise ValueError
     return checkpoint
 
 
@@ -174,15 +175,6 @@ def name_misfits(path):
         if 'unexpected keyword argument' in reason:
             reason += ' (a field of another version of model.py, such as a fork?)'
         raise ValueError(f'{path} does not fit: {reason}') from error
-
-
-@contextlib.contextmanager
-def advise_on_memory(advice):
-    """Turn running out of memory into an OSError of one line, with advice."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OSError(f'{first_line(error)} {advice}') from error
 
 
 # --- from a checkpoint into a run ----------------------------------------------------------------
@@ -318,72 +310,11 @@ def load_state(optimizer, scaler, checkpoint):
             raise ValueError(
                 f'{checkpoint["path"]} has optimizer moments that do not match its weights'
             )
+    # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
+    moments = copy.deepcopy(moments)
     optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
-
-
-# --- a run, or a Hugging Face folder, for use ----------------------------------------------------
-
-
-def load_run(path, tokenizer=''):
-    """(model, tokenizer, checkpoint) of a run's folder, a checkpoint file or a Hugging Face folder.
-
-    A Hugging Face folder has no checkpoint: None. tokenizer: where to find it; '': where the run's
-    dataset is. Raises ValueError or OSError if something is missing, or if the tokenizer is not the
-    one that the model was trained with.
-    """
-    path = Path(path)
-    checkpoint = None
-    weights = find_weights(path)
-    if weights.is_dir():
-        model = load_hub(path)
-        encoder = tokenizers.load(tokenizer or path)
-    else:
-        checkpoint = load_checkpoint(weights)
-        with name_misfits(path):
-            encoder = load_tokenizer(path, checkpoint, tokenizer)
-            model = GPT(build_config(checkpoint['model_config'], weights))
-            model.load_state_dict(checkpoint['model'])
-
-    if encoder.n_vocab > model.config.vocab_size:
-        raise ValueError(
-            f'{path}: its tokenizer has {encoder.n_vocab:,} ids, '
-            f'the model {model.config.vocab_size:,}'
-        )
-    return model.eval(), encoder, checkpoint
-
-
-def find_weights(path):
-    """What load_run() reads: a checkpoint file, or a Hugging Face folder. FileNotFoundError if it is
-    missing."""
-    path = Path(path)
-    paths = checkpoints(path)
-    if paths:
-        return paths[0]
-    if path.is_file() or holds_weights(path):
-        return path
-    raise FileNotFoundError(no_checkpoint(path))
-
-
-def load_tokenizer(path, checkpoint, where):
-    """The tokenizer that a checkpoint was trained with, from `where` or from its dataset's folder."""
-    trained = checkpoint['data']['tokenizer']
-    if not where and trained['name'] == 'bytes':
-        where = 'bytes'
-    if not where:
-        where = dataset_folder(checkpoint['settings']['dataset'])
-        if not where.is_dir():  # its name would be taken for a hub id
-            raise FileNotFoundError(
-                f'there is no {where}, with whose tokenizer {path} was trained; give another place '
-                'of it with --tokenizer'
-            )
-    encoder = tokenizers.load(where)
-    owner = encoder.path or encoder.name
-    if encoder.name == trained['name']:
-        owner = f'{owner}: both are {encoder.name}, but the files differ'
-    check_tokenizer(path, trained['sha256'], encoder.sha256, owner)
-    return encoder
 
 
 # --- log and provenance --------------------------------------------------------------------------
@@ -419,11 +350,6 @@ def check_mean(entry):
         return
     if losses and not math.isclose(mean, statistics.mean(losses.values()), rel_tol=1e-6):
         raise ValueError
-
-
-def validation_losses(entries):
-    """{step: validation loss, or None where it is not finite} of a log."""
-    return {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
 
 
 class Log:
@@ -490,18 +416,6 @@ def provenance(machine):
         'numpy': np.__version__,
         'python': sys.version.split()[0],
     }
-
-
-def check_out(out):
-    """Refuse an --out that save_numbers() could not write to, before anything is measured."""
-    if Path(out).is_dir():
-        raise IsADirectoryError(f'--out={out} is a folder; name a file')
-
-
-def save_numbers(numbers, settings, machine):
-    """Write a program's numbers so far as JSON to its --out, if it has one."""
-    if settings.out and machine.is_first:
-        write_json(settings.out, numbers)
 
 
 def known_commit(commit):

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from configurator import configure, one_line_errors
-from machine import Machine
-from rundir import advise_on_memory, load_run
+from machine import Machine, advise_on_memory
+from trained import load_run
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""Tables in Markdown, as programs print them and reports hold them."""
+"""A program's numbers: tables in Markdown, as it prints them, and the JSON of its --out."""
+
+from pathlib import Path
+
+from files import write_json
 
 
 def markdown_table(head, rows, text_columns=(0,)):
@@ -13,3 +17,15 @@ def markdown_table(head, rows, text_columns=(0,)):
 def markdown_row(cells):
     escaped = [cell.replace('|', r'\|') for cell in cells]
     return f'| {" | ".join(escaped)} |'
+
+
+def check_out(out):
+    """Refuse an --out that save_numbers() could not write to, before anything is measured."""
+    if Path(out).is_dir():
+        raise IsADirectoryError(f'--out={out} is a folder; name a file')
+
+
+def save_numbers(numbers, settings, machine):
+    """Write a program's numbers so far as JSON to its --out, if it has one."""
+    if settings.out and machine.is_first:
+        write_json(settings.out, numbers)

@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch._functorch import config as functorch_config
@@ -30,11 +31,10 @@ from configurator import configure, one_line_errors
 from data import Dataset, Loader, TrainingRows, validation_batches
 from files import write_json
 from hub.read import load as load_hub
-from machine import INTERRUPTED, Machine, Signals, check_compiler
+from machine import INTERRUPTED, Machine, Signals, advise_on_memory, check_compiler
 from model import GPT, GPTConfig, refuse
 from rundir import (
     Log,
-    advise_on_memory,
     check_resume,
     checkpoints,
     compare_tokenizers,
@@ -100,21 +100,21 @@ class TrainConfig:
     backend: str = 'auto'  # of torch.distributed: nccl, gloo; auto: nccl on CUDA, else gloo
 
     def __post_init__(self):
-        for name in AT_LEAST_1.split():
-            refuse(getattr(self, name) < 1, f'{name}={getattr(self, name)} must be at least 1')
-        for name in AT_LEAST_0.split():
-            refuse(getattr(self, name) < 0, f'{name}={getattr(self, name)} must be at least 0')
-        is_path = self.init_from not in ('scratch', 'resume', 'auto')
+        for (low, high), names in RANGES.items():
+            for name in names.split():
+                value = getattr(self, name)
+                refuse(
+                    not low <= value <= high,
+                    f'{name}={value} must be at least {low} and at most {high:g}',
+                )
+        refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
+        starts = ('scratch', 'resume', 'auto')
         refuse(
-            is_path and not os.path.exists(self.init_from),
+            self.init_from not in starts and not os.path.exists(self.init_from),
             f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
             'or a Hugging Face folder',
         )
         budget = self.activation_memory_budget
-        refuse(
-            not 0 <= budget <= 1,
-            f'activation_memory_budget={budget} must be between 0 and 1',
-        )
         refuse(
             budget < 1 and not self.compile,
             f'activation_memory_budget={budget} does nothing with compile=False; drop one of them',
@@ -131,11 +131,17 @@ class TrainConfig:
         return self.gradient_accumulation_steps * self.batch_size
 
 
-AT_LEAST_1 = 'gradient_accumulation_steps batch_size max_iters log_interval keep_checkpoints'
-AT_LEAST_0 = (
-    'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr warmup_iters '
-    'lr_decay_iters max_skipped'
-)
+# {(lowest, highest value): settings}
+RANGES = {
+    (1, math.inf): (
+        'gradient_accumulation_steps batch_size max_iters log_interval keep_checkpoints'
+    ),
+    (0, math.inf): (
+        'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr '
+        'warmup_iters lr_decay_iters max_skipped'
+    ),
+    (0, 1): 'activation_memory_budget',
+}
 
 # Settings that say where a run happens and how it is watched. Two runs that differ only in these
 # are the same run.
@@ -144,6 +150,16 @@ INCIDENTAL = frozenset(
     'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
     'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
+
+
+def own_settings(values):
+    """What a run that is resumed was trained with; files and options, `values`, come on top."""
+    if values.get('init_from') != 'resume':
+        return {}
+    out_dir = values.get('out_dir', TrainConfig.out_dir)
+    checkpoint = load_checkpoint(out_dir, warn=lambda message: None)  # said when it is resumed
+    with name_misfits(checkpoint['path']):
+        return checkpoint['settings'] | checkpoint['model_config'] | {'out_dir': out_dir}
 
 
 # --- one step ------------------------------------------------------------------------------------
@@ -224,29 +240,23 @@ def learning_rate(step, settings):
 
 
 def check_schedule(settings):
-    """Refuse a learning rate that jumps or that rises after its warm-up. Returns a warning, or ''.
+    """Refuse a learning rate that jumps, rises after its warm-up, or never decays.
 
     For a run that trains, not for every TrainConfig: compare.py reads the learning_rate of an arm
     before it scales min_lr with it.
     """
     if not settings.decay_lr or settings.eval_only:
-        return ''
+        return
     refuse(
         settings.min_lr > settings.learning_rate,
         f'min_lr={settings.min_lr:g} is above learning_rate={settings.learning_rate:g}, so the rate '
         'would rise after its warm-up; lower min_lr, too',
     )
-    warmup = settings.warmup_iters
+    end = 'lr_decay_iters' if settings.lr_decay_iters else 'max_iters'
     refuse(
-        0 < settings.lr_decay_iters <= warmup,
-        f'lr_decay_iters={settings.lr_decay_iters} is not after warmup_iters={warmup}, so the rate '
-        'would fall in a single step; raise lr_decay_iters or lower warmup_iters',
-    )
-    if warmup < settings.max_iters:
-        return ''
-    return (
-        f'warning: warmup_iters={warmup} is not before max_iters={settings.max_iters}, so the '
-        'learning rate will not decay; lower warmup_iters'
+        settings.warmup_iters >= getattr(settings, end),
+        f'warmup_iters={settings.warmup_iters} is not before {end}={getattr(settings, end)}, so the '
+        f'rate would not decay after its warm-up; raise {end} or lower warmup_iters',
     )
 
 
@@ -346,10 +356,11 @@ class Start:
 def start_run(settings, config, machine, closing):
     """The Start of a run, once all processes agree that it can start. Locks the run's folder."""
     writes = machine.is_first and not settings.eval_only
-    machine.fail_together(lock_problem(settings, closing) if writes else None)
+    with machine.together():
+        if writes:
+            closing.enter_context(locked_run(Path(settings.out_dir)))
 
-    checkpoint = start = problem = None
-    try:
+    with machine.together():
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(settings.out_dir) else 'scratch'
         refuse(
@@ -359,29 +370,18 @@ def start_run(settings, config, machine, closing):
         )
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, config, machine)
+        check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
         optimizer = make_optimizer(model, settings)
         start = Start(dataset, rows, model, optimizer, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config, machine.warn)
-    except (ValueError, OSError) as error:
-        problem = error
-    machine.fail_together(problem)
     machine.agree(f'{settings.init_from} from step {start.step}')
 
     if writes and settings.init_from == 'resume':
         for path in checkpoint['damaged']:
             path.rename(f'{path}.damaged')
     return start
-
-
-def lock_problem(settings, closing):
-    """Hold the run's folder until `closing` ends. Returns the error if that fails, or None."""
-    try:
-        closing.enter_context(locked_run(Path(settings.out_dir)))
-    except OSError as error:
-        return error
-    return None
 
 
 def open_dataset(settings, config, machine):
@@ -400,6 +400,18 @@ def open_dataset(settings, config, machine):
         f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
     )
     return dataset, rows
+
+
+def check_memory(config, machine):
+    """Refuse a model whose weights alone do not fit."""
+    with torch.device('meta'):
+        size = 4 * GPT(config).num_params(non_embedding=False)
+    memory = machine.memory()
+    refuse(
+        size > memory,
+        f'n_embd={config.n_embd}, n_layer={config.n_layer} and vocab_size={config.vocab_size} make '
+        f'weights of {size / 1e9:,.0f} GB; there are {memory / 1e9:,.0f} GB of memory',
+    )
 
 
 def open_checkpoint(settings, config, machine):
@@ -451,6 +463,7 @@ def take_over(checkpoint, start, settings, config, warn):
             start.origin = settings.init_from
             return
         start.changed = check_resume(checkpoint, settings, config, start.dataset)
+        check_changes(start.changed, checkpoint, settings, warn)
         load_weights(start.model, checkpoint)
         load_state(start.optimizer, start.scaler, checkpoint)
     start.step = checkpoint['step']
@@ -462,33 +475,45 @@ def take_over(checkpoint, start, settings, config, warn):
     start.before = checkpoint.get('provenance', {})
 
 
+# Settings that act while steps are taken, and never after the last one.
+OF_STEPS = set(
+    'learning_rate min_lr warmup_iters lr_decay_iters decay_lr weight_decay beta1 beta2 grad_clip'.split()
+)
+
+
+def check_changes(changed, checkpoint, settings, warn):
+    """Refuse changed settings that come too late; say where the learning rate jumps, and add it."""
+    path, step = checkpoint['path'], checkpoint['step']
+    if step == settings.max_iters:
+        for name in sorted(OF_STEPS & changed.keys()):
+            old, new = changed[name]
+            raise ValueError(
+                f'{path} was trained to its end with {name}={old!r}, so {name}={new!r} would do '
+                'nothing; raise max_iters, or start another out_dir'
+            )
+        return
+    own = {**asdict(TrainConfig()), **checkpoint['settings']}
+    old, new = learning_rate(step, SimpleNamespace(**own)), learning_rate(step, settings)
+    if old != new:
+        changed['lr'] = [old, new]
+        warn(f'note: the learning rate at step {step} changes from {old:.1e} to {new:.1e}')
+
+
 # --- what a run says and writes, on its first process ---------------------------------------------
 
 
 class Reporter:
-    """The terminal, the log, the checkpoints and wandb. On every process but the first, it does
-    nothing."""
+    """The terminal, the log, the checkpoints and wandb."""
 
     def __init__(self, settings, config, machine, start):
         self.settings = settings
         self.config = config
         self.machine = machine
         self.start = start
-        self.active = machine.is_first
-        self.tracker = None
-        self.wandb_id = start.wandb_id
-        if not self.active:
-            return
-
         self.provenance = provenance(machine)
-        self.tokens_per_step = settings.rows_per_step * config.block_size
-        self.flops_per_token = start.model.flops_per_token(config.block_size)
-        self.peak_flops = machine.peak_flops()
-        out = Path(settings.out_dir)
-        kernel = machine.attention_kernel(
+        self.provenance['attention_kernel'] = machine.attention_kernel(
             config.n_head, config.kv_heads, config.head_size, config.block_size
         )
-        self.provenance['attention_kernel'] = kernel
         everything = {**asdict(settings), **asdict(config), 'origin': start.origin}
         everything['data'] = start.dataset.fingerprint()
         everything |= self.provenance
@@ -496,41 +521,34 @@ class Reporter:
             print(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
         print(f'{inner:,} parameters without embeddings, {total:,} with\n')
-
-        self.log = Log(out / 'log.jsonl', start.entries)
         if start.changed:
             print('resumed with other settings:', start.changed)
+
+        out = Path(settings.out_dir)
+        self.log = Log(out / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
         resumes = settings.init_from == 'resume'
-        trains = start.step < settings.max_iters or 'max_iters' in start.changed
-        is_new_part = not resumes or trains
-        if is_new_part:
+        if not resumes or start.step < settings.max_iters or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
             write_json(out / 'config.json', everything)
-        if is_new_part and resumes:
-            entry = {
-                'changed': start.changed,
-                'before': start.before,
-                'provenance': self.provenance,
-            }
-            self.log.write({'step': start.step, **entry})
-        if settings.wandb_log:
-            self.start_wandb(everything)
+            if resumes:
+                parts = {'before': start.before, 'provenance': self.provenance}
+                self.log.write({'step': start.step, 'changed': start.changed, **parts})
+        self.tracker = self.start_wandb(everything) if settings.wandb_log else None
 
     def start_wandb(self, everything):
-        name = self.settings.wandb_run_name or Path(self.settings.out_dir).name
+        """Its run; None if there is none."""
         try:
             import wandb
 
-            self.tracker = wandb.init(
+            return wandb.init(
                 project=self.settings.wandb_project,
-                name=name,
+                name=self.settings.wandb_run_name or Path(self.settings.out_dir).name,
                 config=everything,
-                id=self.wandb_id,
+                id=self.start.wandb_id,
                 resume='allow',
                 dir=self.settings.out_dir,
             )
-            self.wandb_id = self.tracker.id
         except Exception as error:  # a tracker must never stop training
             print(f'warning: no wandb: {error}', file=sys.stderr)
 
@@ -538,18 +556,14 @@ class Reporter:
         """Log an entry, and return it as it was written."""
         entry = self.log.write(entry)
         if self.tracker:
-            values = entry
-            if 'val' in entry:
-                values = {f'val/{domain}': loss for domain, loss in entry['val'].items()}
+            values = {f'val/{domain}': loss for domain, loss in entry.get('val', {}).items()}
             with contextlib.suppress(Exception):  # never fatal
-                self.tracker.log(values, step=entry['step'])
+                self.tracker.log(values or entry, step=entry['step'])
         return entry
 
-    def evaluation(self, step, losses, model):
-        if not self.active:
-            return
-        entry = {'step': step, 'val': losses}
-        mixing = model.mixing_weights()
+    def evaluation(self, step, losses, seconds):
+        entry = {'step': step, 'val': losses, 'seconds': round(seconds, 3)}
+        mixing = self.start.model.mixing_weights()
         if mixing:
             entry['mixing'] = mixing
         self.write(entry)
@@ -557,31 +571,31 @@ class Reporter:
 
     def step(self, step, loss, norm, lr, scaler, skipped, seconds):
         """Log one step; seconds: the time that it took."""
-        if not self.active:
-            return
-        speed = self.tokens_per_step / seconds
+        model, machine = self.start.model, self.machine
+        tokens = self.settings.rows_per_step * self.config.block_size
+        speed = tokens / seconds
         mfu = None
-        if self.peak_flops:
-            mfu = self.flops_per_token * speed / self.machine.world_size / self.peak_flops
+        if machine.peak_flops():
+            flops = model.flops_per_token(self.config.block_size) * speed
+            mfu = flops / machine.world_size / machine.peak_flops()
         scale = scaler.get_scale() if scaler.is_enabled() else None
-        entry = self.write(
-            {
-                'step': step,
-                'loss': loss,
-                'lr': lr,
-                'grad_norm': norm,
-                'tokens': (step + 1) * self.tokens_per_step,
-                'tok_per_s': round(speed, 1),
-                'mfu': mfu,
-                'scale': scale,
-                'skipped': skipped,
-            }
-        )
+        entry = {
+            'step': step,
+            'loss': loss,
+            'lr': lr,
+            'grad_norm': norm,
+            'tokens': (step + 1) * tokens,
+            'tok_per_s': round(speed, 1),
+            'mfu': mfu,
+            'scale': scale,
+            'skipped': skipped,
+        }
+        is_spike = 'spike' in self.write(entry)
 
         words = [f'step {step}', f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.3f}']
         if scale is not None:
             words.append(f'scale {scale:g}')
-        if 'spike' in entry:
+        if is_spike:
             words.append('loss spike')
         if skipped:
             words.append(f'{skipped} steps skipped')
@@ -593,8 +607,6 @@ class Reporter:
 
     def checkpoint(self, step, skipped):
         """Write the checkpoint of a step."""
-        if not self.active:
-            return
         # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
         self.log.flush()
         start = self.start
@@ -613,7 +625,7 @@ class Reporter:
             },
             'skipped': list(skipped),
             'origin': start.origin,
-            'wandb_id': self.wandb_id,
+            'wandb_id': self.tracker.id if self.tracker else self.start.wandb_id,
             'provenance': self.provenance,
         }
         save_checkpoint(Path(self.settings.out_dir), checkpoint)
@@ -624,8 +636,6 @@ class Reporter:
         prune_checkpoints(settings.out_dir, settings.keep_checkpoints, settings.save_steps)
 
     def finish(self, step, interrupted):
-        if not self.active:
-            return
         # The last evaluation may have found a better checkpoint.
         self.prune()
         if interrupted:
@@ -658,7 +668,7 @@ def train(settings, config, machine, micro_steps, closing):
             print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
         return losses is None
 
-    reporter = Reporter(settings, config, machine, start)
+    reporter = Reporter(settings, config, machine, start) if machine.is_first else None
     loader = open_loader(start, settings, machine)
     step = start.step
     saved = step if settings.init_from == 'resume' else None
@@ -671,17 +681,20 @@ def train(settings, config, machine, micro_steps, closing):
         # Save first: what is saved cannot be lost while it is evaluated.
         is_due = step > 0 and at_interval(step, settings.save_interval)
         if step != saved and (is_due or step in settings.save_steps or save or last):
-            reporter.checkpoint(step, (skipped, in_a_row))
+            if reporter:
+                reporter.checkpoint(step, (skipped, in_a_row))
             saved = step
         if stop:
             break
 
         evaluates = last or at_interval(step, settings.eval_interval)
         if evaluates and not (step == start.step and start.evaluated):
+            began = time.perf_counter()
             losses = evaluate(compiled, start.dataset, settings, machine, signals)
             if losses is None:
                 continue  # to save and to stop
-            reporter.evaluation(step, losses, model)
+            if reporter:
+                reporter.evaluation(step, losses, time.perf_counter() - began)
         if last:
             break
 
@@ -704,15 +717,18 @@ def train(settings, config, machine, micro_steps, closing):
 
         if step % settings.log_interval == 0:
             loss = machine.sum(loss).item() / machine.world_size
-            reporter.step(step, loss, norm.item(), lr, scaler, skipped, seconds)
+            if reporter:
+                reporter.step(step, loss, norm.item(), lr, scaler, skipped, seconds)
         if settings.max_skipped and in_a_row >= settings.max_skipped:
-            machine.fail_together(gave_up(step, in_a_row, settings))
+            with machine.together():
+                raise gave_up(step, in_a_row, settings)
         step += 1
 
     loader.close()
     # Leave together: soon after the first process has left, torchrun kills the others.
     machine.gather(step)
-    reporter.finish(step, interrupted=stop)
+    if reporter:
+        reporter.finish(step, interrupted=stop)
     return stop
 
 
@@ -777,15 +793,13 @@ LESS_MEMORY = (
 
 def main():
     with one_line_errors(ValueError, OSError):  # the same on every process
-        settings, config = configure(TrainConfig, GPTConfig)
+        settings, config = configure(TrainConfig, GPTConfig, under=own_settings)
         attention = attention_setting(settings, config)
         machine = Machine(
             settings.device, settings.dtype, backend='', tf32=True, attention=attention
         )
         micro_steps = share_of_micro_steps(settings, machine.world_size)
-        warning = check_schedule(settings)
-        if warning:
-            machine.warn(warning)
+        check_schedule(settings)
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)

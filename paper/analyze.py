@@ -41,7 +41,8 @@ from files import write_json
 from hub.read import load as load_hub
 from machine import Machine
 from paper import draw
-from rundir import check_tokenizer, load_run, provenance
+from rundir import check_tokenizer, provenance
+from trained import load_run
 
 BLOCK = 2**24  # attention weights in memory at once: 64 MB
 

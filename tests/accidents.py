@@ -106,6 +106,13 @@ def die_then_be_preempted():
         train.train_step = at_call(4, train.train_step, terminate)
 
 
+def be_preempted_in_an_evaluation():
+    """One process is told to stop while it evaluates step 6 of its second domain."""
+    if os.environ['RANK'] == '1':
+        terminate = lambda *args: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        train.validation_batches = at_call(5, train.validation_batches, terminate)
+
+
 def lose_a_loss():
     """In the fourth step of one process the loss is no number."""
     step = train.train_step
@@ -144,6 +151,7 @@ CASES = {
     'in the middle of an append': die_in_an_append,
     'in the last evaluation': die_in_an_evaluation,
     'death, then preemption': die_then_be_preempted,
+    'preempted in an evaluation': be_preempted_in_an_evaluation,
     'not finite': lose_a_loss,
     'a lost disk': lose_a_disk,
     'folders apart': be_elsewhere,

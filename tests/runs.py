@@ -104,12 +104,6 @@ def finish(process):
     return process.returncode, out, err
 
 
-def torchrun(out_dir, processes=2, program=ROOT / 'train.py', **options):
-    number = f'--nproc_per_node={processes}'
-    words = command_line(out_dir, options)
-    return finish(start('-m', 'torch.distributed.run', number, program, *words))
-
-
 # --- in a forked process: almost as good as a new one, and there at once --------------------------
 
 FORKS = multiprocessing.get_context('forkserver')
@@ -196,7 +190,7 @@ def log(out_dir):
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]  # NaN is not JSON
 
 
-def history(out_dir, skip=('tok_per_s', 'mfu')):
+def history(out_dir, skip=('tok_per_s', 'mfu', 'seconds')):
     """The log, less what depends on the machine's speed and on having been resumed."""
     entries = [entry for entry in log(out_dir) if 'changed' not in entry]
     return [{k: v for k, v in entry.items() if k not in skip} for entry in entries]

@@ -6,8 +6,6 @@ from conftest import ROOT
 
 from configurator import configure
 from model import GPT, GPTConfig
-from paper.figures import LAMBDAS, with_lambda
-from paper.runs import PAPER, Run, configs_of
 from train import TrainConfig
 
 
@@ -70,7 +68,6 @@ def test_every_config_can_be_read():
         ('cla', 1 / 2),
         ('mqa', 1 / 8),
         ('cla_gqa', 1 / 8),
-        ('svformer', 9 / 16),
         ('svformer_gqa', 9 / 64),
     ],
 )
@@ -93,6 +90,3 @@ def test_the_revisions_models_have_its_weights():
     assert values['constant'] == (True, (2.0, 1.0), False, ())
     assert values['learned'] == (True, (), True, ())  # they start at 0.5 and 0.5
     assert values['sparse'] == (True, (5.0, 1.0), False, (5, 6, 7))
-    for value in LAMBDAS:
-        _, config = configs_of(Run(with_lambda(value)), PAPER)
-        assert config.v_residual and config.residual_lambda == (value, 1.0)

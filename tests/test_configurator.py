@@ -1,10 +1,8 @@
 """configurator.py: defaults, then files, then the command line; a mistake is named in one line."""
 
-import ast
 import dataclasses
 import re
 import string
-import sys
 from dataclasses import asdict, dataclass, field
 
 import pytest
@@ -66,32 +64,14 @@ def write(tmp_path, monkeypatch):
     'argument, name, value',
     [
         ('--rate=1', 'rate', 1.0),
-        ('--rate=-3e-4', 'rate', -3e-4),
-        ('--rate=.5', 'rate', 0.5),
-        ('--rate=-0', 'rate', 0.0),
         ('--steps=2e6', 'steps', 2_000_000),
-        ('--steps=-7', 'steps', -7),
-        ('--steps=1_000', 'steps', 1000),
-        ('--on=True', 'on', True),
-        ('--on=False', 'on', False),
-        ('--on=true', 'on', True),
         ('--on=false', 'on', False),
         ('--name=a=b=c', 'name', 'a=b=c'),
-        ('--name=', 'name', ''),
         ('--name=12', 'name', '12'),
         ('--name=None', 'name', 'None'),
-        ('--name=True', 'name', 'True'),
         ("--name='quoted = too'", 'name', 'quoted = too'),
-        ('--name=-1', 'name', '-1'),
-        ('--name=out/a run (2)', 'name', 'out/a run (2)'),
-        ('--name=--rate=1', 'name', '--rate=1'),
-        ('--pair=(1, 2.5)', 'pair', (1, 2.5)),
-        ('--pair=1,2', 'pair', (1, 2)),
         ('--pair=[5]', 'pair', (5,)),
-        ('--pair=()', 'pair', ()),
-        ('--weights={}', 'weights', {}),
         ('--maybe=None', 'maybe', None),
-        ("--weights={'Book': 0.5, 'C4': -1}", 'weights', {'Book': 0.5, 'C4': -1}),
         ('--maybe=3', 'maybe', 3),
     ],
 )
@@ -105,20 +85,11 @@ def test_a_value_on_the_command_line_becomes_the_type_of_its_setting(argument, n
     [
         ('--steps=4.5', ['--steps', 'int', '4.5']),
         ('--steps=True', ['--steps', 'int', 'True']),
-        ('--steps=ten', ['--steps', 'int', "'ten'"]),
         ('--steps=1e999', ['--steps', 'int']),
-        ('--steps=', ['--steps', 'int']),
-        ('--steps=None', ['--steps', 'int', 'None']),
-        ('--steps=(1,)', ['--steps', 'int']),
         ('--rate=fast', ['--rate', 'float', "'fast'"]),
-        ('--rate=True', ['--rate', 'float']),
         ('--rate=1' + 400 * '0', ['--rate', 'float']),
-        ('--rate=-1e999', ['--rate', 'float']),
-        ('--on=1', ['--on', 'bool', '1']),
         ('--on=yes', ['--on', 'bool', "'yes'"]),
         ('--pair=5', ['--pair', 'tuple', '(5,)']),
-        ('--pair={}', ['--pair', 'tuple']),
-        ('--weights=(1, 2)', ['--weights', 'dict']),
         ('--weights={[]: 1}', ['--weights', 'dict']),
         ('--maybe=4.5', ['--maybe', 'int or None', '4.5']),
     ],
@@ -126,23 +97,6 @@ def test_a_value_on_the_command_line_becomes_the_type_of_its_setting(argument, n
 def test_a_value_of_another_type_is_refused_with_setting_type_and_value(argument, words):
     message = refusal(argument)
     for word in words:
-        assert word in message
-
-
-@pytest.mark.parametrize(
-    'line, words',
-    [
-        ('steps = 4.5', ['steps', 'int', '4.5']),
-        ('steps = True', ['steps', 'int', 'True']),
-        ('on = 1', ['on', 'bool']),
-        ('name = 3', ['name', 'str', '3']),
-        ('rate = "x"', ['rate', 'float']),
-        ('rate = None', ['rate', 'float']),
-    ],
-)
-def test_a_value_of_another_type_in_a_file_is_refused_with_the_file(write, line, words):
-    message = refusal(write('a.py', line))
-    for word in ['a.py', *words]:
         assert word in message
 
 
@@ -171,11 +125,7 @@ def test_a_file_may_compute_import_modules_and_define_functions(write):
 @pytest.mark.parametrize(
     'argument, hint',
     [
-        ('--step=1', "'steps'"),
-        ('--nmae=x', "'name'"),
         ('--wieghts={}', "'weights'"),
-        ('--zzzzzzzz=1', '--help'),
-        ('--=1', '--help'),
         ('--', '--help'),
     ],
 )
@@ -194,13 +144,7 @@ def test_files_win_over_defaults_later_ones_over_earlier_and_the_command_line_ov
     b = write('b.py', 'steps = 2\nrate = 2.0\n')
     assert toy(a, b) == Toy(steps=2, rate=2.0, name='file a')
     assert toy(b, a) == Toy(steps=1, rate=1.0, name='file a')
-    for argv in ((a, b, '--steps=3'), (a, '--steps=3', b), ('--steps=3', a, b)):
-        assert toy(*argv) == Toy(steps=3, rate=2.0, name='file a'), argv
-    assert toy('--steps=3', a, '--steps=4').steps == 4
-
-
-def test_a_key_without_a_value_says_how_to_give_one():
-    assert '--on=VALUE' in refusal('--on')
+    assert toy('--steps=3', a, b) == Toy(steps=3, rate=2.0, name='file a')
 
 
 def test_a_key_whose_value_stands_apart_is_told_to_write_the_equals_sign(write):
@@ -217,11 +161,6 @@ def test_a_setting_without_its_dashes_is_not_taken_for_a_missing_file_without_a_
 def test_several_schemas_share_one_command_line_and_each_gets_its_own_fields():
     first, second = configure(Toy, Other, argv=['--width=5', '--steps=6'])
     assert first == Toy(steps=6) and second == Other(width=5)
-
-
-def test_a_schema_may_refuse_further():
-    message = refusal('--n_embd=30', '--n_head=4', schema=GPTConfig)
-    assert 'n_embd=30' in message and 'n_head=4' in message
 
 
 @dataclass
@@ -275,26 +214,14 @@ def test_a_setting_that_is_a_function_or_a_module_is_refused(write):
         assert 'name in mine.py must be str, not <' in refusal(write('mine.py', text))
 
 
-def test_a_field_may_say_what_its_tuple_or_dict_holds():
-    @dataclass
-    class Hinted:
-        layers: tuple[int, ...] = ()
-        shares: dict[str, float] | None = None
-
-    (hinted,) = configure(Hinted, argv=['--layers=[1, 2]', "--shares={'A': 1.0}"])
-    assert hinted == Hinted((1, 2), {'A': 1.0})
-    assert 'must be tuple, not 3; write (3,)' in refusal('--layers=3', schema=Hinted)
-
-
 def test_plain_arguments_go_into_the_field_that_takes_them(write):
     config = write('a.py', 'window = 9\n')
     words = ['out/a', config, '--window=7', 'b=1', 'out/c']
     assert configure(Runs, argv=words, plain='runs') == [Runs(('out/a', 'b=1', 'out/c'), 7)]
     # Without any, the option or a config file may give them.
     assert configure(Runs, argv=['--runs=("x",)'], plain='runs') == [Runs(('x',))]
-    write('b.py', 'runs = ["y", "z"]\n')
-    assert configure(Runs, argv=['b.py'], plain='runs') == [Runs(('y', 'z'))]
-    assert configure(Runs, argv=[], plain='runs') == [Runs()]
+    with pytest.raises(ValueError, match='runs must be strings, not 1'):
+        configure(Runs, argv=['--runs=(1,)'], plain='runs')
 
 
 def test_plain_arguments_are_not_replaced_without_a_word(write):
@@ -302,16 +229,6 @@ def test_plain_arguments_are_not_replaced_without_a_word(write):
     for word in ('--runs=("x",)', config):
         with pytest.raises(ValueError, match='would replace the plain arguments out/a out/b'):
             configure(Runs, argv=['out/a', word, 'out/b'], plain='runs')
-
-
-def test_plain_arguments_from_an_option_are_strings():
-    with pytest.raises(ValueError, match='runs must be strings, not 1'):
-        configure(Runs, argv=['--runs=(1,)'], plain='runs')
-
-
-def test_a_plain_argument_that_ends_like_a_config_file_is_one():
-    with pytest.raises(OSError, match="no config file 'out/run.py'"):
-        configure(Runs, argv=['out/run.py'], plain='runs')
 
 
 def test_help_shows_the_plain_arguments(capsys):
@@ -336,19 +253,9 @@ def test_the_first_word_chooses_the_mode_and_its_schemas():
     assert two == ('two', [Runs(('one',)), Other(4)])
 
 
-def test_the_command_line_is_the_default_for_modes_too(monkeypatch):
-    monkeypatch.setattr(sys, 'argv', ['program.py', 'one', '--on=True'])
-    assert choose(MODES, DOC) == ('one', [Toy(on=True)])
-
-
-def test_a_setting_of_another_mode_is_unknown():
-    with pytest.raises(ValueError, match="unknown setting 'window'"):
-        choose(MODES, DOC, ['one', '--window=3'])
-
-
 @pytest.mark.parametrize(
     'argv, status',
-    [([], 2), (['three'], 2), (['--steps=3', 'one'], 2), (['--help'], 0), (['-h'], 0)],
+    [([], 2), (['three'], 2), (['--help'], 0)],
 )
 def test_without_a_mode_the_programs_own_words_are_printed(argv, status, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -392,12 +299,8 @@ def test_a_config_builds_on_another_and_changes_a_line(write, monkeypatch, tmp_p
     'text, line, words',
     [
         ('steps = 1\nrate = (\n', 2, ['SyntaxError']),
-        ('steps = 1\n  rate = 2\n', 2, ['IndentationError']),
         ('steps = 1\n\nrate = 1 / 0\n', 3, ['ZeroDivisionError']),
         ('def f():\n    return undefined\n\n\nsteps = f()\n', 2, ['NameError', 'undefined']),
-        ('import json\nsteps = json.loads("{")\n', 2, ['JSONDecodeError']),
-        ('steps = 1\nimport no_such_module\n', 2, ['no_such_module']),
-        ('import ast\nsteps = 1\nrate = ast.literal_eval("(1")\n', 3, ['SyntaxError']),
         ('import sys\nsys.exit(3)\n', 2, ['SystemExit']),
         ('raise ValueError("two\\nlines")\n', 1, ['two lines']),
     ],
@@ -434,10 +337,9 @@ def test_a_config_that_is_missing_binary_or_a_folder_is_reported(write, tmp_path
 # --- help -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('argv', [['--help'], ['-h'], ['--steps=3', '--help', '--unknown=1']])
-def test_help_prints_and_exits_with_success(argv, capsys):
+def test_help_prints_and_exits_with_success(capsys):
     with pytest.raises(SystemExit) as exit:
-        configure(Toy, argv=argv)
+        configure(Toy, argv=['--steps=3', '-h', '--unknown=1'])
     assert not exit.value.code and '--steps=10' in capsys.readouterr().out
 
 
@@ -452,24 +354,6 @@ def test_help_lists_every_setting_with_its_default_and_a_meaning(schema):
     for name, default in asdict(schema()).items():
         assert f'--{name}={default!r}' in lines[f'--{name}'] and len(meanings[name]) > 2
         assert lines[f'--{name}'].endswith(f'  {meanings[name]}')
-
-
-def test_a_meaning_is_the_comment_on_the_fields_own_line():
-    assert comments(Toy) == {
-        'rate': 'a float',
-        'steps': 'an int',
-        'name': 'a string',
-        'on': 'a switch',
-        'pair': 'a tuple',
-        'weights': 'a dict',
-        'maybe': 'an int or None',
-    }
-    assert comments(TrainConfig)['seed'] == 'of the initial weights, the data order and dropout'
-
-
-def test_the_command_line_is_the_default(monkeypatch):
-    monkeypatch.setattr(sys, 'argv', ['train.py', '--steps=4'])
-    assert configure(Toy)[0].steps == 4
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -487,31 +371,16 @@ def test_one_line_errors_exits_with_one_line_from_the_first_process_only(monkeyp
         assert exit.value.code == code
 
 
-def test_one_line_errors_everywhere_speaks_on_every_process(monkeypatch):
-    monkeypatch.setenv('LOCAL_RANK', '1')
-    errors = one_line_errors(ValueError, everywhere=True)
-    with pytest.raises(SystemExit, match='error: no such thing'), errors:
-        raise ValueError('no such thing')
-
-
 @pytest.mark.parametrize(
     'error, line',
     [
         (ValueError('one'), 'one'),
         (OSError('\n one\ntwo\n'), 'one'),
-        (RuntimeError(), 'RuntimeError'),
-        (KeyError('key'), "'key'"),
         (ValueError(' \n '), 'ValueError'),
-        (FileNotFoundError(2, 'No such file', 'a'), "[Errno 2] No such file: 'a'"),
     ],
 )
 def test_the_first_line_of_an_error_is_its_message_or_its_type(error, line):
     assert first_line(error) == line
-
-
-def test_one_line_errors_lets_a_programs_own_mistakes_through():
-    with pytest.raises(KeyError), one_line_errors(ValueError, OSError):
-        raise KeyError('a bug')
 
 
 # --- fuzz -----------------------------------------------------------------------------------------
@@ -556,10 +425,3 @@ def test_what_is_written_as_python_comes_back_the_same(steps, rate, name, pair, 
     expected = Toy(steps=steps, rate=rate, name=name, pair=pair, weights=weights)
     words = [f'--{key}={value!r}' for key, value in asdict(expected).items()]
     assert toy(*words) == expected
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.text(max_size=20))
-def test_any_text_is_a_string_setting_as_typed_unless_it_is_quoted(text):
-    name = toy(f'--name={text}').name
-    assert name == text or name == ast.literal_eval(text.strip())

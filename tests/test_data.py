@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -56,10 +55,6 @@ def test_a_row_is_a_function_of_seed_and_row_number_alone(tiny):
     assert first_rows(tiny, 300) == expected
     for start in (0, 1, 7, 63, 150, 299):
         assert first_rows(tiny, 300 - start, start=start) == expected[start:]
-    rows = TrainingRows(tiny, BLOCK, 0, warn=silent)
-    for r in (250, 3, 3, 120, 119, 0):  # forwards and backwards
-        rows.seek(r)
-        assert rows.next() == expected[r]
 
 
 def test_the_order_is_fixed_for_ever():
@@ -89,25 +84,12 @@ def test_each_domain_is_within_one_row_of_its_share_after_any_number_of_rows(wei
         assert all(abs(counts[d] - n * weights[d] / total) <= 1 for d in weights), n
 
 
-def test_shares_stay_within_one_row_over_many_rows_of_the_papers_mixture():
-    small = dict.fromkeys(('Book', 'ArXiv', 'Wikipedia', 'StackExchange'), 0.05)
-    weights = {'CommonCrawl': 0.5, 'C4': 0.2, 'Github': 0.1, **small}
-    rows = TrainingRows(sizes_only(dict.fromkeys(weights, 10)), BLOCK, 0, weights)
-    for n in range(1, 40_001):
-        rows.next_domain()
-        for count, weight in zip(rows.counts, rows.weights, strict=True):
-            assert abs(count - n * weight) <= 1
-
-
-def test_without_weights_each_domain_comes_by_its_number_of_tokens(tiny):
-    counts = Counter(domain for domain, _ in first_rows(tiny, 900))
-    assert all(abs(counts[domain] - tokens) <= 1 for domain, tokens in SPLITS['train'].items())
-
-
-def test_an_epoch_brings_every_sequence_once_and_the_next_epoch_another_order():
+def test_an_epoch_brings_every_sequence_once_and_another_epoch_or_seed_another_order():
     sizes = {'A': 37, 'B': 5, 'C': 1}
     starts = {domain: [] for domain in sizes}
-    for domain, start in first_rows(sizes_only(sizes), 500, weights={'A': 5, 'B': 3, 'C': 1}):
+    rows = first_rows(sizes_only(sizes), 500, weights={'A': 5, 'B': 3, 'C': 1})
+    assert rows != first_rows(sizes_only(sizes), 500, seed=1, weights={'A': 5, 'B': 3, 'C': 1})
+    for domain, start in rows:
         starts[domain].append(start)
     for domain, size in sizes.items():
         epochs = [starts[domain][i : i + size] for i in range(0, len(starts[domain]), size)]
@@ -118,15 +100,6 @@ def test_an_epoch_brings_every_sequence_once_and_the_next_epoch_another_order():
     assert starts['A'][:37] != starts['A'][37:74]
 
 
-def test_another_seed_gives_another_order_of_the_same_domains():
-    dataset = sizes_only({'A': 40, 'B': 40})
-    one = first_rows(dataset, 40, seed=1)
-    two = first_rows(dataset, 40, seed=2)
-    assert one != two and [d for d, _ in one] == [d for d, _ in two]
-    # Nor do two domains share an order.
-    assert [s for d, s in one if d == 'A'] != [s for d, s in one if d == 'B']
-
-
 def test_a_second_epoch_is_said_once_per_domain(tiny):
     messages = []
     rows = TrainingRows(tiny, BLOCK, 0, {'A': 1, 'C': 1}, warn=messages.append)
@@ -134,14 +107,6 @@ def test_a_second_epoch_is_said_once_per_domain(tiny):
         rows.next()
     assert len(messages) == 2
     assert 'C is in epoch 2 at row 25' in messages[0] and 'A is in epoch 2' in messages[1]
-
-
-def test_a_run_that_is_resumed_within_a_second_epoch_says_in_which_it_is():
-    messages = []
-    rows = TrainingRows(sizes_only({'A': 10}), BLOCK, 0, warn=messages.append)
-    rows.seek(37)
-    rows.next()
-    assert messages == ['warning: A is in epoch 4 at row 37: its 10 sequences repeat']
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -160,14 +125,7 @@ def test_batches_equal_a_slow_reading_of_the_files(tiny):
     loader.close()
 
 
-def test_ids_up_to_65535_are_read(prepared):
-    tokens = np.arange(65536 - BLOCK - 1, 65536)
-    prepared('wide', {'train': {'A': tokens}, 'validation': {'A': tokens}}, n_vocab=65536)
-    assert Dataset('wide').read('train', 'A', 0, BLOCK + 1).tolist() == tokens.tolist()
-
-
-@pytest.mark.parametrize('first_step', [0, 3])
-@pytest.mark.parametrize('world_size', [1, 2, 3, 4])
+@pytest.mark.parametrize('world_size, first_step', [(1, 0), (2, 3), (3, 0), (4, 3)])
 def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
     tiny, world_size, first_step
 ):
@@ -183,16 +141,6 @@ def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
             x, y = loader.next()
             assert torch.equal(x, expected[m, :, :-1]) and torch.equal(y, expected[m, :, 1:])
         loader.close()
-
-
-def test_the_order_does_not_depend_on_how_a_step_is_split_into_micro_batches(tiny):
-    def step(batch_size, accumulation):
-        loader = Loader(TrainingRows(tiny, BLOCK, 5), batch_size, accumulation)
-        batches = [loader.next()[0] for _ in range(accumulation)]
-        loader.close()
-        return torch.cat(batches)
-
-    assert torch.equal(step(2, 6), step(4, 3)) and torch.equal(step(2, 6), step(1, 12))
 
 
 # --- validation ----------------------------------------------------------------------------------
@@ -242,23 +190,6 @@ def test_with_no_number_of_batches_every_token_of_the_split_is_counted_once(
     assert counted(tiny, domain, 4, 0, world_size) == expected
 
 
-def test_validation_rows_are_spread_over_the_file(tiny):
-    tokens = tiny.read('validation', 'A', 0, 200)
-    starts = set()
-    for x, _ in validation_batches(tiny, 'A', BLOCK, 2, 3):
-        for row in x.numpy():
-            same = [i for i in range(0, 200, BLOCK) if (tokens[i : i + BLOCK] == row).all()]
-            starts.add(same[0])
-    assert len(starts) == 6 and min(starts) == 0 and max(starts) == 23 * BLOCK
-
-
-def test_a_domain_shorter_than_a_row_is_padded_with_ignored_targets(tiny):
-    ((x, y),) = validation_batches(tiny, 'C', BLOCK, 3, 2)
-    tokens = tiny.read('validation', 'C', 0, 99).tolist()
-    assert len(tokens) == 5 and x[0, :4].tolist() == tokens[:4]
-    assert y[0].tolist() == tokens[1:] + [-1] * 4 and (y[1:] == -1).all()
-
-
 # --- checks --------------------------------------------------------------------------------------
 
 
@@ -280,65 +211,24 @@ def test_a_missing_dataset_names_the_command_that_prepares_it(tiny):
     refusal(lambda: Dataset('nope'), 'data/nope', command, '--out=data/nope')
 
 
-def test_a_path_to_a_dataset_in_place_of_its_name_is_told_the_name(tiny):
-    for path in ('data/tiny', './data/tiny/'):
-        with pytest.raises(FileNotFoundError, match='give --dataset=tiny$'):
-            Dataset(path)
-    refusal(lambda: Dataset('data'), '--out=data/data')
-
-
-@pytest.mark.parametrize('change, word', [('shorter', '600'), ('longer', '600'), ('missing',) * 2])
-def test_a_token_file_of_another_size_is_refused(tiny, change, word):
+def test_a_token_file_that_is_too_long_or_missing_is_refused(tiny):
     path = tiny.folder / 'train' / 'B.bin'
-    data = path.read_bytes()
+    path.write_bytes(path.read_bytes() + b'\0')
+    refusal(open_tiny, 'B.bin', '600')
     path.unlink()
-    if change == 'shorter':
-        path.write_bytes(data[:-2])
-    if change == 'longer':
-        path.write_bytes(data + b'\0')
-    refusal(open_tiny, 'B.bin', word)
+    refusal(open_tiny, 'B.bin', 'missing')
 
 
-@pytest.mark.parametrize(
-    'text',
-    [
-        '',
-        '{"format": 1',
-        '[]',
-        '1',
-        'null',
-        '\0\0\0',
-        '{"format": 1}',
-        '{"format": 1, "splits": {"train": 3}}',
-        '{"format": 1, "splits": {}}',
-        '{"format": 1, "splits": {"train": {"A": {"tokens": 500}}, "validation": {}}}',
-    ],
-)
+@pytest.mark.parametrize('text', ['', '[]', 'null', '{"format": 1, "splits": {"train": 3}}'])
 def test_a_damaged_meta_file_is_refused(tiny, text):
     (tiny.folder / 'meta.json').write_text(text)
-    refusal(lambda: TrainingRows(open_tiny(), BLOCK, 0), 'meta.json', 'prepare')
-
-
-def test_a_meta_file_that_lacks_something_says_what(tiny):
-    path = tiny.folder / 'meta.json'
-    meta = json.loads(path.read_text())
-    del meta['splits']['train']['B']['tokens']
-    path.write_text(json.dumps(meta))
-    refusal(open_tiny, "meta.json is damaged (KeyError: 'tokens')")
-    path.write_text('{}')
-    refusal(open_tiny, "meta.json is damaged (KeyError: 'format')")
-
-
-def test_another_format_is_refused(tiny):
-    path = tiny.folder / 'meta.json'
-    path.write_text(json.dumps({**json.loads(path.read_text()), 'format': 2}))
-    refusal(open_tiny, 'format 2', 'reads 1')
+    refusal(open_tiny, 'meta.json', 'prepare')
 
 
 @pytest.mark.parametrize('tokens', [0, 1])
 def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens):
     prepared('empty', {'train': {'A': 100}, 'validation': {'A': 50, 'B': tokens}})
-    refusal(lambda: Dataset('empty'), 'data/empty', "'B'", str(tokens))
+    refusal(lambda: Dataset('empty'), 'data/empty', 'B.bin', str(tokens))
 
 
 @pytest.mark.parametrize('train', [{}, {'A': 0}])
@@ -359,15 +249,6 @@ def alter(path, byte):
     data[byte] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_an_altered_file_of_the_same_size_is_refused(tiny):
-    tiny.verify()
-    path = tiny.folder / 'train' / 'B.bin'
-    alter(path, 100)
-    os.utime(path, ns=(1, 1))
-    refusal(open_tiny().verify, 'B.bin', 'altered')
-    refusal(open_tiny().verify, 'B.bin', 'altered')  # and was not remembered as right
 
 
 def test_what_was_right_is_not_hashed_again_unless_forced(tiny, monkeypatch):
@@ -391,45 +272,13 @@ def test_what_was_right_is_not_hashed_again_unless_forced(tiny, monkeypatch):
     assert len(hashed(open_tiny(), force=True)) == 6
 
 
-def test_force_finds_what_the_memory_hides(tiny):
-    tiny.verify()
-    alter(tiny.folder / 'validation' / 'A.bin', 0)
-    open_tiny().verify()  # size and time are all it looks at
-    refusal(lambda: open_tiny().verify(force=True), 'A.bin', 'altered')
-
-
-@pytest.mark.parametrize('text', ['', '{', '[]', 'null', '{"train/A.bin": 3}'])
+@pytest.mark.parametrize('text', ['', '[]', '{"train/A.bin": 3}'])
 def test_a_damaged_memory_of_verification_is_replaced(tiny, text):
     before = {*os.listdir(tiny.folder), 'verified.json'}
     (tiny.folder / 'verified.json').write_text(text)
     tiny.verify()
     assert len(json.loads((tiny.folder / 'verified.json').read_text())) == 6
     assert set(os.listdir(tiny.folder)) == before
-
-
-def test_a_dataset_that_cannot_be_written_is_verified_all_the_same(tiny, monkeypatch):
-    def refuse(*args, **options):
-        raise PermissionError('read-only')
-
-    before = os.listdir(tiny.folder)
-    monkeypatch.setattr(os, 'replace', refuse)
-    tiny.verify()
-    assert os.listdir(tiny.folder) == before
-    alter(tiny.folder / 'train' / 'A.bin', 0)
-    refusal(open_tiny().verify, 'A.bin', 'altered')
-
-
-def test_one_split_may_be_verified_alone_and_the_other_is_not_forgotten(tiny):
-    tiny.verify(['validation'])
-    memory = tiny.folder / 'verified.json'
-    assert {name.split('/')[0] for name in json.loads(memory.read_text())} == {'validation'}
-    alter(tiny.folder / 'train' / 'A.bin', 0)
-    tiny.verify(['validation'])
-    refusal(open_tiny().verify, 'A.bin', 'altered')
-    alter(tiny.folder / 'train' / 'A.bin', 0)  # back again
-    tiny.verify()
-    tiny.verify(['validation'])
-    assert len(json.loads(memory.read_text())) == 6
 
 
 @pytest.mark.parametrize(
@@ -439,10 +288,7 @@ def test_one_split_may_be_verified_alone_and_the_other_is_not_forgotten(tiny):
         ({'A': 0, 'B': 0}, ['all 0']),
         ({'A': -1}, ['A', '-1']),
         ({'A': 'much'}, ['A', "'much'"]),
-        ({'A': True}, ['A', 'True']),
         ({'A': float('nan')}, ['A', 'nan']),
-        ({'A': float('inf')}, ['A', 'inf']),
-        ({3: 1}, ['3', 'A, B, C']),
     ],
 )
 def test_domain_weights_that_name_no_domain_or_no_weight_are_refused(tiny, weights, words):
@@ -456,15 +302,9 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(p
     prepared('short', {'train': {'A': 100, 'B': BLOCK}, 'validation': {'A': 50}})
     refusal(lambda: rows('short'), 'B', 'block_size=8', 'domain_weights')
     assert rows('short', {'A': 1, 'B': 0}).domains == ['A']
-    prepared('enough', {'train': {'A': 100, 'B': BLOCK + 1}, 'validation': {'A': 50}})
-    assert rows('enough').sizes == [12, 1]
-
-
-def test_a_domain_without_training_documents_is_left_out(prepared):
+    # A domain without training documents is left out.
     prepared('none', {'train': {'A': 100, 'B': 0}, 'validation': {'A': 50, 'B': 50}})
-    dataset = Dataset('none')
-    dataset.verify()
-    assert TrainingRows(dataset, BLOCK, 0).domains == ['A']
+    assert rows('none').domains == ['A']
 
 
 # --- the thread ----------------------------------------------------------------------------------
@@ -479,44 +319,13 @@ def test_an_error_in_the_loaders_thread_reaches_the_training_loop(tiny):
     loader.close()
 
 
-def test_a_file_cut_while_it_is_read_is_an_error_not_a_wrong_batch(tiny):
-    rows = TrainingRows(tiny, BLOCK, 0)
-    for domain in 'ABC':
-        (tiny.folder / 'train' / f'{domain}.bin').write_bytes(b'\0\0')
-    with pytest.raises((ValueError, OSError)):
-        rows.batch(8)
-
-
-class FailingRows:
-    """As many batches as the queue takes, and then an error."""
-
-    def __init__(self, dataset):
-        self.left = Loader.AHEAD
-        self.rows = TrainingRows(dataset, BLOCK, 0)
-
-    def seek(self, row):
-        pass
-
-    def batch(self, size):
-        if not self.left:
-            raise OSError('the disk is gone')
-        self.left -= 1
-        return self.rows.batch(size)
-
-
-def test_close_ends_the_thread_even_where_nobody_takes_its_batches(tiny, monkeypatch):
-    uncaught = []
-    monkeypatch.setattr(threading, 'excepthook', uncaught.append)
-    loaders = [Loader(TrainingRows(tiny, BLOCK, 0), 2, 2) for _ in range(3)]
-    loaders[1].next()
-    for loader in [*loaders, Loader(FailingRows(tiny), 2, 2)]:
-        deadline = time.monotonic() + 60
-        while not loader.queue.full():
-            assert time.monotonic() < deadline, 'its thread has ended'
-            pass
-        loader.close()
-        assert not loader.thread.is_alive()
-    assert not uncaught
+def test_close_ends_the_thread_even_where_nobody_takes_its_batches(tiny):
+    before = threading.active_count()
+    loader = Loader(TrainingRows(tiny, BLOCK, 0), 2, 2)
+    loader.next()
+    assert threading.active_count() == before + 1
+    loader.close()
+    assert threading.active_count() == before
 
 
 def resident():

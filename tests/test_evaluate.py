@@ -20,7 +20,8 @@ import evaluate
 from data import Dataset
 from hub.convert import export
 from machine import Machine
-from rundir import checkpoints, load_run
+from rundir import checkpoints
+from trained import load_run
 
 trained = byte_runs.trained
 run = byte_runs.run

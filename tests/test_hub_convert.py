@@ -18,7 +18,7 @@ from variants import GPT2, RES, SV
 import tokenizer
 from hub import convert
 from hub.convert import export, load
-from rundir import load_run
+from trained import load_run
 
 quiet = checkpoints.quiet
 trained = programs.trained

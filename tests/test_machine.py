@@ -78,24 +78,13 @@ def test_more_processes_than_gpus_are_refused_in_each_of_them(gpu, monkeypatch, 
         Machine(backend='')
 
 
-def test_float32_products_are_rounded_only_where_it_is_asked_for(gpu):
-    precisions = gpu('NVIDIA H200')
-    Machine()
-    Machine(tf32=True)
-    assert precisions == ['highest', 'high']
-
-
 @pytest.mark.parametrize(
     'name, teraflops',
     [
         ('NVIDIA H200', 989),
-        ('NVIDIA H100 80GB HBM3', 989),
         ('NVIDIA H100 PCIe', 756),
-        ('NVIDIA H100 NVL', 835),
-        ('NVIDIA A100-SXM4-80GB', 312),
         ('NVIDIA GeForce RTX 4090', 165),
         ('NVIDIA GeForce RTX 4090 D', None),
-        ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
         ('NVIDIA H200 MIG 1g.18gb', None),
         ('NVIDIA A1000', None),
     ],
@@ -114,26 +103,6 @@ def test_a_cpu_has_no_peak_and_computes_in_float32():
 
 
 @pytest.mark.parametrize(
-    'name, terabytes',
-    [
-        ('NVIDIA H200', 4.8),
-        ('NVIDIA H200 NVL', 4.8),
-        ('NVIDIA H100 NVL', 3.9),
-        ('NVIDIA H100 PCIe', 2.0),
-        ('NVIDIA H100 80GB HBM3', 3.35),
-        ('NVIDIA A100-SXM4-80GB', 2.0),
-        ('NVIDIA A100-SXM4-40GB', None),
-        ('NVIDIA H200 MIG 1g.18gb', None),
-    ],
-)
-def test_the_memorys_speed_is_that_of_the_data_sheet_or_unknown(gpu, name, terabytes):
-    gpu(name)
-    expected = terabytes and pytest.approx(terabytes * 1e12)
-    assert Machine(dtype='float32').peak_bytes() == expected
-    assert Machine('cpu').peak_bytes() is None
-
-
-@pytest.mark.parametrize(
     'attention, kernels',
     [('auto', (True, True)), ('flash', (False, True)), ('cudnn', (True, False))],
 )
@@ -149,21 +118,18 @@ def test_the_attention_setting_leaves_kernels_out(gpu, attention, kernels):
         Machine()
 
 
-@pytest.mark.parametrize(
-    'number, kernel', [(0, 'math'), (1, 'flash'), (2, 'efficient'), (3, 'cudnn')]
-)
-def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch, number, kernel):
+def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch):
     asked = []
 
     def choose(q, k, v, is_causal, enable_gqa):
         asked.append((tuple(q.shape), tuple(k.shape), is_causal, enable_gqa))
-        return number
+        return 1
 
     machine = Machine('cpu', 'float16')
     assert machine.attention_kernel(8, 2, 64, 128) is None
     machine.kind = 'cuda'  # the tensors stay on the CPU
     monkeypatch.setattr(torch, '_fused_sdp_choice', choose)
-    assert machine.attention_kernel(8, 2, 64, 128) == kernel
+    assert machine.attention_kernel(8, 2, 64, 128) == 'flash'
     machine.dtype = 'float32'
     machine.attention_kernel(8, 2, 64, 128)
     assert asked == [
@@ -172,32 +138,14 @@ def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch, numb
     ]
 
 
-@pytest.mark.parametrize('dtype', ['float16', 'float32'])
-def test_the_kernel_of_one_query_is_chosen_for_rows_of_its_heads_and_a_mask(monkeypatch, dtype):
-    """As attend() of model.py lays out what compiled decoding gives it."""
-    asked = []
-
-    def choose(q, k, v, mask):
-        asked.append([tuple(t.shape) for t in (q, k, v, mask)])
-        return 2
-
-    machine = Machine('cpu', dtype)
-    machine.kind = 'cuda'  # the tensors stay on the CPU
-    monkeypatch.setattr(torch, '_fused_sdp_choice', choose)
-    assert machine.attention_kernel(8, 2, 64, 128, queries=1) == 'efficient'
-    assert asked == [[(1, 2, 4, 64), (1, 2, 128, 64), (1, 2, 128, 64), (4, 128)]]
-
-
 @pytest.mark.parametrize(
     'kind, environment, present, missing',
     [
         ('cpu', {}, 'g++', ''),
-        ('cpu', {}, 'clang++', r'C\+\+ compiler, and there is no g\+\+'),
+        ('cpu', {}, 'clang++', r'compiler.* no g\+\+.*CXX.*--compile=False'),
         ('cpu', {'CXX': '/opt/clang++'}, '/opt/clang++', ''),
-        ('cpu', {'CXX': '/opt/clang++'}, 'g++', 'no /opt/clang'),
         ('cuda', {}, 'clang', ''),
-        ('cuda', {}, 'g++', 'C compiler, and there is no gcc or clang'),
-        ('cuda', {'CC': 'icx'}, 'gcc', 'no icx'),
+        ('cuda', {'CC': 'icx'}, 'gcc', 'no icx.*CC'),
     ],
 )
 def test_the_compiler_that_torch_will_start_must_be_there(
@@ -223,48 +171,40 @@ def test_autocast_and_the_scaler_are_those_of_the_precision(dtype):
     assert machine.scaler().is_enabled() == (dtype == 'float16')
 
 
-# --- agreement -----------------------------------------------------------------------------------
-
-
-def test_one_process_agrees_with_itself():
-    machine = Machine('cpu')
-    machine.agree(3)
-    with pytest.raises(ValueError, match='no such thing'):
-        machine.agree(ValueError('no such thing'))
-    assert machine.sum(torch.tensor([2.0])).item() == 2
+# --- several processes ---------------------------------------------------------------------------
 
 
 def disagree(case):
     machine = Machine('cpu')
     assert machine.sum(torch.tensor([1 + machine.rank])).item() == 3
-    machine.agree(7)
-    outcome = {
-        'an error in one': OSError('gone') if machine.rank == 1 else 7,
-        'an error in each': ValueError(f'of rank {machine.rank}'),
-        'other steps': machine.rank,
-    }[case]
+    assert machine.any(machine.rank == 1, False) == [True, False]
+    machine.agree('the same')
     try:
-        machine.agree(outcome)
+        if case == 'other plans':
+            machine.agree(f'step {machine.rank}')
+        with machine.together():
+            if case == 'an error in each':
+                raise ValueError(f'of rank {machine.rank}')
+            if machine.rank == 1:
+                raise OSError('gone')
     except (OSError, ValueError) as error:
         print(f'{type(error).__name__}: {error}')
     machine.close()
 
 
 @pytest.mark.parametrize(
-    'case, message',
+    'case, words',
     [
-        ('an error in one', 'OSError: gone\n'),
-        ('an error in each', 'ValueError: of rank 0\n'),
-        (
-            'other steps',
-            'ValueError: processes would go different ways, [0, 1]: '
-            'out_dir must be shared by all\n',
-        ),
+        ('an error in one', ['OSError: gone']),
+        ('an error in each', ['ValueError: of rank 0']),
+        ('other plans', ['ValueError', 'step 0', 'step 1', 'out_dir']),
     ],
 )
-def test_the_first_error_is_raised_in_the_first_process_and_ends_the_others(case, message):
+def test_the_first_error_is_raised_in_the_first_process_and_ends_the_others(case, words):
     (first, out, err), (second, silence, _) = ranks(2, disagree, case)
-    assert (first, out) == (0, message), err
+    assert first == 0, err
+    for word in words:
+        assert word in out
     assert (second, silence) == (1, '')
 
 
@@ -276,7 +216,6 @@ def test_the_first_error_is_raised_in_the_first_process_and_ends_the_others(case
     [
         ([], (False, False)),
         ([signal.SIGUSR1], (True, False)),
-        ([signal.SIGTERM], (True, True)),
         ([signal.SIGINT], (True, True)),
         ([signal.SIGTERM, signal.SIGUSR1], (True, True)),
     ],
@@ -286,6 +225,7 @@ def test_signals_are_noted_and_each_is_taken_once(numbers, answer):
     with Signals() as signals:
         for number in numbers:
             os.kill(os.getpid(), number)
+        assert signals.stopping() == answer[1]
         assert signals.take() == answer
         assert signals.take() == (False, False)
     assert [signal.getsignal(number) for number in Signals.NUMBERS] == before

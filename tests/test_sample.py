@@ -23,7 +23,7 @@ from configurator import configure
 from hub import convert
 from hub.convert import export
 from model import GPT, GPTConfig
-from rundir import load_run
+from trained import load_run
 
 trained = programs.trained
 
