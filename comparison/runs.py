@@ -204,7 +204,9 @@ def changes_on_the_way(entries):
     words = []
     for entry in entries:
         for name, (old, new) in (entry.get('changed') or {}).items():
-            if name not in HARMLESS:
+            # A setting that was off before and after, such as one that this code no longer has.
+            is_off = not old and not new
+            if name not in HARMLESS and not is_off:
                 words.append(f'step {entry["step"]}: {name}={new!r}, before {old!r}')
     return words
 
