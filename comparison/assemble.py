@@ -89,7 +89,10 @@ def assemble(arms, contrasts, incomplete, timing):
         domains[key] = {domain: describe(values) for domain, values in by_domain.items()}
     verdicts = judge(differences, incomplete)
     for ours, theirs in contrasts:
-        verdicts[contrast_name(ours, theirs)] |= {'ours': ours, 'theirs': theirs}
+        verdict = verdicts[contrast_name(ours, theirs)]
+        losses = [arms[name].losses() for name in (ours, theirs)]
+        pairs = [[each[seed] for seed in verdict['differences']] for each in losses]
+        verdict |= {'ours': ours, 'theirs': theirs, 'losses': [mean_and_sd(each) for each in pairs]}
     table = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
     for name in table:
         table[name] |= measures.step_time(timing, name, baseline)
@@ -108,7 +111,7 @@ def assemble(arms, contrasts, incomplete, timing):
 def arm_numbers(arm, base):
     """An arm's line in the tables."""
     losses = arm.losses()
-    values = list(losses.values())
+    mean, sd = mean_and_sd(losses.values())
     cost = measures.of_model(arm.config)
     rates = {'learning_rate': arm.rate} if arm.rate not in (base.rate, None) else {}
     return {
@@ -118,11 +121,18 @@ def arm_numbers(arm, base):
         'tokens_per_step': arm.tokens_per_step,
         'flops_per_step': cost['flops_per_token'] * arm.tokens_per_step,
         'losses': losses,
-        'mean': statistics.fmean(values) if values else None,
-        'sd': statistics.stdev(values) if len(values) > 1 else None,
+        'mean': mean,
+        'sd': sd,
         'cost': cost,
         **measures.trouble(arm.states.values()),
     }
+
+
+def mean_and_sd(values):
+    """(mean, standard deviation), each None where there are too few values."""
+    values = list(values)
+    mean = statistics.fmean(values) if values else None
+    return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
 def describe_evaluation(own):
@@ -180,8 +190,11 @@ def compare_runs(folders, title, contrasts=''):
                 problems[str(state.folder)] = text
 
     pairs = all_contrasts(arms, parse_contrasts(contrasts, arms))
-    reasons = {contrast_name(*pair): why_incomparable(arms, *pair) for pair in pairs}
-    incomplete = {name: reason for name, reason in reasons.items() if reason}
+    incomplete = {}
+    for ours, theirs in pairs:
+        reason = why_incomparable(arms[ours], arms[theirs])
+        if reason:
+            incomplete[contrast_name(ours, theirs)] = reason
     return assemble(arms, pairs, incomplete, measures.logged_times(arms)) | {
         'title': title,
         'plan': None,
@@ -221,26 +234,23 @@ def group_name(states, others):
     return f'{names[0]} {len(others) + 1}'
 
 
-def why_incomparable(arms, ours, theirs):
-    """Why two groups of runs have no verdict, or ''."""
-    a, b = arms[ours], arms[theirs]
-    names = (*TEXT, 'max_iters')
-    other = difference(*({name: arm.facts[name] for name in names} for arm in (a, b)))
-    if other:
-        name, value, their_value = other
-        what = 'their losses are those of different texts' if name in TEXT else 'they differ'
-        return f'{what}: {name}={value!r} and {their_value!r}'
-    seeds = a.states.keys() & b.states.keys()
-    pairs = [(a.states[seed], b.states[seed]) for seed in sorted(seeds)]
-    for state in itertools.chain(*pairs):
-        if state.kind != 'finished':
-            return f'{state.folder} is {state.kind}: {state.detail}'
-    # Each pair is alike in how it was resumed, and all runs saw the same data.
-    alike = [(one, other, 'resumed') for one, other in pairs]
-    alike += [(pairs[0][0], state, 'data') for state in itertools.chain(*pairs)]
-    for one, other, name in alike:
-        found = difference({name: one.facts[name]}, {name: other.facts[name]})
+# Facts that two runs of different arms must share, too.
+SHARED = (*TEXT, 'max_iters', 'data', 'resumed')
+
+
+def why_incomparable(ours, theirs):
+    """Why two arms of existing runs have no verdict, or ''."""
+    pairs = [(x, theirs.states[seed]) for seed, x in ours.states.items() if seed in theirs.states]
+    for pair in pairs:
+        for state in pair:
+            if state.kind != 'finished':
+                return f'{state.folder} is {state.kind}: {state.detail}'
+        one, other = ({name: state.facts[name] for name in SHARED} for state in pair)
+        first = {name: pairs[0][0].facts[name] for name in SHARED}
+        # Every pair is alike in how it was resumed; in all else, all runs are.
+        found = difference(one, other) or difference(first, other, ['resumed'])
         if found:
-            _, value, other_value = found
-            return f'{one.folder} and {other.folder} differ in {name}: {value} and {other_value}'
+            folders = ' and '.join(str(state.folder) for state in pair)
+            name, value, other_value = found
+            return f'{folders} differ in {name}: {value!r} and {other_value!r}'
     return '' if pairs else 'they have no seed in common'

@@ -60,14 +60,6 @@ def color(index):
     return f'#03{index % COLORS:02x}03'
 
 
-def figure(height=HEIGHT, title=''):
-    drawing, axes = pyplot().subplots(figsize=(WIDTH, height), layout='constrained')
-    axes.set_title(title)
-    axes.set_axisbelow(True)
-    axes.grid(linewidth=0.6)
-    return drawing, axes
-
-
 def svg(drawing, label):
     """The figure as an <svg> element for a page; label: what it shows, for screen readers."""
     text = io.StringIO()
@@ -91,22 +83,6 @@ def zero_line(axes, vertical=False):
     line(0, color=color(0), linewidth=1.2)
 
 
-def legend(axes):
-    """Above the axes, where it hides no curve, in as many columns as fit."""
-    handles, labels = axes.get_legend_handles_labels()
-    if not handles:
-        return
-    longest = max(map(len, labels))
-    axes.figure.legend(
-        handles,
-        labels,
-        loc='outside upper left',
-        ncols=max(1, min(4, 62 // (longest + 7))),
-        frameon=False,
-        fontsize=8,
-    )
-
-
 def line_style(index):
     return {'color': color(index), 'linestyle': '-' if index < COLORS else '--'}
 
@@ -117,24 +93,27 @@ def line_style(index):
 @styled
 def forest(contrasts, arms):
     """A row per contrast: a dot per seed, the mean, its 95% interval, corrected where it can be."""
-    rows = [(name, c) for name, c in contrasts.items() if c['seeds']]
+    rows = [c for c in contrasts.values() if c['seeds']]
     if not rows:
         return ''
-    drawing, axes = figure(0.95 + 0.42 * len(rows), 'Difference of validation loss (nats)')
+    size = WIDTH, 0.95 + 0.5 * len(rows)
+    drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
+    axes.set_title('Difference of validation loss (nats)')
+    axes.grid(linewidth=0.6)
     zero_line(axes, vertical=True)
-    for y, (_, c) in enumerate(rows):
+    for y, c in enumerate(rows):
         shade = color(arms.index(c['ours']))
         values = list(c['differences'].values())
-        axes.plot(values, [y + 0.18] * len(values), 'o', color=shade, markersize=3, alpha=0.6)
+        axes.plot(values, [y + 0.2] * len(values), 'o', color=shade, markersize=3, alpha=0.6)
         ends = [c['low_holm'], c['high_holm']]
         if None not in ends:
             axes.plot(ends, [y, y], color=shade, linewidth=2)
         axes.plot(c['mean'], y, 'D', color=shade, markersize=6)
-    names = [f'{c["ours"]} {MINUS} {c["theirs"]}' for _, c in rows]
-    axes.set_yticks(range(len(rows)), names)
+        # Above its row, where a long name takes nothing from the plot.
+        name = f'{c["ours"]} {MINUS} {c["theirs"]}'
+        axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9)
+    axes.set_yticks([])
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    axes.grid(False, axis='y')
-    axes.tick_params(axis='y', length=0)
     axes.locator_params(axis='x', nbins=5)
     axes.set_xlabel('below 0 is better; small dots are seeds')
     return svg(drawing, 'Differences with intervals')
@@ -196,45 +175,12 @@ def relative_curves(curves, arms):
 
 
 @styled
-def rate_sweep(tuning, arms):
-    """Validation loss against learning rate on the tuning seeds; the chosen rate is ringed."""
-    drawing, axes = figure(title='Learning rate, on the tuning seeds')
-    ticks = set()
-    for name, sweep in tuning.items():
-        shade = color(arms.index(name))
-        rates, means = [], []
-        for rate, trial in sweep['trials'].items():
-            losses = [loss for loss in trial['losses'].values() if math.isfinite(loss)]
-            axes.plot([rate] * len(losses), losses, 'o', color=shade, markersize=2.5, alpha=0.5)
-            if trial['complete'] and math.isfinite(trial['mean']):
-                rates.append(rate)
-                means.append(trial['mean'])
-        if not rates:
-            continue
-        ticks.update(rates)
-        axes.plot(rates, means, '-o', markersize=4, label=name, color=shade)
-        if sweep['best'] is not None:
-            lowest = sweep['trials'][sweep['best']]['mean']
-            axes.plot(sweep['best'], lowest, 'o', color=shade, markersize=11, fillstyle='none')
-    if not ticks:
-        pyplot().close(drawing)
-        return ''
-    axes.set_xscale('log')
-    axes.set_xticks(sorted(ticks), [f'{rate:g}' for rate in sorted(ticks)])
-    axes.minorticks_off()
-    axes.set_xlabel('learning rate; ring: chosen')
-    axes.set_ylabel('validation loss (nats)')
-    legend(axes)
-    return svg(drawing, 'Loss against learning rate')
-
-
-@styled
 def mixing_weights(mixing, arms):
-    """The weights of values that layers have learned: a panel per arm, its sources' and its own."""
+    """The mixing weights that layers have learned: a panel per arm, a line per seed."""
     mixing = {name: seeds for name, seeds in mixing.items() if seeds}
     if not mixing:
         return ''
-    drawing, grid = panels(len(mixing), 'Learned mixing weights')
+    drawing, grid = panels(len(mixing), 'Learned mixing weights (dots: sources, squares: own)')
     for axes, (name, seeds) in zip(grid.flat, mixing.items(), strict=False):
         shade = color(arms.index(name))
         for layers in seeds.values():
@@ -243,7 +189,5 @@ def mixing_weights(mixing, arms):
             axes.plot(list(layers), own, '--s', color=color(0), markersize=3, linewidth=1)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel('layer')
-    for line, text in zip(axes.lines[:2], ('of the sources', "of the layer's own"), strict=True):
-        line.set_label(text)
-    legend(axes)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     return svg(drawing, 'Learned mixing weights by layer, a line per seed')

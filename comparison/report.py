@@ -85,7 +85,7 @@ def summary(comparison):
 
 def sentences(comparison, contrast):
     """[who wins, by which numbers, why it is undecided, at what cost], without what is not known."""
-    parts = [verdict(comparison, contrast), evidence(comparison, contrast)]
+    parts = [verdict(comparison, contrast), evidence(contrast)]
     parts += [doubt(contrast), gain_and_cost(comparison, contrast)]
     return [part for part in parts if part]
 
@@ -101,14 +101,14 @@ def verdict(comparison, contrast):
     return f'{ours} is {contrast["verdict"]} than {theirs} by {abs(mean):.4f} nats{untuned}.'
 
 
-def evidence(comparison, contrast):
+def evidence(contrast):
     """The numbers behind the verdict: the losses, the spread between seeds, the corrected interval."""
     if contrast['mean'] is None:
         return ''
-    ours, theirs = (comparison['arms'][contrast[name]] for name in ('ours', 'theirs'))
-    text = f'Validation loss {plain(ours["mean"])} against {plain(theirs["mean"])}'
-    if ours['sd'] and theirs['sd']:
-        text += f' (standard deviation between seeds {plain(ours["sd"])} and {plain(theirs["sd"])})'
+    (ours, our_sd), (theirs, their_sd) = contrast['losses']
+    text = f'Validation loss {plain(ours)} against {plain(theirs)}'
+    if our_sd and their_sd:
+        text += f' (standard deviation between seeds {plain(our_sd)} and {plain(their_sd)})'
     text += f', difference {signed(contrast["mean"])}'
     if contrast['p_holm'] is not None:
         text += f', 95% interval {interval(contrast)} and p {p_text(contrast["p_holm"])}'
@@ -205,8 +205,8 @@ def cautions(comparison):
     for name, arm in comparison['arms'].items():
         if arm['skipped'] or arm['spikes']:
             notes.append(
-                f'In the runs of {name}, {arm["skipped"]} steps were skipped for a gradient that is '
-                f'not finite, and the loss spiked {arm["spikes"]} times.'
+                f'The runs of {name}, all together, skipped {arm["skipped"]} steps for a gradient '
+                f'that is not finite; spikes of their loss: {arm["spikes"]}.'
             )
     return notes
 
@@ -262,20 +262,14 @@ def arm_table(comparison):
 
 
 def cost_table(comparison):
-    base = comparison['arms'][comparison['baseline']]
-    head = ['arm', 'parameters', 'FLOPs/token', 'FLOPs/step', 'KV cache bytes/token']
-    head += ['ms/step', 'time', 'peak GiB']
+    head = ['arm', 'parameters', 'FLOPs/step', 'KV cache bytes/token', 'ms/step', 'peak GiB']
     rows = []
     for name, arm in comparison['arms'].items():
         cost, peak = arm['cost'], arm['peak_bytes']
-        share = arm['flops_per_step'] / base['flops_per_step']
-        row = [name, f'{cost["parameters"]:,}', f'{cost["flops_per_token"]:.4g}']
-        row += [f'{arm["flops_per_step"]:.4g} ({TIMES}{share:.3f})']
+        row = [name, f'{cost["parameters"]:,}', f'{arm["flops_per_step"]:.4g}']
         row += [f'{cost["cache_bytes_per_token"]:,.0f}', plain(arm['ms'], 1)]
-        row += ['' if arm['ratio'] is None else f'{TIMES}{arm["ratio"]:.3f}']
-        rows.append([*row, '' if peak is None else f'{peak / 2**30:.2f}'])
-    keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    return 'Cost', [head[i] for i in keep], [[row[i] for i in keep] for row in rows]
+        rows.append([*row, plain(peak and peak / 2**30, 2)])
+    return 'Cost', head, rows
 
 
 def tuning_table(comparison):
@@ -452,7 +446,6 @@ def plots(comparison):
     arms = list(comparison['arms'])
     drawings = [
         charts.relative_curves(comparison['curves'], arms),
-        charts.rate_sweep(comparison['tuning'], arms),
         charts.mixing_weights(comparison['mixing'], arms),
     ]
     return ''.join(f'<div>{drawing}</div>' for drawing in drawings if drawing)

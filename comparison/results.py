@@ -190,7 +190,7 @@ def train(results, jobs=0, gpus=1, ended=lambda: None):
         # Tried again: until then it would count as lost, and its arm would go on at another rate.
         launch.failure_file(job.folder).unlink(missing_ok=True)
     expected = planned_steps(plan)
-    bar = tqdm(total=sum(expected), unit='step')
+    bar = tqdm(total=sum(expected), unit='step', desc='runs')
     last_call = time.monotonic()
 
     def missing():
@@ -209,7 +209,9 @@ def train(results, jobs=0, gpus=1, ended=lambda: None):
         finished = [state.config['max_iters'] for state in results.finished.values()]
         bar.n = sum(finished) + sum(launch.last_step(job.folder) for job in running)
         bar.initial = bar.initial or bar.n
-        bar.set_description(f'{len(finished)} of {len(expected)} runs')
+        text = f'{len(finished)} of {len(expected)} runs'
+        # A log file takes a line for each run.
+        bar.set_description(text, refresh=sys.stderr.isatty() or not bar.desc.startswith(text))
 
     try:
         launch.launch(missing, slots, gpus, tick)

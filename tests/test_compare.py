@@ -407,7 +407,7 @@ RESUMED = '{"step": 12, "changed": {"learning_rate": [0.01, 0.02]}}\n'
         (
             {'batch_size': 4, 'gradient_accumulation_steps': 2},
             '',
-            'eval_iters * batch_size=8 and 16',
+            'eval_iters * batch_size: 8 and 16',
         ),
         ({'max_iters': 29}, '', 'max_iters'),
         ({'seed': 9}, '', 'no seed in common'),
