@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-from scipy import integrate
 
 from comparison import verdict
 from comparison.false_verdicts import DISTRIBUTIONS, SEEDS, false_verdicts
@@ -17,7 +16,6 @@ from comparison.verdict import (
     describe,
     holm,
     judge,
-    paired_differences,
     power,
     seeds_needed,
     sign_flip,
@@ -25,32 +23,9 @@ from comparison.verdict import (
     t_test,
 )
 
-# Validation losses of seeds 1, 2, 3: results/untuned, 0.52M parameters, 5.1M bytes.
-LOGGED = {
-    'vanilla': (1.856, 1.805, 1.835),
-    'resformer': (1.798, 1.782, 1.777),
-    'svformer': (1.776, 1.787, 1.782),
-    'neutreno': (1.777, 1.789, 1.771),
-    'denseformer': (1.812, 1.797, 1.810),
-    'learned': (1.789, 1.771, 1.770),
-}
-SDS = np.array([np.std(losses, ddof=1) for losses in LOGGED.values()])
+# Standard deviations over seeds of six models in results/untuned: 0.52M parameters, 5.1M bytes.
+SDS = np.array([0.026, 0.011, 0.006, 0.009, 0.008, 0.011])
 COMPARISONS = 10_000
-
-
-def power_by_integration(difference, sd, n, level):
-    """Average over the measured standard deviation of the normal probability to be significant."""
-    df, critical = n - 1, scipy.stats.t.ppf(1 - level / 2, n - 1)
-    shift = difference / sd * math.sqrt(n)
-
-    def integrand(s):  # s: measured / true standard deviation, chi over sqrt(df)
-        log_density = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
-        density = math.exp(log_density + (df - 1) * math.log(s) - df * s * s / 2)
-        above = 0.5 * math.erfc((critical * s - shift) / math.sqrt(2))
-        below = 0.5 * math.erfc((critical * s + shift) / math.sqrt(2))
-        return density * (above + below)
-
-    return integrate.quad(integrand, 0, 10, limit=200)[0]
 
 
 # --- against formulas and scipy -------------------------------------------------------------------
@@ -64,13 +39,6 @@ def test_mean_interval_and_p_equal_scipys(n):
     assert np.isclose(numbers['p'], theirs.pvalue) and np.isclose(numbers['mean'], np.mean(values))
     assert np.isclose(numbers['sd'], np.std(values, ddof=1))
     assert np.allclose((numbers['low'], numbers['high']), theirs.confidence_interval(0.95))
-
-
-def test_pairs_are_by_seed():
-    assert paired_differences({1: 2.0, 2: 3.0, 4: 9.0}, {2: 1.0, 1: 1.5, 3: 0.0}) == {
-        1: 0.5,
-        2: 2.0,
-    }
 
 
 @pytest.mark.parametrize('m', [1, 2, 5, 10])
@@ -104,12 +72,12 @@ def test_flips_of_signs_are_all_counted():
 
 
 @pytest.mark.parametrize('n, level', [(3, 0.05), (3, 0.005), (5, 0.05), (8, 0.01)])
-def test_power_equals_an_integral(n, level):
-    for difference in (0.0, 0.5, 1.0, 2.0, 4.0, 6.0, 20.0):
-        expected = power_by_integration(difference, 1.0, n, level)
-        assert abs(float(power(difference, 1.0, n, level)) - expected) < 1e-5
-        # The same for differences below zero, and in other units.
-        assert np.isclose(power(-difference * 0.03, 0.03, n, level), expected, atol=1e-5)
+def test_power_is_the_share_of_comparisons_that_find_a_difference(n, level):
+    random = np.random.default_rng(n)
+    for difference in (0.0, 1.0, -2.0, 4.0):
+        _, _, _, p = t_test(random.normal(difference, 1, (40_000, n)))
+        expected = float(power(difference * 0.03, 0.03, n, level))
+        assert abs((p <= level).mean() - expected) < 4 * 0.5 / math.sqrt(40_000)
 
 
 def test_power_has_no_holes():
@@ -122,13 +90,12 @@ def test_power_has_no_holes():
 # --- by simulation --------------------------------------------------------------------------------
 
 
-def simulate(random, seeds, arms, effects):
+def simulate(random, seeds, arms):
     """Differences (COMPARISONS, arms - 1, seeds) of arms against the first, as seeds make them: each
     arm scatters by what was logged, and all share what a seed's data and order do."""
     sds = SDS[np.arange(arms) % len(SDS)]
     shared = random.normal(0, 0.02, (COMPARISONS, 1, seeds))
     losses = 1.8 + shared + random.normal(0, 1, (COMPARISONS, arms, seeds)) * sds[:, None]
-    losses += np.asarray(effects)[:, None]
     return losses[:, 1:] - losses[:, :1]
 
 
@@ -142,24 +109,12 @@ def test_identical_arms_are_told_apart_in_at_most_5_percent(seeds):
     random = np.random.default_rng(seeds)
     rates = []
     for contrasts in range(1, 11):
-        differences = simulate(random, seeds, contrasts + 1, np.zeros(contrasts + 1))
+        differences = simulate(random, seeds, contrasts + 1)
         rates.append((verdicts(differences) != 'undecided').any(axis=-1).mean())
     # One contrast is wrong in 5% exactly, of which 10,000 comparisons show 5% +- 0.22%.
     error = math.sqrt(LEVEL * (1 - LEVEL) / COMPARISONS)
     assert max(rates) <= LEVEL + 3 * error, rates
     assert np.mean(rates) <= LEVEL, rates
-
-
-@pytest.mark.parametrize('seeds', [3, 5, 8])
-@pytest.mark.parametrize('contrasts', [1, 3, 10])
-def test_the_smallest_difference_is_found_in_80_percent(seeds, contrasts):
-    random = np.random.default_rng(seeds)
-    sd = math.hypot(SDS[0], SDS[1])
-    effects = np.zeros(contrasts + 1)
-    effects[1] = -smallest_difference(sd, seeds, contrasts)
-    words = verdicts(simulate(random, seeds, contrasts + 1, effects))[:, 0]
-    assert (words == 'better').mean() >= 0.8
-    assert not (words == 'worse').any()
 
 
 @pytest.mark.parametrize('seeds', [3, 5, 8])
