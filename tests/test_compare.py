@@ -409,7 +409,7 @@ RESUMED = '{"step": 12, "changed": {"learning_rate": [0.01, 0.02]}}\n'
             '',
             'eval_iters * batch_size: 8 and 16',
         ),
-        ({'max_iters': 29}, '', 'max_iters'),
+        ({'max_iters': 29}, '{"step": 29, "val": {"mean": 2.0}}\n', 'max_iters'),
         ({'seed': 9}, '', 'no seed in common'),
         ({'my_flag': 1}, '', 'my_flag=1'),
         ({'data': 'def'}, '', 'data'),
