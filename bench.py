@@ -88,12 +88,10 @@ class TableConfig:
     def __post_init__(self):
         refuse(self.rounds < 1, f'rounds={self.rounds} must be at least 1')
         refuse(self.warmup < 0, f'warmup={self.warmup} must be at least 0')
-        for name, choices in (
-            ('mode', torch._inductor.list_mode_options()),
-            ('attention', ATTENTION),
-        ):
+        choices = {'mode': torch._inductor.list_mode_options(), 'attention': ATTENTION}
+        for name, allowed in choices.items():
             value = getattr(self, name)
-            refuse(value not in choices, f'{name}={value!r} is not one of {", ".join(choices)}')
+            refuse(value not in allowed, f'{name}={value!r} is not one of {", ".join(allowed)}')
         refuse(
             self.mode != type(self).mode and not self.compile,
             f'mode={self.mode} does nothing with compile=False; drop one of them',

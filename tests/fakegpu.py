@@ -19,7 +19,6 @@ import ctypes
 import json
 import os
 import sys
-import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -129,12 +128,6 @@ def graphs_compiled():
     return torch._dynamo.utils.counters['stats']['unique_graphs']
 
 
-def seconds_of(act):
-    began = time.perf_counter()
-    act()
-    return round(time.perf_counter() - began, 1)
-
-
 def empty_model(config):
     """A model on the GPU whose weights are what memory holds: its seeded ones take minutes."""
     GPT.init_weights = lambda self, seed: None
@@ -158,7 +151,7 @@ def measure_training(settings, config, distributed):
     def step():
         row.step(batch)
 
-    first = seconds_of(step)
+    step()
     # DistributedDataParallel cuts the graph.
     whole = 1 if settings.compile else 0
     assert distributed or graphs_compiled() == whole, 'the model is not one graph'
@@ -168,8 +161,6 @@ def measure_training(settings, config, distributed):
     numbers = {
         'batch': settings.batch_size,
         'length': config.block_size,
-        'parameters': sum(p.numel() for p in wrapped.parameters()),
-        'first_step_s': first,
         'launches_of_two_micro_steps': launches_since(before),
         'compiled_gb_of_two_micro_steps': round(sum(moved), 1) if settings.compile else None,
         'step_gib': peak,
@@ -256,13 +247,10 @@ def measure_decoding(config, graphs):
     def decode():
         one_token(prompt[:, :1], cache=cache, last_only=True)
 
-    def warm_up():
-        for _ in range(3):
-            decode()
-
     with torch.no_grad():
         model(prompt, cache=cache, last_only=True)
-        first = seconds_of(warm_up)
+        for _ in range(3):
+            decode()
         compiled, before = graphs_compiled(), launches()
         _, peak = peak_of(decode)
         counts = launches_since(before)
@@ -270,10 +258,8 @@ def measure_decoding(config, graphs):
     return {
         'batch': 8,
         'length': config.block_size,
-        'first_step_s': first,
         'launches_per_token': counts,
         'step_gib': peak,
-        'cache_gib': cache.nbytes / GIB,
         'recompiled': graphs_compiled() - compiled,
     }
 

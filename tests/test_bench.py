@@ -182,6 +182,10 @@ def test_the_peer_is_llama_of_our_shape_without_a_mask_compiled_or_not():
 # --- a row's own settings ------------------------------------------------------------------------
 
 
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
 def train_step_of(name, machine, config, batch):
     """(what an update of plain SGD leaves in the weights, bytes kept for the backward pass)"""
     make, own, config = bench.read_name(name, bench.BenchConfig(), config)
@@ -189,7 +193,7 @@ def train_step_of(name, machine, config, batch):
     row.build(machine)
     model, _, scaler = row.parts
     row.parts = model, torch.optim.SGD(model.parameters(), 1.0), scaler
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    before = weights(model)
     kept = []
 
     def keep(tensor):
@@ -198,12 +202,11 @@ def train_step_of(name, machine, config, batch):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         row.step(batch)
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return after - before, sum(kept)
+    return weights(model) - before, sum(kept)
 
 
 OWN = ['compile=False', 'activation_memory_budget=0.9', 'activation_checkpointing=True']
-OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune-no-cudagraphs']
+OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune']
 
 
 @pytest.mark.parametrize('variant', ['neutreno_resformer', 'cla_gqa'])
@@ -217,7 +220,7 @@ def test_every_setting_of_a_row_takes_the_same_step(variant, graphs):
     x, y = torch.randint(96, (2, 3, 32), device=machine.device)
     expected, most = train_step_of(variant, machine, config, (x, y))
     of_vanilla = set(graphs)
-    for setting in OWN + OF_GPUS * on_gpu + ['mode=reduce-overhead'] * on_gpu:
+    for setting in OWN + OF_GPUS * on_gpu:
         graphs.clear()
         change, kept = train_step_of(f'{variant}+{setting}', machine, config, (x, y))
         tolerance = 2e-2 if on_gpu else 1e-5
@@ -302,7 +305,6 @@ def test_several_processes_do_not_decode(monkeypatch):
         (['--variants=vanilla,resformr'], ['resformr', 'resformer']),
         (['--variants=vanilla+v_residul=True'], ['vanilla+', 'v_residul', "'v_residual'"]),
         (['--variants=vanilla+batch_size=64'], ['--batch_size']),
-        (['--variants=vanilla+block_size=4096'], ['--block_size']),
         (['--variants=vanilla,gqa'], ['gqa', 'n_head=2']),
         (['--variants=vanilla+attention=flsh'], ['flsh', 'flash', 'cudnn']),
         (['--variants=vanilla+mode=foo'], ['foo', 'reduce-overhead']),
@@ -310,7 +312,6 @@ def test_several_processes_do_not_decode(monkeypatch):
         (['--compile=False', '--activation_memory_budget=0.9'], ['memory_budget', 'compile']),
         (['--variants=hf+share_v=True'], ['hf', 'share_v']),
         (['--peers=hf', '--activation_checkpointing=True'], ['hf', 'activation_checkpointing']),
-        (['--peers=torch'], ['peers', 'torch', 'hf']),
         (['--v_residual=True'], ['v_residual', '--variants=vanilla+']),
         (['--rounds=0'], ['rounds=0']),
         (['--warmup=-20'], ['warmup=-20']),
@@ -320,10 +321,8 @@ def test_several_processes_do_not_decode(monkeypatch):
         (['--real_data=none', EAGER], ['none']),
         ([*DECODE, '--contexts=(64,)'], ['contexts', 'block_size=16']),
         ([*DECODE, '--new_tokens=8'], ['contexts', 'new_tokens=8']),
-        ([*DECODE, '--new_tokens=0'], ['new_tokens=0']),
         ([*DECODE, '--prefill_chunk=0'], ['prefill_chunk=0']),
         ([*DECODE, '--batch_sizes=(0,)'], ['batch_sizes=(0,)']),
-        ([*DECODE, '--batch_sizes=()'], ['batch_sizes=()']),
         ([*DECODE, "--contexts=('a',)"], ["contexts=('a',)"]),
         ([*DECODE, '--variants=hf'], ['hf', 'vanilla']),
         ([*DECODE, '--variants=vanilla+activation_checkpointing=True'], ['checkpointing']),
