@@ -193,7 +193,7 @@ def rope(config, x):
     """Rotate the pair (i, i + hs/2) at time t by the angle t * its frequency."""
     T, hs = x.shape
     half = hs // 2
-    frequencies, _ = rope_frequencies(hs, config.rope_theta, config.rope_scaling)
+    frequencies = rope_frequencies(hs, config.rope_theta, config.rope_scaling)
     angle = torch.tensor([[t * f for f in frequencies] for t in range(T)], dtype=x.dtype)
     a, b = x[:, :half], x[:, half:]
     rotated = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
@@ -201,24 +201,20 @@ def rope(config, x):
 
 
 def rope_frequencies(head_size, theta, scaling):
-    """theta^(-2i / hs) for each pair, and what Llama 3's scaling did to each, by its wavelength."""
-    frequencies, effects = [], []
+    """theta^(-2i / hs) for each pair, after Llama 3's scaling, which goes by wavelengths."""
+    frequencies = []
     for i in range(head_size // 2):
         frequency = theta ** (-2 * i / head_size)
-        effect = 'kept'
         if scaling:
             factor, low_freq, high_freq, original_length = scaling
             wavelength = 2 * math.pi / frequency
             if wavelength > original_length / low_freq:
-                effect = 'stretched'
                 frequency = frequency / factor
             elif wavelength >= original_length / high_freq:
-                effect = 'blended'
                 smooth = (original_length / wavelength - low_freq) / (high_freq - low_freq)
                 frequency = (1 - smooth) * frequency / factor + smooth * frequency
         frequencies.append(frequency)
-        effects.append(effect)
-    return frequencies, effects
+    return frequencies
 
 
 def norm(config, weights, name, x):

@@ -1,34 +1,24 @@
-"""The KV cache and compiled decoding, against the forward pass over the whole text."""
+"""Decoding: the KV cache and compiled decoding against the forward pass over the whole text, and
+sampling against its slow, obvious version."""
 
-import itertools
 import math
-from fractions import Fraction
+from collections import Counter
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-import variants
-from variants import CLA, RES, SIZE, SV, VARIANTS, config_of, tokens
+from variants import SIZE, make, tokens
 
 from model import GPT, GPTConfig
 
 B, T = 3, 24
-CHUNKS = (7, 1, 11, 1, 4)
-every_variant = pytest.mark.parametrize('name', VARIANTS)
-few_variants = pytest.mark.parametrize(
-    'name', ['vanilla', 'NeuTRENO on CLA', 'cross from all, GQA', 'gpt2 CLA GQA', 'everything']
-)
+few_variants = pytest.mark.parametrize('name', ['NeuTRENO on CLA', 'gpt2 CLA GQA', 'everything'])
 
 
 @pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():
         yield
-
-
-def make(name='vanilla', **size):
-    return variants.make(name, **{'n_layer': 4, **size})
 
 
 def prefilled(model, idx, max_len):
@@ -43,32 +33,14 @@ def in_chunks(model, idx, chunks, cache, **options):
     return torch.cat(logits, dim=1)
 
 
-def assert_near(ours, expected, tolerance):
+def assert_near(ours, expected, tolerance=1e-5):
     """No logit is off by more than the tolerance, relative to the largest."""
     assert ours.shape == expected.shape
     error = ((ours - expected).abs().max() / expected.abs().max()).item()
     assert error <= tolerance, f'relative error {error:.2e}'
 
 
-# --- exact ---------------------------------------------------------------------------------------
-
-CHUNKINGS = [
-    (torch.float32, 1e-5, (14,) + 10 * (1,)),
-    (torch.float32, 1e-5, CHUNKS),
-    (torch.float32, 1e-5, (1, 7, 1, 15)),
-    (torch.float64, 1e-12, (1, 7, 1, 12, 1, 1, 1)),
-]
-
-
-@every_variant
-def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward(name):
-    model = make(name)
-    idx = tokens(B, T)
-    for room, (dtype, tolerance, chunks) in enumerate(CHUNKINGS):
-        expected = model.to(dtype)(idx)[0]
-        cache = model.new_cache(B, T + room)
-        assert_near(in_chunks(model, idx, chunks, cache), expected, tolerance)
-        assert cache.position.item() == T
+# --- the cache (test_variants.py decodes every variant with it) --------------------------------------
 
 
 @few_variants
@@ -84,234 +56,228 @@ def test_kernels_may_store_the_heads_of_a_position_side_by_side(monkeypatch, nam
     idx = tokens(B, T)
     expected = model(idx)[0]
     monkeypatch.setattr(F, 'scaled_dot_product_attention', side_by_side)
-    assert_near(model(idx)[0], expected, 1e-5)
-    assert_near(in_chunks(model, idx, CHUNKS, model.new_cache(B, T)), expected, 1e-5)
-
-
-@every_variant
-def test_last_only_gives_the_last_position_of_every_chunk(name):
-    model = make(name)
-    idx = tokens(B, T)
-    chunks = (9, 1, 6, 1, 1, 6)
-    ends = torch.tensor(list(itertools.accumulate(chunks))) - 1
-    cached = in_chunks(model, idx, chunks, model.new_cache(B, T + 3), last_only=True)
-    assert_near(cached, model(idx)[0][:, ends], 1e-5)
+    assert_near(model(idx)[0], expected)
+    assert_near(in_chunks(model, idx, (7, 1, 11, 1, 4), model.new_cache(B, T)), expected)
 
 
 @few_variants
-def test_a_cached_text_is_a_prefix_of_the_loss(name):
+def test_after_a_cache_come_the_last_logits_and_the_loss_of_the_whole_text(name):
     model = make(name)
     idx, targets = tokens(B, T), tokens(B, T, seed=1)
-    targets[0, 15] = -1
-    logits = model(idx)[0][:, 12:].flatten(0, 1)
-    expected = F.cross_entropy(logits, targets[:, 12:].flatten(), ignore_index=-1)
-    cache = prefilled(model, idx[:, :12], T)
-    loss = model(idx[:, 12:], targets[:, 12:], cache)[1]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_the_rows_of_a_batch_do_not_see_each_other():
-    model = make('cross from all, GQA')
-    idx = tokens(B, T)
-    together = in_chunks(model, idx, (9, 1, 1, 13), model.new_cache(B, T))
-    for row in range(B):
-        alone = in_chunks(model, idx[row : row + 1], (9, 1, 1, 13), model.new_cache(1, T))
-        assert_near(together[row : row + 1], alone, 1e-5)
-
-
-def test_the_cache_keeps_no_graph_of_gradients():
-    model = make('learned from all')
-    idx = tokens(B, T)
+    logits = model(idx)[0]
     with torch.enable_grad():
-        cache = prefilled(model, idx[:, :10], T)
-        logits = in_chunks(model, idx[:, 10:], (1, 13), cache)
-    assert logits.requires_grad
+        cache = prefilled(model, idx[:, :12], T)
     assert not any(tensor.requires_grad for tensor in cache.tensors.values())
-    assert_near(logits, model(idx)[0][:, 10:], 1e-5)
+    loss = model(idx[:, 12:20], targets[:, 12:20], cache)[1]
+    expected = F.cross_entropy(logits[:, 12:20].flatten(0, 1), targets[:, 12:20].flatten())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_near(in_chunks(model, idx[:, 20:], (3, 1), cache, last_only=True), logits[:, [22, 23]])
 
 
-# --- size ----------------------------------------------------------------------------------------
-
-
-@every_variant
-def test_only_layers_that_own_keys_or_values_have_a_cache_of_them(name):
-    c = config_of(name, n_layer=4)
-    cache = GPT(c).new_cache(B, 20)
-    shape = (B, c.n_kv_head or c.n_head, 20, c.n_embd // c.n_head)
-    expected = {}
-    for part, n in itertools.product('kv', range(c.n_layer)):
-        if reference.owner(c, part, n) == n:
-            expected[part, n] = shape, torch.float32
-    tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in cache.tensors.items()}
-    assert tensors == expected
-    assert cache.nbytes == len(expected) * math.prod(shape) * 4
-
-
-@pytest.mark.parametrize('L', [8, 4])
-def test_the_caches_of_vanilla_svformer_and_cla_have_exactly_the_sizes_of_the_paper(L):
-    def nbytes(**settings):
-        config = GPTConfig(**{**SIZE, 'n_layer': L, 'n_head': 8, **settings})
-        return GPT(config).new_cache(2, 20).nbytes
-
-    vanilla = nbytes()
-    assert vanilla == 2 * L * 2 * 20 * 32 * 4
-    assert Fraction(nbytes(**SV), vanilla) == Fraction(L + 1, 2 * L)
-    assert Fraction(nbytes(**CLA), vanilla) == Fraction(1, 2)
-    assert Fraction(nbytes(**SV, n_kv_head=2), vanilla) == Fraction(L + 1, 8 * L)
-    assert nbytes(**RES) == vanilla
-    assert nbytes(**RES, residual_map='cross', residual_from='all') == vanilla
-
-
-def test_the_cache_has_the_type_of_the_weights_or_the_given_one():
+def test_the_cache_has_the_type_of_the_weights_or_the_given_one_and_meta_holds_no_memory():
     model = make('SVFormer')
     single, half = model.new_cache(2, 20), model.new_cache(2, 20, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in half.tensors.values()} == {torch.bfloat16}
     assert single.nbytes == 2 * half.nbytes == 2 * model.bfloat16().new_cache(2, 20).nbytes
-
-
-def test_a_cache_on_the_meta_device_has_its_size_but_no_memory():
-    on_cpu = GPT(GPTConfig(**SIZE)).new_cache(2, 32)
     with torch.device('meta'):
-        model = GPT(GPTConfig(**SIZE))
-    cache = model.new_cache(2 * 10**9, 32)  # tens of terabytes
-    assert cache.nbytes == 10**9 * on_cpu.nbytes
+        vanilla = GPT(GPTConfig(**SIZE))
+    cache = vanilla.new_cache(2 * 10**9, 32)  # tens of terabytes
+    assert cache.nbytes == 2 * 3 * 32 * 32 * 4 * 2 * 10**9
     assert all(tensor.is_meta for tensor in (*cache.tensors.values(), cache.position))
 
 
-# --- compiled decoding ---------------------------------------------------------------------------
-
-
-def compiled_decoding_equals_eager(name, backend, max_len):
-    torch._dynamo.reset()
-    model = make(name, n_layer=3)  # fewer layers compile faster
+@pytest.mark.parametrize(
+    'dtype, of_cache', [('autocast', None), ('autocast', 'bf16'), ('fp32', 'bf16'), ('bf16', None)]
+)
+def test_a_cache_in_half_precision_gives_almost_the_same_logits(dtype, of_cache):
+    model = make('everything')
     idx = tokens(B, T)
     expected = model(idx)[0]
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    first = prefilled(model, idx[:, :7], max_len)
-    logits = [compiled(idx[:, 7:8], cache=first)[0]]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        logits += [compiled(idx[:, t : t + 1], cache=first)[0] for t in range(8, 17)]
-        # The cache of another text: the same shapes, other tensors.
-        second = prefilled(model, idx[:, :12], max_len)
-        again = in_chunks(compiled, idx[:, 12:15], 1, second)
-    assert_near(torch.cat(logits, dim=1), expected[:, 7:17], 1e-5)
-    assert_near(again, expected[:, 12:15], 1e-5)
-    assert first.position.item() == 17
-    assert_near(model(idx[:, 17:20], cache=first)[0], expected[:, 17:20], 1e-5)  # eager goes on
-
-    full = prefilled(model, tokens(B, max_len), max_len)
-    with pytest.raises(RuntimeError, match='max_len'):
-        compiled(idx[:, :1], cache=full)
-
-
-@pytest.mark.parametrize(
-    'name, backend',
-    [
-        ('vanilla', 'eager'),
-        ('ResFormer', 'eager'),
-        ('SVFormer CLA keys GQA', 'inductor'),
-        ('cross from all, GQA', 'eager'),
-        ('NeuTRENO on CLA', 'eager'),
-        ('gpt2', 'eager'),
-        ('everything', 'aot_eager'),
-    ],
-)
-def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_fit(name, backend):
-    compiled_decoding_equals_eager(name, backend, max_len=32 if backend == 'inductor' else 20)
-
-
-def test_a_compiled_model_takes_a_prompt_in_chunks():
-    """Each query must be kept from rows that are not filled, and from later queries' rows.
-
-    That holds for every layer's keys.
-    """
-    torch._dynamo.reset()
-    model = make('cross from all, GQA', n_layer=3)
-    idx = tokens(B, T)
-    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
-    logits = in_chunks(compiled, idx, (8, 8, 8), model.new_cache(B, T + 3))
-    assert_near(logits, model(idx)[0], 1e-5)
-
-
-# --- what does not fit ---------------------------------------------------------------------------
+    if dtype == 'bf16':
+        model.bfloat16()
+    with torch.autocast('cpu', dtype=torch.bfloat16, enabled=dtype == 'autocast'):
+        cache = model.new_cache(B, T + 3, torch.bfloat16 if of_cache else None)
+        logits = in_chunks(model, idx, (7, 1, 11, 1, 4), cache)
+    assert logits.dtype == (torch.float32 if dtype == 'fp32' else torch.bfloat16)
+    assert (logits - expected).norm() / expected.norm() < 5e-2
 
 
 @pytest.mark.parametrize('name', ['vanilla', 'gpt2', 'SVFormer GQA'])
 def test_tokens_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was(name):
     model = make(name)
     idx = tokens(B, T)
-    expected = model(idx)[0]
     cache = prefilled(model, idx[:, :12], 16)
-    before = {key: tensor.clone() for key, tensor in cache.tensors.items()}
     for too_many in (5, 12):
         with pytest.raises(ValueError, match=rf'{too_many} .*max_len=16\b.* 12\b'):
             model(tokens(B, too_many, seed=1), cache=cache)
+    for rows, length in ((1, 1), (2, 3), (4, 1)):  # of another batch size
+        with pytest.raises((ValueError, RuntimeError)):
+            model(tokens(rows, length), cache=cache)
     assert cache.position.item() == 12
-    assert all(torch.equal(tensor, before[key]) for key, tensor in cache.tensors.items())
-    assert_near(in_chunks(model, idx[:, 12:16], (1, 3), cache), expected[:, 12:16], 1e-5)
-    with pytest.raises(ValueError, match=r'1 .*max_len=16\b.* 16\b'):
-        model(idx[:, 16:17], cache=cache)
-
-
-def test_a_prompt_longer_than_an_empty_cache_is_refused():
-    model = make()
-    with pytest.raises(ValueError, match=r'9 .*max_len=8\b.* 0\b'):
-        model(tokens(B, 9), cache=model.new_cache(B, 8))
-
-
-@pytest.mark.parametrize('name', ['vanilla', 'gpt2'])
-def test_a_cache_longer_than_block_size_is_refused(name):
-    model = make(name)
-    assert model.new_cache(1, 32).max_len == 32
+    assert_near(in_chunks(model, idx[:, 12:16], (1, 3), cache), model(idx[:, :16])[0][:, 12:])
     with pytest.raises(ValueError, match='max_len=33.*block_size=32'):
         model.new_cache(1, 33)
 
 
-@pytest.mark.parametrize('name', ['vanilla', 'SVFormer', 'MQA'])
-@pytest.mark.parametrize('rows', [1, 2, 4])
-def test_another_batch_size_is_refused_and_leaves_the_cache_as_it_was(name, rows):
+@pytest.mark.parametrize(
+    'name, backend',
+    [
+        ('vanilla', 'eager'),
+        ('SVFormer CLA keys GQA', 'inductor'),
+        ('cross from all, GQA', 'aot_eager'),
+        ('NeuTRENO on CLA', 'eager'),
+        ('gpt2', 'eager'),
+    ],
+)
+def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_fit(name, backend):
+    torch._dynamo.reset()
     model = make(name)
     idx = tokens(B, T)
-    cache = prefilled(model, idx[:, :12], 16)
-    for length in (1, 3):
-        with pytest.raises((ValueError, RuntimeError)):
-            model(tokens(rows, length), cache=cache)
-    assert_near(model(idx[:, 12:16], cache=cache)[0], model(idx[:, :16])[0][:, 12:], 1e-5)
+    expected = model(idx)[0]
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    first = prefilled(model, idx[:, :7], 20)
+    logits = [compiled(idx[:, 7:8], cache=first)[0]]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        logits += [compiled(idx[:, t : t + 1], cache=first)[0] for t in range(8, 17)]
+        # The cache of another text: the same shapes, other tensors.
+        second = prefilled(model, idx[:, :12], 20)
+        again = in_chunks(compiled, idx[:, 12:15], 1, second)
+    assert_near(torch.cat(logits, dim=1), expected[:, 7:17])
+    assert_near(again, expected[:, 12:15])
+    assert_near(model(idx[:, 17:20], cache=first)[0], expected[:, 17:20])  # eager goes on
+    with pytest.raises(RuntimeError, match='max_len'):
+        compiled(idx[:, :1], cache=first)
 
 
-# --- half precision ------------------------------------------------------------------------------
+def test_a_compiled_model_takes_a_prompt_in_chunks():
+    """Each query must be kept from rows that are not filled, and from later queries' rows, of every
+    layer's keys."""
+    torch._dynamo.reset()
+    model = make('cross from all, GQA')
+    idx = tokens(B, T)
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    assert_near(in_chunks(compiled, idx, (8, 8, 8), model.new_cache(B, T + 3)), model(idx)[0])
 
 
-def relative_error(ours, expected):
-    return ((ours.double() - expected.double()).norm() / expected.double().norm()).item()
+# --- which tokens follow -------------------------------------------------------------------------
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
 @few_variants
-@pytest.mark.parametrize('dtype', [None, torch.bfloat16], ids=str)
-def test_a_cache_under_bf16_autocast_gives_the_logits_of_the_full_forward(name, dtype):
+def test_without_a_cache_the_last_block_size_tokens_are_the_context(name):
     model = make(name)
-    idx = tokens(B, T)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        expected = model(idx)[0]
-        logits = in_chunks(model, idx, CHUNKS, model.new_cache(B, T + 3, dtype))
-    assert logits.dtype == expected.dtype == torch.bfloat16
-    assert relative_error(logits, expected) < 3e-2
+    idx = text = tokens(B, 28)
+    for _ in range(8):
+        likeliest = model(text[:, -32:])[0][:, -1].argmax(dim=-1, keepdim=True)
+        text = torch.cat((text, likeliest), dim=1)
+    assert torch.equal(model.generate(idx, 8, temperature=0, use_cache=False), text)
+    with pytest.raises(ValueError, match='max_len=36 is more than block_size=32'):
+        model.generate(idx, 8, temperature=0)
 
 
-@few_variants
-def test_a_bf16_cache_under_a_fp32_model_gives_almost_the_same_logits(name):
-    model = make(name)
-    idx = tokens(B, T)
-    logits = in_chunks(model, idx, CHUNKS, model.new_cache(B, T + 3, torch.bfloat16))
-    assert logits.dtype == torch.float32
-    assert 1e-5 < relative_error(logits, model(idx)[0]) < 5e-2
+def test_stream_yields_the_tokens_of_generate_one_by_one_behind_what_the_cache_has_seen():
+    model = make('ResFormer GQA')
+    idx = tokens(B, 9)
+    options = dict(temperature=0.9, top_k=20, top_p=0.8)
+    expected = model.generate(idx, 12, **options, generator=generator())[:, 9:]
+    cache = prefilled(model, idx[:, :6], 21)
+    stream = model.stream(idx[:, 6:], 12, cache, **options, generator=generator())
+    new = [next(stream) for _ in range(3)]
+    assert cache.position.item() == 9 + 2  # no token is computed before it is asked for
+    assert torch.equal(torch.cat((*new, *stream), dim=1), expected)
 
 
-def test_a_bf16_model_generates_with_and_without_a_cache():
-    model = make('ResFormer').bfloat16()
-    idx = tokens(B, T)
-    logits = in_chunks(model, idx, CHUNKS, model.new_cache(B, T))
-    assert relative_error(logits, model(idx)[0]) < 3e-2
-    for use_cache in (True, False):
-        text = model.generate(idx, 5, top_p=0.9, use_cache=use_cache)
-        assert text.shape == (B, T + 5)
+def nucleus_of(logits, temperature=1.0, top_k=None, top_p=None):
+    """{token: probability}, the slow way.
+
+    From the likeliest on, until there are top_k tokens, and of these until they have top_p.
+    """
+    odds = {}
+    for token, logit in enumerate(logits.double().tolist()):
+        odds[token] = math.exp(logit / temperature)
+    likeliest = sorted(odds, key=odds.get, reverse=True)[: top_k or None]
+    total = sum(odds[token] for token in likeliest)
+    nucleus = []
+    mass = 0.0
+    for token in likeliest:
+        nucleus.append(token)
+        mass += odds[token]
+        if top_p and mass / total >= top_p:
+            break
+    return {token: odds[token] / mass for token in nucleus}
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {},
+        dict(top_p=0.3),
+        dict(temperature=0.5, top_p=0.9),
+        dict(temperature=2.0, top_k=3),
+        dict(top_k=5, top_p=1.0),
+        dict(top_k=12, top_p=0.8),
+        dict(top_k=500),
+        dict(top_k=0, top_p=0.6),
+    ],
+    ids=str,
+)
+def test_samples_follow_temperature_top_k_and_top_p_and_the_generators_seed(options):
+    """4,000 of each of two texts: none from outside the nucleus, and each as often as it should."""
+    model = make(n_layer=1)
+    texts = tokens(2, 5)
+    n = 4000
+    many = texts.repeat_interleave(n, dim=0)
+    new = model.generate(many, 1, generator=generator(), **options)
+    torch.manual_seed(3)
+    assert torch.equal(new, model.generate(many, 1, generator=generator(), **options))
+    assert not torch.equal(new, model.generate(many, 1, generator=generator(1), **options))
+    nuclei = [nucleus_of(logits, **options) for logits in model(texts)[0][:, -1]]
+    for samples, expected in zip(new[:, -1].view(2, n).tolist(), nuclei, strict=True):
+        counts = Counter(samples)
+        assert counts.keys() <= expected.keys()
+        for token, p in expected.items():
+            assert abs(counts[token] - n * p) <= 5 * math.sqrt(n * p * (1 - p)) + 2, (token, p)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(top_k=1),
+        dict(top_p=1e-50),  # 0 in single precision
+        dict(top_k=7, top_p=1e-6),
+        dict(temperature=1e-40),
+        dict(temperature=1e-5, top_k=5, top_p=0.9),
+    ],
+    ids=str,
+)
+def test_the_limits_of_sampling_are_greedy(options):
+    model = make()
+    idx = tokens(20, 5)
+    assert torch.equal(model.generate(idx, 10, **options), model.generate(idx, 10, temperature=0))
+
+
+@pytest.mark.parametrize('temperature', [0, 1])
+def test_logits_that_are_not_finite_are_refused(temperature):
+    """At temperature 0, they would be token 0 for ever."""
+    model = make()
+    model.lm_head.weight[3] = math.nan
+    with pytest.raises(ValueError, match='not finite'):
+        model.generate(tokens(B, 5), 2, temperature)
+
+
+@pytest.mark.parametrize(
+    'name, value',
+    [
+        ('temperature', -1.0),
+        ('temperature', math.nan),
+        ('top_k', -1),
+        ('top_p', 0.0),
+        ('top_p', 1.5),
+    ],
+)
+def test_ways_to_sample_that_make_no_sense_are_refused(name, value):
+    with pytest.raises(ValueError, match=f'{name}={value}'):
+        make(n_layer=1).generate(tokens(B, 5), 4, **{name: value})

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import reference
-import torch
 from variants import CLA, KEYS2, RES, SIZE, SV, SV2, VARIANTS, config_of, tokens
 
 import model as model_py
@@ -19,54 +18,37 @@ NEUTRAL = dict(residual_lambda=(0.0, 1.0))
 # Settings, and words of the message that refuses them.
 REFUSED = [
     # what needs a residual, or a part to share
-    (dict(residual_from='all'), 'residual_from v_residual q_residual k_residual'),
+    (dict(SV, residual_from='all'), 'residual_from v_residual q_residual k_residual'),
     (dict(residual_layers=(1,)), 'residual_layers v_residual'),
     (dict(residual_lambda=(2.0, 1.0)), 'residual_lambda v_residual'),
-    (dict(residual_lambda=(0.5, 0.5)), 'residual_lambda'),
     (dict(residual_learned=True), 'residual_learned v_residual'),
-    (dict(residual_map='identity'), 'residual_map v_residual'),
-    (dict(SV, residual_from='all'), 'residual_from v_residual'),
     (dict(q_residual=True, residual_map='identity'), 'residual_map v_residual'),
     (dict(share_q_every=2), 'share_q_every share_q'),
-    (dict(share_k_every=2), 'share_k_every share_k'),
-    (dict(share_v_every=2), 'share_v_every share_v'),
     # what another setting leaves nothing to do
     (
         dict(RES, residual_map='identity', residual_lambda=(2.0, 1.0)),
         'residual_map residual_lambda',
     ),
-    (dict(RES, residual_map='cross', residual_lambda=(2.0, 1.0)), 'residual_map residual_lambda'),
-    (dict(RES, residual_map='identity', residual_learned=True), 'residual_map residual_learned'),
     (dict(RES, residual_map='cross', residual_learned=True), 'residual_map residual_learned'),
     (
         dict(RES, k_residual=True, residual_map='cross', residual_lambda=(2.0, 1.0)),
         'residual_map residual_lambda',
     ),
-    (dict(RES, **SV), 'v_residual share_v'),
     (dict(RES, **SV, share_v_every=3), 'v_residual share_v'),
     (dict(q_residual=True, share_q=True), 'q_residual share_q'),
-    (dict(k_residual=True, share_k=True), 'k_residual share_k'),
-    (dict(SV, neutreno=0.4), 'neutreno share_v'),
     (dict(SV, share_v_every=4, neutreno=0.4), 'neutreno share_v'),
-    (dict(SV, share_v_every=1), 'share_v share_v_every'),
     (dict(RES, **NEUTRAL), 'v_residual residual_lambda'),
     (dict(RES, residual_from='all', n_layer=2), 'residual_from n_layer'),
     (dict(RES, residual_from='previous', residual_layers=(1,)), 'residual_from residual_layers'),
-    (dict(RES, n_layer=1), 'v_residual n_layer'),
-    (dict(share_k=True, n_layer=1), 'share_k n_layer'),
     (dict(neutreno=0.4, n_layer=1), 'neutreno n_layer'),
     (dict(arch='gpt2', rope_theta=500.0), 'rope_theta arch'),
     (dict(arch='gpt2', rope_scaling=LLAMA3), 'rope_scaling arch'),
     # contradictions
     (dict(RES, k_residual=True, residual_learned=True), 'residual_learned v_residual k_residual'),
-    (dict(share_q=True, share_k=True, **SV), 'share_q share_k share_v'),
     (dict(SV2, share_q=True, share_k=True), 'share_q share_k share_v'),
     (dict(RES, residual_layers=(0, 1)), 'residual_layers 0'),
     (dict(RES, residual_layers=(3,)), 'residual_layers 3'),
-    (dict(RES, residual_layers=(-1,)), 'residual_layers -1'),
-    (dict(RES, residual_layers=(2.0,)), 'residual_layers 2.0'),
     (dict(RES, residual_layers=(True,)), 'residual_layers True'),
-    (dict(RES, residual_layers=('2',)), 'residual_layers 2'),
     (dict(RES, residual_layers=(1, 2, 1)), 'residual_layers 1'),
     (dict(RES, **SV2, residual_layers=(1, 2)), 'residual_layers share_v'),
     (dict(RES, k_residual=True, **KEYS2, residual_layers=(1,)), 'residual_layers share_k'),
@@ -74,32 +56,16 @@ REFUSED = [
     (dict(n_embd=30), 'n_embd n_head'),
     (dict(n_embd=36), 'n_embd n_head'),
     (dict(n_kv_head=3), 'n_head n_kv_head'),
-    (dict(n_kv_head=8), 'n_head n_kv_head'),
     (dict(n_kv_head=-2), 'n_kv_head -2'),
-    (dict(n_layer=0), 'n_layer 0'),
     (dict(SV, share_v_every=-2), 'share_v_every -2'),
     (dict(dropout=1.0), 'dropout 1.0'),
-    (dict(rope_theta=0.0), 'rope_theta 0.0'),
     (dict(rope_theta=NAN), 'rope_theta nan'),
-    (dict(norm_eps=-1.0), 'norm_eps -1.0'),
     (dict(neutreno=INFINITE), 'neutreno inf'),
     (dict(RES, residual_lambda=(INFINITE, 1.0)), 'residual_lambda inf'),
-    (dict(RES, residual_lambda=(2.0,)), 'residual_lambda source own'),
     (dict(RES, residual_lambda=(1.0, 1.0, 1.0)), 'residual_lambda source own'),
-    (dict(arch='bert'), 'arch llama gpt2'),
     (dict(RES, residual_from='last'), 'residual_from first previous all'),
-    (dict(RES, residual_map='none'), 'residual_map current identity cross'),
-    *[
-        (dict(rope_scaling=scaling), 'rope_scaling')
-        for scaling in (
-            (8.0,),
-            (8.0, 4.0, 4.0, 8192),
-            (0.0, 1.0, 4.0, 8192),
-            (NAN, 1.0, 4.0, 8192),
-            ('8', 1.0, 4.0, 8192),
-            (True, 1.0, 4.0, 8192),
-        )
-    ],
+    (dict(rope_scaling=(8.0, 4.0, 4.0, 8192)), 'rope_scaling'),
+    (dict(rope_scaling=('8', 1.0, 4.0, 8192)), 'rope_scaling'),
 ]
 
 
@@ -237,9 +203,3 @@ def test_a_new_field_is_part_of_the_variant_by_itself():
     assert config.variant() == {**CLA, 'my_idea': 2.0, 'my_layers': (1,)}
     assert Fork(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert Fork(**SIZE).shape() == GPTConfig(**SIZE).shape()
-
-
-def test_a_model_draws_the_same_logits_from_a_normalized_config():
-    idx = torch.zeros((1, 4), dtype=torch.int64)
-    plain, same = (GPT(GPTConfig(**SIZE, n_kv_head=heads)) for heads in (0, 4))
-    assert torch.equal(plain(idx)[0], same(idx)[0])

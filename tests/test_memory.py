@@ -4,59 +4,113 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import good, here, read_config
+import torch.nn.functional as F
+from runs import here
 from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from variants import SIZE, config_of, make, tokens
 
 import model as model_py
 import train
-from model import GPTConfig, LinearCrossEntropy
+from model import GPT, GPTConfig, LinearCrossEntropy
+
+# --- the loss ------------------------------------------------------------------------------------
 
 
-def plain_loss(x, weight, targets):
-    return torch.nn.functional.cross_entropy(
-        x @ weight.T, targets, ignore_index=-1, reduction='sum'
-    )
-
-
-class Chunks(TorchDispatchMode):
-    """Notes the rows of each chunk of logits: the loss takes one logsumexp() of it."""
+class Seen(TorchDispatchMode):
+    """Notes the rows of each chunk of logits (the loss takes one logsumexp() of it), and the largest
+    tensor."""
 
     def __init__(self):
         super().__init__()
-        self.rows = []
+        self.rows, self.largest = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.logsumexp.default:
             self.rows.append(len(args[0]))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
 
 
-@pytest.mark.parametrize('rows', [1, 4, 5, 32, 33, 100, 1001])
-def test_the_loss_has_at_most_eight_chunks(monkeypatch, rows):
+@pytest.mark.parametrize('rows', [1, 4, 5, 33, 100, 1001])
+def test_the_loss_is_cross_entropy_in_at_most_eight_chunks(monkeypatch, rows):
     """More would bound no memory: the compiler keeps most of them."""
     monkeypatch.setattr(model_py, 'LOSS_CHUNK', 4)
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 16, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 16, generator=generator, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(-1, 23, (rows,), generator=generator)
-    with Chunks() as chunks:
+    with Seen() as seen:
         ours = LinearCrossEntropy.apply(x, weight, targets, True)
-    assert sum(chunks.rows) == rows
-    assert len(chunks.rows) <= 8
-    assert (len(chunks.rows) > 1) == (rows > 4)
-    assert all(size >= 4 for size in chunks.rows[:-1])
+    assert sum(seen.rows) == rows
+    assert len(seen.rows) <= 8
+    assert (len(seen.rows) > 1) == (rows > 4)
 
-    theirs = plain_loss(x, weight, targets)
+    theirs = F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction='sum')
     torch.testing.assert_close(ours, theirs)
     gradients = torch.autograd.grad(theirs, (x, weight))
     torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), gradients)
 
 
+def test_logits_of_all_positions_never_exist_in_training_nor_with_last_only(monkeypatch):
+    monkeypatch.setattr(model_py, 'LOSS_CHUNK', 16)
+    model = GPT(GPTConfig(**{**SIZE, 'vocab_size': 2003}))
+    idx = tokens(4, 24)
+    with Seen() as seen:
+        model(idx)
+    assert seen.largest == 4 * 24 * 2003  # the probe sees it where it does exist
+    with Seen() as seen:
+        model(idx, idx)[1].backward()
+        model(idx, last_only=True)
+    # lm_head's weight and gradient; the logits would be three times that.
+    assert seen.largest == 2003 * 32
+
+
+def relative_error(ours, theirs):
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def gradients(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 4e-2), (torch.float16, 1e-2)])
+def test_the_loss_under_autocast_survives_a_huge_scale(dtype, tolerance, monkeypatch):
+    """With the scaler's factor past FP16's largest number, 65,504."""
+    monkeypatch.setattr(model_py, 'LOSS_CHUNK', 1000)
+    model = GPT(config_of('tied embeddings'))
+    idx, targets = tokens(128, 24), tokens(128, 24, seed=1)
+    with torch.autocast('cpu', dtype=dtype):
+        _, loss = model(idx, targets)
+    expected = F.cross_entropy(model(idx)[0].flatten(0, 1), targets.flatten())
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    scaled = gradients(model, loss * 2.0**20) / 2**20
+    assert relative_error(scaled, gradients(model, expected)) < tolerance
+
+
+def test_fp16_loss_gradients_do_not_overflow_in_the_sum_over_rows():
+    """4,096 rows push the same row of lm_head: its gradient is 4,096 * 30 before the loss scale."""
+    generator = torch.Generator().manual_seed(0)
+    x = (30 + torch.randn(4096, 8, generator=generator)).requires_grad_()
+    weight = (0.02 * torch.randn(64, 8, generator=generator)).requires_grad_()
+    targets = torch.full((4096,), 5)
+    with torch.autocast('cpu', dtype=torch.float16):
+        total = LinearCrossEntropy.apply(x, weight, targets, True)
+    expected = F.cross_entropy(x @ weight.T, targets, reduction='sum')
+    ours = torch.autograd.grad(total * 2.0**20, (x, weight))
+    for grad, theirs in zip(ours, torch.autograd.grad(expected, (x, weight)), strict=True):
+        assert relative_error(grad / 2**20, theirs) < 1e-2  # false for nan
+
+
 def test_a_learned_weight_has_a_finite_gradient_in_float16():
     """Its gradient is a sum over all positions, far beyond what a half-precision number holds."""
-    config = GPTConfig(n_layer=2, v_residual=True, residual_learned=True, vocab_size=64, n_embd=64)
-    attention = model_py.GPT(config).transformer.h[1].attn
+    attention = GPT(config_of('learned')).transformer.h[1].attn
     shape = (4, 8, 1024, 8)
     source, own = torch.full(shape, 2.0).half(), torch.full(shape, 3.0).half()
     mixed = attention.mix('v', own, [source], None)
@@ -67,6 +121,37 @@ def test_a_learned_weight_has_a_finite_gradient_in_float16():
     assert min(gradient) > torch.finfo(torch.float16).max
 
 
+# --- attention -----------------------------------------------------------------------------------
+
+
+def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypatch):
+    """There, torch would take the kernel that holds all attention weights."""
+    on_cuda = dict(is_cuda=True, dtype=torch.float32)
+    assert model_py.lacks_gqa(SimpleNamespace(**on_cuda))
+    assert not model_py.lacks_gqa(SimpleNamespace(**{**on_cuda, 'dtype': torch.float16}))
+    assert not model_py.lacks_gqa(torch.zeros(1))
+
+    heads = []
+    attention = F.scaled_dot_product_attention
+
+    def noted(q, k, v, **options):
+        heads.append((k.size(1), options['enable_gqa']))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', noted)
+    model = make('GQA', n_layer=2)
+    idx = tokens(2, 16)
+    results = []
+    for lacks in (False, True):
+        monkeypatch.setattr(model_py, 'lacks_gqa', lambda q, lacks=lacks: lacks)
+        results.append(gradients(model, model(idx, idx)[1]))
+    assert heads == 2 * [(2, True)] + 2 * [(4, False)]
+    torch.testing.assert_close(*results)
+
+
+# --- in training ---------------------------------------------------------------------------------
+
+
 def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeypatch):
     def run_out(*args):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
@@ -74,13 +159,8 @@ def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeyp
     monkeypatch.setattr(train, 'train', run_out)
     status, _ = here('out/too_large')
     assert '\n' not in status
-    words = (
-        'CUDA out of memory',
-        'batch_size',
-        'activation_memory_budget',
-        'activation_checkpointing',
-    )
-    assert all(word in status for word in words)
+    settings = ('batch_size', 'activation_memory_budget', 'activation_checkpointing')
+    assert all(word in status for word in ('CUDA out of memory', *settings))
 
 
 def test_the_budget_reaches_the_compiler(monkeypatch):
@@ -93,56 +173,10 @@ def test_the_budget_reaches_the_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'attention, dropout, asked_for',
+    'attention, dropout, kernel',
     [('auto', 0.0, 'auto'), ('auto', 0.1, 'flash'), ('cudnn', 0.1, 'cudnn')],
 )
-def test_with_dropout_cudnn_is_left_out_unless_it_is_asked_for(
-    work, monkeypatch, attention, dropout, asked_for
-):
+def test_with_dropout_cudnn_is_left_out_unless_it_is_asked_for(attention, dropout, kernel):
     """It would round the probability to sixteenths."""
-    asked = []
-
-    def machine(*args, **options):
-        asked.append(options['attention'])
-        raise ValueError('that is all')
-
-    monkeypatch.setattr(train, 'Machine', machine)
-    here('out/dropout', attention=attention, dropout=dropout)
-    assert asked == [asked_for]
-
-
-def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypatch):
-    """There, torch would take the kernel that holds all attention weights."""
-    on_cuda = dict(is_cuda=True, dtype=torch.float32)
-    assert model_py.lacks_gqa(SimpleNamespace(**on_cuda))
-    assert not model_py.lacks_gqa(SimpleNamespace(**{**on_cuda, 'dtype': torch.float16}))
-    assert not model_py.lacks_gqa(torch.zeros(1))
-
-    config = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=16, vocab_size=64)
-    model = model_py.GPT(config)
-    idx = torch.randint(64, (2, 16))
-    heads = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def noted(q, k, v, **options):
-        heads.append((k.size(1), options['enable_gqa']))
-        return attention(q, k, v, **options)
-
-    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', noted)
-    losses, gradients = [], []
-    for lacks in (False, True):
-        monkeypatch.setattr(model_py, 'lacks_gqa', lambda q, lacks=lacks: lacks)
-        _, loss = model(idx, idx)
-        losses.append(loss)
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-    assert heads == 2 * [(2, True)] + 2 * [(4, False)]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*gradients)
-
-
-def test_a_run_says_which_attention_kernel_it_has(work):
-    """None on a CPU; on CUDA, what torch chooses for its shape."""
-    good('out/kernel', max_iters=1, save_steps=())
-    config = read_config('out/kernel')
-    assert config['attention'] == 'auto'
-    assert config['attention_kernel'] is None
+    settings = train.TrainConfig(attention=attention)
+    assert train.attention_setting(settings, GPTConfig(dropout=dropout)) == kernel
