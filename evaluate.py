@@ -28,7 +28,7 @@ from machine import Machine, advise_on_memory
 from model import LOSS_CHUNK
 from rundir import check_tokenizer, compare_data, provenance
 from tables import check_out, markdown_table, save_numbers
-from tasks import TASKS, check_names, harness
+from tasks import TASKS, harness
 from trained import find_weights, load_run
 
 # What the standard errors are over; every table and JSON file says so.
@@ -51,9 +51,6 @@ class EvaluateConfig:
             raise ValueError(f'batch_size={self.batch_size} must be at least 1')
         if self.out:
             check_out(self.out)
-            folder = Path(self.out).parent
-            if not folder.is_dir():
-                raise FileNotFoundError(f'there is no folder {folder} to write --out to; make it')
 
     def all_runs(self):
         runs = [self.out_dir, *self.runs] if self.out_dir else self.runs
@@ -75,7 +72,9 @@ class TasksConfig(EvaluateConfig):
         super().__post_init__()
         if self.limit < 0:
             raise ValueError(f'limit={self.limit} must not be negative')
-        check_names(self.tasks.split(','))
+        for name in self.tasks.split(','):
+            if name not in TASKS:
+                raise ValueError(f'there is no task {name!r}; the tasks are {", ".join(TASKS)}')
         if int(os.environ.get('WORLD_SIZE', 1)) > 1:
             raise ValueError('evaluate.py tasks is one process: start it without torchrun')
 

@@ -34,6 +34,12 @@ class SampleConfig:
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1:
             raise ValueError('num_samples and max_new_tokens must be at least 1')
+        for name in ('top_k', 'top_p', 'seed'):
+            if self.temperature == 0 and getattr(self, name) != getattr(SampleConfig, name):
+                raise ValueError(
+                    f'{name} does nothing at temperature=0, where the likeliest token is taken; drop '
+                    'one of them'
+                )
 
 
 def read_prompt(start):
@@ -112,12 +118,11 @@ def main():
         stream, cache = start_stream(model.to(device), ids, settings, device)
 
         is_alone = settings.num_samples == 1
-        if is_alone:
-            print(prompt, end='', flush=True)
-
         began = time.perf_counter()
         steps = shown = 0
         for samples in grow(stream, settings.num_samples, tokenizer.eot):
+            if is_alone and steps == 0:  # nothing was refused
+                print(prompt, end='', flush=True)
             steps += 1
             if is_alone:
                 shown = print_whole_characters(samples[0], shown, tokenizer)

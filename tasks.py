@@ -24,13 +24,6 @@ PUBLISHED = {
 TASKS = tuple(PUBLISHED)  # in the order of Table 1's columns
 
 
-def check_names(names):
-    """Raise ValueError for names that are none of TASKS."""
-    for name in names:
-        if name not in TASKS:
-            raise ValueError(f'there is no task {name!r}; the tasks are {", ".join(TASKS)}')
-
-
 # --- the harness's tasks -------------------------------------------------------------------------
 
 
@@ -119,21 +112,19 @@ def to_row(task, item, label=None):
     if task == 'hellaswag':
         # Preprocessed as the harness does it, except for capitals in the context's second half.
         row = {name: item[name] for name in ('activity_label', 'endings')}
-        row |= {'ctx_a': item['ctx'], 'ctx_b': '', 'label': str(item['label'])}
-        choices = [str(n) for n in range(len(row['endings']))]
-        choices.index(row['label'])
+        row |= {'ctx_a': item['ctx'], 'ctx_b': '', 'label': int(item['label'])}
+        range(len(row['endings'])).index(row['label'])
     elif task == 'piqa':
         row = {name: item[name] for name in ('goal', 'sol1', 'sol2')}
-        row['label'] = ['0', '1'].index(label.strip())
+        row['label'] = (0, 1).index(int(label))
     elif task == 'winogrande':
         row = {name: item[name] for name in ('sentence', 'option1', 'option2', 'answer')}
-        ['1', '2'].index(row['answer'])
+        ('1', '2').index(row['answer'])
     else:
-        question, answer = item['question'], item['answerKey']
-        choices = {
-            name: [choice[name] for choice in question['choices']] for name in ('text', 'label')
-        }
-        choices['label'].index(answer)
+        question = item['question']
         stem = 'question_stem' if task == 'openbookqa' else 'question'
-        row = {stem: question['stem'], 'answerKey': answer, 'choices': choices}
+        row = {stem: question['stem'], 'answerKey': item['answerKey'], 'choices': {}}
+        for name in ('text', 'label'):
+            row['choices'][name] = [choice[name] for choice in question['choices']]
+        row['choices']['label'].index(row['answerKey'])
     return row

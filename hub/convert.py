@@ -102,10 +102,7 @@ def export(model, tokenizer, to):
 
 def is_plain(config):
     """Whether a model of transformers computes the same as a GPT of this config."""
-    fields = {*config.shape(), *config.variant()}
-    if config.arch == 'gpt2' and config.kv_heads == config.n_head:
-        fields.discard('n_kv_head')
-    return fields <= EXPRESSIBLE.get(config.arch, set())
+    return {*config.shape(), *config.variant()} <= EXPRESSIBLE[config.arch]
 
 
 # --- config.json ---------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """hub/read.py: checkpoints of transformers, from a folder or the hub, become a GPT, or are refused."""
 
 import contextlib
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -237,28 +236,6 @@ def test_from_the_hub_come_json_and_the_weights_that_are_read(form, monkeypatch,
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     assert_equal_logits(load('someone/something'), model)
     assert downloaded == {'config.json', *weights}
-
-
-@pytest.mark.parametrize('form', ['safetensors', 'bin'])
-def test_in_offline_mode_an_earlier_download_is_read(form, monkeypatch, tmp_path):
-    """By the hub's own client, of whatever version."""
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
-    repository = tmp_path / 'models--someone--something'
-    commit = '0' * 40
-    snapshot = repository / 'snapshots' / commit
-    model = written(snapshot)
-    if form in FORMATS:
-        FORMATS[form](snapshot, model)
-    (repository / 'refs').mkdir()
-    (repository / 'refs/main').write_text(commit)
-
-    # The repository also has files that were not downloaded.
-    files = [path.name for path in snapshot.iterdir()] + ['README.md', 'consolidated.safetensors']
-    listing = {'format_version': 1, 'files': {file: {'size': 1, 'blob_id': ''} for file in files}}
-    (repository / 'trees').mkdir()
-    (repository / 'trees' / f'{commit}.json').write_text(json.dumps(listing))
-    assert_equal_logits(load('someone/something'), model)
 
 
 # --- refused -------------------------------------------------------------------------------------
