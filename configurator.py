@@ -17,7 +17,6 @@ import dataclasses
 import difflib
 import inspect
 import math
-import numbers
 import os
 import re
 import runpy
@@ -193,17 +192,14 @@ def convert(value, hint, where, text=None):
     kinds = typing.get_args(hint) if is_union else (hint,)
     # What a tuple[int, ...] holds is its dataclass's business.
     kinds = [typing.get_origin(kind) or kind for kind in kinds]
-    if value is None and type(None) in kinds:
-        return None
+    if str in kinds and text is not None and not isinstance(value, str):
+        return text
     for kind in kinds:
-        if kind is str and text is not None and not isinstance(value, str):
-            return text
         if fits(value, kind):
             return plain_value(kind(value) if kind in (int, float, tuple) else value, where)
 
     names = ' or '.join('None' if kind is type(None) else kind.__name__ for kind in kinds)
-    is_number = isinstance(value, int | float)
-    advice = f'; write ({value!r},)' if tuple in kinds and is_number else ''
+    advice = f'; write ({value!r},)' if tuple in kinds and isinstance(value, int | float) else ''
     raise ValueError(f'{where} must be {names}, not {value!r}{advice}')
 
 
@@ -213,13 +209,12 @@ def plain_value(value, where):
     if isinstance(value, dict):
         return {plain_value(k, where): plain_value(v, where) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        kind = tuple if isinstance(value, tuple) else list
-        return kind(plain_value(item, where) for item in value)
-    if value is None or isinstance(value, bool):
+        items = [plain_value(item, where) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if hasattr(value, 'item'):  # NumPy's
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    for kind, own in ((str, str), (numbers.Integral, int), (numbers.Real, float)):
-        if isinstance(value, kind):
-            return own(value)
     raise ValueError(f'{where} holds {value!r}, which is neither a number nor a string')
 
 

@@ -97,34 +97,31 @@ class Machine:
             torch.compiler.config.cache_key_tag = f'attention={self.attention}'
 
     def choose_device(self, device):
-        """(kind, torch.device) of the device asked for."""
+        """(kind, torch.device) of the device asked for. ValueError where there are too few GPUs."""
         kind, index = kind_and_index(device)
-        if device == 'auto':
-            device = kind
-        if kind == 'cuda':
-            if index and self.distributed:
+        if kind != 'cuda':
+            return kind, torch.device(kind)
+        count = torch.cuda.device_count()
+        number = int(index or 0)
+        if self.distributed:
+            if index:
                 raise ValueError(
                     f'device={device!r}, but torchrun gives each process a GPU of its own; use '
                     '--device=cuda, and choose among the GPUs with CUDA_VISIBLE_DEVICES'
                 )
-            self.check_count(device, int(index or 0))
-            number = self.local_rank if self.distributed else index or 0
-            device = f'cuda:{number}'
-        return kind, torch.device(device)
-
-    def check_count(self, device, number):
-        """ValueError where this machine has too few GPUs, in all of its processes alike."""
-        count = torch.cuda.device_count()
-        processes = int(os.environ.get('LOCAL_WORLD_SIZE', self.local_rank + 1))
-        if self.distributed and processes > count:
-            raise ValueError(
-                f'{processes} processes on a machine on which torch sees {count} GPUs: each needs '
-                f'one of its own; use --nproc_per_node={count}'
-            )
-        if not self.distributed and number >= count:
+            # In all processes alike.
+            processes = int(os.environ.get('LOCAL_WORLD_SIZE', self.local_rank + 1))
+            if processes > count:
+                raise ValueError(
+                    f'{processes} processes on a machine on which torch sees {count} GPUs: each needs '
+                    f'one of its own; use --nproc_per_node={count}'
+                )
+            number = self.local_rank
+        elif number >= count:
             raise ValueError(
                 f'device={device!r}, but torch sees only {count} GPUs here, from cuda:0'
             )
+        return kind, torch.device(kind, number)
 
     def join(self, backend='auto'):
         """Join the other processes, if this is one of several."""

@@ -20,9 +20,11 @@ def markdown_row(cells):
 
 
 def check_out(out):
-    """Refuse an --out that save_numbers() could not write to, before anything is measured."""
+    """Refuse an --out that save_numbers() could not write to, before anything is measured; make its
+    folder."""
     if Path(out).is_dir():
         raise IsADirectoryError(f'--out={out} is a folder; name a file')
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
 
 
 def save_numbers(numbers, settings, machine):
