@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import choose, comments, configure, first_line, help_text, one_line_errors
+from configurator import choose, comments, configure, help_text, one_line_errors
 from model import GPTConfig
 from train import TrainConfig
 
@@ -158,11 +158,6 @@ def test_a_setting_without_its_dashes_is_not_taken_for_a_missing_file_without_a_
     assert refusal(word).endswith('write --steps=3')
 
 
-def test_several_schemas_share_one_command_line_and_each_gets_its_own_fields():
-    first, second = configure(Toy, Other, argv=['--width=5', '--steps=6'])
-    assert first == Toy(steps=6) and second == Other(width=5)
-
-
 @dataclass
 class NewConfig(GPTConfig):
     my_idea: float = 0.0  # what it does
@@ -231,14 +226,6 @@ def test_plain_arguments_are_not_replaced_without_a_word(write):
             configure(Runs, argv=['out/a', word, 'out/b'], plain='runs')
 
 
-def test_help_shows_the_plain_arguments(capsys):
-    with pytest.raises(SystemExit):
-        configure(Runs, argv=['out/a', '--help'], plain='runs')
-    usage = capsys.readouterr().out.splitlines()[0]
-    assert usage.startswith('usage: python ') and ' [runs ...] [config/file.py ...]' in usage
-    assert '[runs' not in help_text([Runs])
-
-
 DOC = """
 Say one of two words.
 
@@ -263,22 +250,16 @@ def test_without_a_mode_the_programs_own_words_are_printed(argv, status, capsys)
     assert exit.value.code == status and capsys.readouterr().out == DOC.strip() + '\n'
 
 
-def test_the_mode_without_a_name_is_taken_where_the_first_word_names_none(capsys):
+def test_the_mode_without_a_name_is_taken_where_the_first_word_names_none():
     modes = {'': (Toy,), 'two': (Other,)}
     assert choose(modes, DOC, []) == ('', [Toy()])
     assert choose(modes, DOC, ['--steps=3']) == ('', [Toy(steps=3)])
     assert choose(modes, DOC, ['two', '--width=3']) == ('two', [Other(3)])
-    with pytest.raises(SystemExit) as exit:
-        choose(modes, DOC, ['--help'])
-    out = capsys.readouterr().out
-    assert not exit.value.code and '--steps=10' in out
-    assert out.startswith(DOC.strip())  # what the other modes are is told there
 
 
-@pytest.mark.parametrize('argv', [['one', '--help'], ['one', '-h']])
-def test_help_of_a_mode_is_that_of_its_schemas(argv, capsys):
+def test_help_of_a_mode_is_that_of_its_schemas(capsys):
     with pytest.raises(SystemExit) as exit:
-        choose(MODES, DOC, argv)
+        choose(MODES, DOC, ['one', '-h'])
     text = capsys.readouterr().out
     assert not exit.value.code and '--steps=10' in text and '--window' not in text
     assert re.match(r'usage: python \S+( \S+)? one \[config/file.py ', text)
@@ -337,13 +318,7 @@ def test_a_config_that_is_missing_binary_or_a_folder_is_reported(write, tmp_path
 # --- help -----------------------------------------------------------------------------------------
 
 
-def test_help_prints_and_exits_with_success(capsys):
-    with pytest.raises(SystemExit) as exit:
-        configure(Toy, argv=['--steps=3', '-h', '--unknown=1'])
-    assert not exit.value.code and '--steps=10' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('schema', [TrainConfig, GPTConfig, Toy])
+@pytest.mark.parametrize('schema', [TrainConfig, GPTConfig])
 def test_help_lists_every_setting_with_its_default_and_a_meaning(schema):
     lines = {}
     for line in help_text([schema]).splitlines():
@@ -369,18 +344,6 @@ def test_one_line_errors_exits_with_one_line_from_the_first_process_only(monkeyp
         with pytest.raises(SystemExit) as exit, one_line_errors(ValueError):
             raise ValueError('no such thing')
         assert exit.value.code == code
-
-
-@pytest.mark.parametrize(
-    'error, line',
-    [
-        (ValueError('one'), 'one'),
-        (OSError('\n one\ntwo\n'), 'one'),
-        (ValueError(' \n '), 'ValueError'),
-    ],
-)
-def test_the_first_line_of_an_error_is_its_message_or_its_type(error, line):
-    assert first_line(error) == line
 
 
 # --- fuzz -----------------------------------------------------------------------------------------

@@ -86,14 +86,11 @@ def test_checkpoints_are_written_every_save_interval_at_save_steps_and_at_the_en
     options = dict(save_interval=3, save_steps=(1,), keep_checkpoints=9)
     good('out/saved', max_iters=7, **options)
     assert steps_of_checkpoints('out/saved') == [7, 6, 3, 1]
-    good('out/end', max_iters=2, save_interval=0, save_steps=())
-    assert sorted(os.listdir('out/end')) == ['ckpt_2.pt', 'config.json', 'log.jsonl']
-
-
-def test_with_an_eval_interval_of_zero_only_the_end_is_evaluated(work):
-    good('out/sparse', max_iters=7, eval_interval=0, log_interval=3, save_steps=())
-    entries = [(entry['step'], 'val' in entry) for entry in log('out/sparse')]
-    assert entries == [(0, False), (3, False), (6, False), (7, True)]
+    options = dict(save_interval=0, save_steps=(), eval_interval=0, log_interval=3)
+    good('out/end', max_iters=4, **options)
+    assert sorted(os.listdir('out/end')) == ['ckpt_4.pt', 'config.json', 'log.jsonl']
+    entries = [(entry['step'], 'val' in entry) for entry in log('out/end')]
+    assert entries == [(0, False), (3, False), (4, True)]
 
 
 def test_learned_mixing_weights_are_logged_at_evaluations(work):
