@@ -56,9 +56,7 @@ from rundir import (
 @dataclass
 class TrainConfig:
     out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
-    init_from: str = (
-        'scratch'  # scratch, resume, auto (resume if it can), a checkpoint, a HF folder
-    )
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), checkpoint, HF folder
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = 'slimpajama'  # a folder in data/
