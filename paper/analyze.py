@@ -16,17 +16,17 @@ spectrum    eigenvalues of V^T V / T, heads concatenated, of projected values an
 mapping     cosine of attention over the keys of this and the previous layer (Eq. 2) to
             A_n (V_n + V_n-1) (Eq. 3) and to A_n V_n + V_n-1 (Eq. 6), heads concatenated, before c_proj
 
-Everything is computed per sequence, in float32 without TF32, then averaged over sequences. Writes
-<out>.json, <out>.png and <out>.pdf.
+Everything is computed per sequence, in float32 without TF32, then averaged over sequences. With
+--seeds=True, the runs of a model are one curve, and its error is over seeds. Writes <out>.json and
+<out>.png.
 """
 
 import contextlib
 import itertools
-import json
 import math
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,13 +34,15 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import model as architecture
-from comparison.plan import recorded_settings, settings_difference
+from comparison.report import seeds_text
+from comparison.runs import as_json, facts
 from configurator import choose, first_line, one_line_errors
 from data import Dataset
 from files import write_json
 from hub.read import load as load_hub
 from machine import Machine
-from paper import draw
+from model import attend, attend_cross, to_query_heads
+from paper import draw, losses
 from rundir import check_tokenizer, provenance
 from trained import load_run
 
@@ -50,11 +52,8 @@ BLOCK = 2**24  # attention weights in memory at once: 64 MB
 @dataclass
 class AnalyzeConfig:
     runs: tuple = ()  # folders of runs
-    out_dir: str = ''  # one more folder of a run, before those
     hf: str = ''  # a Hugging Face folder or hub id instead, with its own tokenizer (needs --text)
-    dataset: str = ''  # in data/, whose validation split is read; '': the one it was trained on
-    text: str = ''  # a text file to read instead
-    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
+    text: str = ''  # a text file to read; '': the validation split that a run was trained with
     sequences: int = 1000  # how many, evenly spaced
     length: int = 2048  # tokens of a sequence; at most the model's block_size
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
@@ -63,63 +62,36 @@ class AnalyzeConfig:
     out: str = ''  # where to write, without ending; '': results/<analysis>
 
     def __post_init__(self):
-        for name, least in (('sequences', 1), ('length', 2), ('batch_size', 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f'{name}={value} must be at least {least}')
-        if self.hf and (self.out_dir or self.runs or self.tokenizer or not self.text):
+        if self.sequences < 1 or self.length < 2 or self.batch_size < 1:
             raise ValueError(
-                '--hf reads a --text with its own tokenizer, and goes without --tokenizer, --out_dir '
-                'and runs'
+                f'sequences={self.sequences} and batch_size={self.batch_size} must be at least 1, and '
+                f'length={self.length} at least 2'
             )
-
-    def all_runs(self):
-        if self.hf:
-            return [self.hf]
-        runs = [run for run in (self.out_dir, *self.runs) if run]
-        if not runs:
-            raise ValueError('name the folders of runs (or --out_dir=RUN), or --hf=FOLDER')
-        return runs
+        if bool(self.hf) == bool(self.runs) or (self.hf and not self.text):
+            raise ValueError('name the folders of runs, or give --hf=FOLDER and a --text to read')
 
 
 # --- watching a forward pass ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def watch(model, see):
-    """Call see(layer, q, keys, values) where a layer attends; shapes as in model.attend_cross().
+def watch(model, see, modules=(), see_output=None):
+    """Call see(layer, q, keys, values) where a layer attends, shapes as in model.attend_cross(), and
+    see_output(layer, output) after each of the modules, one per layer."""
+    layers = itertools.cycle(range(model.config.n_layer))
 
-    Yields the original function.
-    """
-    original = architecture.attend_cross
-    calls = 0
-
-    def attend_cross(q, keys, values, *args):
-        nonlocal calls
-        see(calls % len(model.transformer.h), q, keys, values)
-        calls += 1
-        return original(q, keys, values, *args)
-
-    architecture.attend_cross = attend_cross
-    try:
-        yield original
-    finally:
-        architecture.attend_cross = original
-
-
-@contextlib.contextmanager
-def outputs_of(modules, see):
-    """Call see(layer, output) after each of the modules, one per layer."""
+    def spy(q, keys, values, *args):
+        see(next(layers), q, keys, values)
+        return attend_cross(q, keys, values, *args)
 
     def hook(layer):
-        return lambda module, args, output: see(layer, output)
+        return lambda module, args, output: see_output(layer, output)
 
-    handles = [module.register_forward_hook(hook(n)) for n, module in enumerate(modules)]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
+        for n, module in enumerate(modules):
+            stack.callback(module.register_forward_hook(hook(n)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def join_heads(t):
@@ -128,10 +100,13 @@ def join_heads(t):
 
 
 def stack(by_layer, model):
-    """{layer: (B, ...)} -> (B, layers, ...); layers that have none are NaN."""
-    nothing = torch.full_like(next(iter(by_layer.values())), torch.nan)
-    layers = range(len(model.transformer.h))
-    return torch.stack([by_layer.get(n, nothing) for n in layers], dim=1)
+    """{layer: (B, ...)} -> (B, layers, ...), NaN where a layer has none, or fewer than another."""
+    shape = max(values.shape for values in by_layer.values())
+    first = next(iter(by_layer.values()))
+    result = first.new_full((shape[0], model.config.n_layer, *shape[1:]), torch.nan)
+    for n, values in by_layer.items():
+        result[:, n][tuple(map(slice, values.shape))] = values
+    return result
 
 
 # --- the four analyses: each gives {series: (B, layers, ...) float64} of a batch idx (B, T) -------
@@ -187,7 +162,7 @@ def similarity(model, idx):
         x, _, _ = output
         series['hidden states'][layer] = mean_cosine(x)
 
-    with watch(model, see), outputs_of(model.transformer.h, see_output):
+    with watch(model, see, model.transformer.h, see_output):
         model(idx, last_only=True)
     return {name: stack(layers, model) for name, layers in series.items()}
 
@@ -217,7 +192,7 @@ def spectrum(model, idx):
         series[ATTENDED][layer] = eigenvalues(join_heads(values[-1]))
 
     projections = [block.attn.c_attn for block in model.transformer.h]
-    with watch(model, see), outputs_of(projections, see_projection):
+    with watch(model, see, projections, see_projection):
         model(idx, last_only=True)
     return {name: stack(layers, model) for name, layers in series.items()}
 
@@ -245,17 +220,17 @@ def mapping(model, idx):
         if before:
             k_before, v_before = before
             cross = join_heads(attend_cross(q, [k_before, k], [v_before, v])).double()
-            identity = architecture.to_query_heads(v_before, q)
+            identity = to_query_heads(v_before, q)
             approximations = {
-                EQ_3: architecture.attend(q, k, v + v_before),
-                EQ_6: architecture.attend(q, k, v) + identity,
+                EQ_3: attend(q, k, v + v_before),
+                EQ_6: attend(q, k, v) + identity,
             }
             for name, y in approximations.items():
                 cosines = F.cosine_similarity(cross, join_heads(y).double(), dim=2)
                 series[name][layer] = cosines.mean(dim=1)
         before = k, v
 
-    with watch(model, see) as attend_cross:
+    with watch(model, see):
         model(idx, last_only=True)
     return {name: stack(layers, model) for name, layers in series.items()}
 
@@ -276,27 +251,26 @@ def load(run, settings):
     rows: the sequences to read, int64 arrays of T ids.
     """
     if settings.hf:
-        model, encode = open_hub(run)
-        checkpoint = None
+        model, encode, checkpoint = *open_hub(run), None
     else:
-        model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
+        model, tokenizer, checkpoint = load_run(run)
         encode = tokenizer.encode
     T = min(settings.length, model.config.block_size)
     if settings.text:
         origin = settings.text
-        rows = text_rows(Path(origin).read_text(), encode, T, settings.sequences)
+        ids = np.asarray(encode(Path(origin).read_text()), dtype=np.int64)
+        starts = evenly(range(0, len(ids) - T + 1, T), settings.sequences)
+        rows = [ids[start : start + T] for start in starts]
+    elif checkpoint is None:
+        raise ValueError(f'{run} is not a run of train.py: say which --text it is to read')
     else:
-        dataset = open_dataset(run, tokenizer, checkpoint, settings)
+        dataset = Dataset(checkpoint['settings']['dataset'])
         origin = dataset.folder
+        sha256 = dataset.meta['tokenizer']['sha256']
+        check_tokenizer(run, tokenizer.sha256, sha256, f'that of {origin}')
         rows = dataset_rows(dataset, T, settings.sequences)
-
     if not rows:
         raise ValueError(f'{origin} has not one sequence of {T} tokens; give a shorter --length')
-    highest = max(int(row.max()) for row in rows)
-    if highest >= model.config.vocab_size:
-        raise ValueError(
-            f'{origin} contains the token id {highest}, but {run} has only {model.config.vocab_size} ids'
-        )
     return model, rows, checkpoint
 
 
@@ -305,12 +279,12 @@ def open_hub(path):
     model = load_hub(path)
     try:
         from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except ImportError:
         raise OSError(
-            '--hf reads text with the tokenizer of transformers: pip install transformers'
+            '--hf takes the tokenizer of transformers: pip install transformers'
         ) from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # each kind of tokenizer raises its own
         raise ValueError(
             f'{path} has no tokenizer that transformers can load: {first_line(error)}'
@@ -318,74 +292,43 @@ def open_hub(path):
     return model, lambda text: tokenizer(text)['input_ids']
 
 
-def open_dataset(run, tokenizer, checkpoint, settings):
-    """The Dataset that a run is to read, of its own tokenizer."""
-    if not settings.dataset and checkpoint is None:
-        raise ValueError(f'{run} is not a run of train.py: say which --dataset or --text')
-    dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
-    sha256 = dataset.meta['tokenizer']['sha256']
-    check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
-    return dataset
-
-
-def text_rows(text, encode, T, count):
-    ids = np.asarray(encode(text), dtype=np.int64)
-    return [ids[start : start + T] for start in evenly(range(0, len(ids) - T + 1, T), count)]
-
-
 def dataset_rows(dataset, T, count):
     """Rows of the validation split, over all domains."""
     places = []
     for domain, entry in dataset.meta['splits']['validation'].items():
         places += [(domain, row * T) for row in range(entry['tokens'] // T)]
-    chosen = evenly(places, count)
-    return [dataset.read('validation', domain, start, T) for domain, start in chosen]
+    return [dataset.read('validation', *place, T) for place in evenly(places, count)]
 
 
 def evenly(items, count):
     """`count` of the items at most, evenly spaced, the first and the last among them."""
-    if not items:
-        return []
-    indices = np.unique(np.linspace(0, len(items) - 1, count).astype(int))
-    return [items[i] for i in indices]
+    n = len(items)
+    return [items[i] for i in np.linspace(0, n - 1, min(count, n)).astype(int)]
 
 
 # --- numbers and figures --------------------------------------------------------------------------
 
 
-def analyze(kind, runs, settings, machine):
-    """What an analysis says of runs, ready for JSON.
+def analyze(kind, settings, machine):
+    """What an analysis says of the runs of an AnalyzeConfig, ready for JSON.
 
     {'analysis': kind, ..., 'runs': {run: {'series': {name: {'mean', 'standard_error'}}, ...}}}; means
     (layers, ...) and their standard errors are over sequences. A run of train.py has its 'step' and its
     'settings', too.
     """
     reports = {}
-    for run in runs:
+    for run in settings.runs or (settings.hf,):
         model, rows, checkpoint = load(run, settings)
         model.to(machine.device).eval()
-        series = {}
-        for name, values in measure(kind, model, rows, settings.batch_size, str(run)).items():
-            series[name] = summary(values)
-        reports[str(run)] = {
-            'series': series,
-            'sequences': len(rows),
-            'length': len(rows[0]),
-            'config': asdict(model.config),
-            **run_of(checkpoint),
-        }
-    numbers = {'analysis': kind, **provenance(machine), 'runs': reports}
-    # JSON has no NaN: it becomes null.
-    return json.loads(json.dumps(numbers), parse_constant=lambda name: None)
-
-
-def run_of(checkpoint):
-    """Which run a checkpoint is of, and how far it was trained: {'step', 'settings'}; {} without one."""
-    if checkpoint is None:
-        return {}
-    values = {**checkpoint['settings'], **checkpoint['model_config']}
-    values['origin'] = checkpoint.get('origin')
-    return {'step': checkpoint['step'], 'settings': recorded_settings(values)}
+        series = measure(kind, model, rows, settings.batch_size, str(run))
+        report = {'series': {name: summary(values) for name, values in series.items()}}
+        report |= {'sequences': len(rows), 'length': len(rows[0]), 'config': asdict(model.config)}
+        if checkpoint is not None:
+            values = checkpoint['settings'] | checkpoint['model_config']
+            values['origin'] = checkpoint.get('origin')
+            report |= {'step': checkpoint['step'], 'settings': facts(values)}
+        reports[str(run)] = report
+    return as_json({'analysis': kind, **provenance(machine), 'runs': reports})
 
 
 @torch.no_grad()
@@ -395,9 +338,10 @@ def measure(kind, model, rows, batch_size, label=''):
     batches = []
     for first in tqdm(range(0, len(rows), batch_size), desc=label, unit='batch'):
         idx = torch.from_numpy(np.stack(rows[first : first + batch_size])).to(device)
-        batch = ANALYSES[kind](model, idx)
-        batches.append({name: values.cpu() for name, values in batch.items()})
-    return {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
+        batches.append(ANALYSES[kind](model, idx))
+    return {
+        name: torch.cat([batch[name] for batch in batches]).cpu().numpy() for name in batches[0]
+    }
 
 
 def summary(values):
@@ -408,170 +352,110 @@ def summary(values):
     return {'mean': values.mean(axis=0).tolist(), 'standard_error': error.tolist()}
 
 
-FIRST_LAYER = f'{PROJECTED}, layer 1'
-TITLES = {
-    'entropy': 'Entropy of token importance',
-    'similarity': 'Similarity of tokens',
-    'mapping': 'Two approximations of cross-layer attention',
-    'spectrum': 'Eigenvalues of the values',
-}
-Y_LABELS = {
-    'entropy': 'entropy of token importance (nats)',
-    'similarity': 'mean cosine of pairs of tokens',
-    'mapping': "cosine to cross-layer attention's output",
-    'spectrum': 'largest eigenvalue',
-}
-
-
-def panels_of(kind, names):
-    """{title: the series in it} of an analysis's figure."""
-    if kind == 'similarity':
-        return {name: [name] for name in names}
-    if kind == 'spectrum':
-        return {FIRST_LAYER: [PROJECTED], PROJECTED: [PROJECTED], ATTENDED: [ATTENDED]}
-    return {'': names}
-
-
-def curve_of(kind, title, series):
-    """(mean, error) of a curve in a panel: over layers, or over the eigenvalues of the first one."""
-    mean = np.array(series['mean'], dtype=float)
-    error = np.array(series['standard_error'], dtype=float)
-    if title == FIRST_LAYER:
-        # Values are float32: below its precision, an eigenvalue is rounding, or zero.
-        precision = np.finfo(np.float32).eps * mean[0, 0]
-        return np.where(mean[0] > precision, mean[0], np.nan), error[0]
-    if kind == 'spectrum':
-        return mean[:, 0], error[:, 0]
-    return mean, error
-
-
 def over_seeds(numbers):
-    """analyze()'s numbers with one report for all runs of a model, under the model's name.
+    """analyze()'s numbers with one report for the runs of a model, which has the first one's name. Means
+    are over runs, and so are standard errors: the spread of seeds, not of sequences.
 
-    Means are over runs, and so are standard errors: the spread of seeds, not of sequences. Raises
-    ValueError where the runs of a model are not further seeds of one another. A report that does not
-    say its seed makes them `runs`.
+    Raises ValueError for two runs of one seed, and for checkpoints of different steps.
     """
-    by_model = {}
-    for run, report in numbers['runs'].items():
-        name = draw.model_name(architecture.GPTConfig(**report['config']))
-        by_model.setdefault(name, {})[run] = report
-    known = all('settings' in report for report in numbers['runs'].values())
-    what = 'seeds' if known else 'runs'
-    pooled = {}
-    for name, reports in by_model.items():
-        for pair in itertools.combinations(reports.items(), 2):
-            check_seeds(name, *pair)
-        first, *others = reports.values()
+    reports, pooled = numbers['runs'], {}
+    # Where a run stopped is among the facts: another step makes another model.
+    facts = {run: {**report['settings'], 'step': report['step']} for run, report in reports.items()}
+    for run, seeds in losses.arms_of(facts).items():
         series = {}
-        for key in first['series']:
-            means = [report['series'][key]['mean'] for report in reports.values()]
-            series[key] = summary(np.array(means, dtype=float))
-        label = f'{name}, {len(reports)} {what}' if others else name
-        pooled[label] = {**first, 'series': series}
-    return {**numbers, 'errors_over': what, 'runs': pooled}
+        for name in reports[run]['series']:
+            means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
+            series[name] = summary(np.array(means, dtype=float))
+        pooled[run] = {**reports[run], 'series': series, 'seeds': len(seeds)}
+    return {**numbers, 'runs': pooled}
 
 
-def check_seeds(name, one, other):
-    """Raise ValueError where two (run, report) of a model are not two seeds of it, as far as they say."""
-    (run, report), (again, later) = one, other
-    if report['config'] != later['config']:
-        raise ValueError(f'--seeds=True: {name} is there with several sizes or settings')
-    if report['series'] == later['series']:
-        raise ValueError(f'--seeds=True: {run} and {again} have the same numbers: name one of them')
-    if not ('settings' in report and 'settings' in later):
-        return
-    if report['step'] != later['step']:
-        raise ValueError(
-            f'--seeds=True: {run} is at step {report["step"]}, {again} at step {later["step"]}'
-        )
-    ours, theirs = report['settings'], later['settings']
-    if ours['seed'] == theirs['seed']:
-        raise ValueError(f'--seeds=True: {run} and {again} have the same seed: name one of them')
-    difference = settings_difference({**ours, 'seed': theirs['seed']}, theirs)
-    if difference:
-        name, value, other_value = difference
-        raise ValueError(
-            f'--seeds=True: {run} has {name}={value!r} and {again} has {other_value!r}: they are not '
-            'seeds of one model'
-        )
+# --- figures --------------------------------------------------------------------------------------
+
+FIRST_LAYER = f'{PROJECTED}, layer 1'
+# {analysis: (title, y label, {panel: its series})}
+PANELS = {
+    'entropy': (
+        'Entropy of token importance',
+        'entropy of token importance (nats)',
+        {'': ['entropy']},
+    ),
+    'similarity': (
+        'Similarity of tokens',
+        'mean cosine of pairs of tokens',
+        {name: [name] for name in ('hidden states', 'keys', 'values')},
+    ),
+    'mapping': (
+        'Two approximations of cross-layer attention',
+        "cosine to cross-layer attention's output",
+        {'': [EQ_3, EQ_6]},
+    ),
+    'spectrum': (
+        'Eigenvalues of the values',
+        'largest eigenvalue',
+        {FIRST_LAYER: [PROJECTED], PROJECTED: [PROJECTED], ATTENDED: [ATTENDED]},
+    ),
+}
 
 
-def figure_of(numbers, title='', names=None):
-    """The figure of analyze()'s or over_seeds()'s numbers: a curve per report, its mean and error.
-
-    names: {run: its name in the legend}, of every run; None: the ends of their paths.
-    """
+def figure_of(numbers, title=''):
+    """The figure of analyze()'s or over_seeds()'s numbers: a curve per report, its mean and error."""
     kind, reports = numbers['analysis'], numbers['runs']
-    configs = {run: architecture.GPTConfig(**report['config']) for run, report in reports.items()}
-    looks = draw.looks(configs, names or draw.labels(reports))
-    panels = panels_of(kind, list(next(iter(reports.values()))['series']))
-    width = 3.1 * max(len(panels), 2)
-    figure, axes = draw.pyplot().subplots(1, len(panels), squeeze=False, layout='constrained')
-    # Panels of one quantity share its axis, so that they can be compared.
-    of_layers = [ax for ax, panel in zip(axes[0], panels, strict=True) if panel != FIRST_LAYER]
-    for ax in of_layers[1:]:
-        ax.sharey(of_layers[0])
-    for ax, (panel, series) in zip(axes[0], panels.items(), strict=True):
-        draw_panel(ax, kind, panel, series, reports, looks)
-    for ax in of_layers[1:]:
-        ax.tick_params(which='both', labelleft=False)
-    of_layers[0].set_ylabel(Y_LABELS[kind], fontsize=draw.FONT)
-    height = 3.5 + draw.legend_below(figure, axes[0][0], width)
-    figure.set_size_inches(width, height)
-    of_bands = f'bands: one standard error over {numbers.get("errors_over", "sequences")}'
-    figure.suptitle(f'{title or TITLES[kind]}\n{of_bands}', fontsize=11)
-    return figure
-
-
-def draw_panel(ax, kind, title, names, reports, looks):
-    of_eigenvalues = title == FIRST_LAYER
-    for run, report in reports.items():
-        look = looks[run]
-        for name, marker in zip(names, '.x', strict=False):
-            mean, error = curve_of(kind, title, report['series'][name])
-            low = mean - error
-            if kind == 'spectrum':  # a log axis has no 0
-                low = np.maximum(low, np.nanmin(mean) / 2)
-            formula = re.sub(r'([AV])_(n(-1)?)', r'$\1_{\2}$', name)
-            label = f'{look["label"]} {formula}' if len(names) > 1 else look['label']
-            marker = '' if of_eigenvalues else marker
-            x = np.arange(1, len(mean) + 1)
-            ax.plot(x, mean, marker=marker, **{**look, 'label': label})
-            band = {'color': look['color'], 'alpha': 0.2, 'linewidth': 0}
-            ax.fill_between(x, low, mean + error, **band)
-
+    usual, y_label, panels = PANELS[kind]
+    labels, look = draw.labels_and_looks(reports)
+    figure = draw.pyplot().figure(figsize=(3.1 * max(len(panels), 2), 4.2), layout='constrained')
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    if kind == 'spectrum':  # one quantity has one axis
+        axes[2].sharey(axes[1])
+    for ax, (panel, series) in zip(axes, panels.items(), strict=True):
+        for run, report in reports.items():
+            for name, marker in zip(series, '.x', strict=False):
+                mean, error = curve_of(kind, panel, report['series'][name])
+                words = [labels[run]] + [name] * (len(series) > 1)
+                x = np.arange(1, len(mean) + 1)
+                line = {'marker': marker, 'markersize': 4, 'label': ': '.join(words), **look[run]}
+                ax.plot(x, mean, **line)
+                band = {'color': look[run]['color'], 'alpha': 0.2, 'linewidth': 0}
+                ax.fill_between(x, mean - error, mean + error, **band)
+        ax.set_title(panel, fontsize=10)
+        ax.set_xlabel('index of the eigenvalue' if panel == FIRST_LAYER else 'layer')
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.grid(alpha=0.3)
+        if kind == 'spectrum':
+            ax.set_yscale('log')
+    axes[0].set_ylabel(y_label)
     if kind == 'entropy':
         for T in sorted({report['length'] for report in reports.values()}):
             label = f'uniform attention, {T} tokens'
-            ax.axhline(uniform_entropy(T), color='#BBBBBB', linewidth=1, label=label)
-    ax.set_title(title, fontsize=10)
-    ax.xaxis.set_major_locator(draw.pyplot().MaxNLocator(integer=True))
-    ax.set_xlabel('layer', fontsize=draw.FONT)
-    if of_eigenvalues:
-        ax.set_xlabel('index of the eigenvalue', fontsize=draw.FONT)
-        ax.set_ylabel('eigenvalue', fontsize=draw.FONT)
-    if kind == 'spectrum':
-        ax.set_yscale('log')
-    ax.grid(alpha=0.3)
+            axes[0].axhline(uniform_entropy(T), color='#BBBBBB', linewidth=1, label=label)
+    place = {'loc': 'outside lower center', 'ncols': 2, 'frameon': False}
+    figure.legend(*axes[0].get_legend_handles_labels(), **place)
+    counts = {report.get('seeds', 1) for report in reports.values()}
+    over = 'sequences' if counts == {1} else f'{seeds_text(max(counts))}'
+    figure.suptitle(f'{title or usual}\nbands: one standard error over {over}', fontsize=11)
+    return figure
+
+
+def curve_of(kind, panel, series):
+    """(mean, error) of a curve in a panel: over layers, or over the eigenvalues of the first one."""
+    mean, error = (np.array(series[name], dtype=float) for name in ('mean', 'standard_error'))
+    if panel == FIRST_LAYER:
+        # Values are float32: below its precision, an eigenvalue is rounding, or zero.
+        precision = np.finfo(np.float32).eps * mean[0, 0]
+        return np.where(mean[0] > precision, mean[0], np.nan), error[0]
+    return (mean[:, 0], error[:, 0]) if kind == 'spectrum' else (mean, error)
 
 
 def main():
     with one_line_errors(ValueError, OSError):
         modes = dict.fromkeys(ANALYSES, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
-        runs = settings.all_runs()
-        numbers = analyze(kind, runs, settings, Machine(settings.device))
+        numbers = analyze(kind, settings, Machine(settings.device))
         out = Path(settings.out or f'results/{kind}')
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out.with_name(f'{out.name}.json'), numbers)
-        if settings.seeds:
-            drawn = over_seeds(numbers)
-            figure = figure_of(drawn, names={name: name for name in drawn['runs']})
-        else:
-            figure = figure_of(numbers)
-        for ending in ('png', 'pdf'):
-            draw.save(figure, out.with_name(f'{out.name}.{ending}'))
+        drawn = over_seeds(numbers) if settings.seeds else numbers
+        draw.save(figure_of(drawn), out.with_name(f'{out.name}.png'))
 
 
 if __name__ == '__main__':

@@ -1,15 +1,11 @@
 """
-Drawings from the logs of runs, and of how models are wired.
+Drawings of the losses of runs, and of how models are wired.
 
 $ python -m paper.draw relative out/demo/vanilla out/demo/resformer out/demo/svformer --window=10
-$ python -m paper.draw scaling out/vanilla_{2m,82m,180m} out/resformer_{2m,82m,180m} --window=50
-$ python -m paper.draw critical out/vanilla_512 out/svformer_512 out/vanilla_2048 out/svformer_2048
 $ python -m paper.draw wiring vanilla resformer+residual_from=all out/demo/svformer --layers=4
 
-relative  smoothed training loss of each run minus that of the first (Figs. 1, 4 to 8, 10 to 14)
-scaling   loss against parameters, fitted power laws, savings at equal loss (Fig. 5)
-critical  each run relative to the one before it, and whether and when that overtakes it, by sequence
-          length (Fig. 11)
+relative  training loss minus that of the first run's model, and the validation loss at the end (Figs. 1,
+          4 to 8, 10 to 14). Runs that differ only in their seeds are one curve, their mean
 wiring    which layers' queries, keys and values a layer uses (Fig. 2): of a model of config/, with
           +setting=value, or of a run
 
@@ -17,378 +13,226 @@ wiring    which layers' queries, keys and values a layer uses (Fig. 2): of a mod
 see compare.py.
 """
 
-import math
+import itertools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from comparison import charts
-from comparison.report import signed
+from comparison.report import seeds_text, signed
+from comparison.runs import gpt_config, named_runs, read_run_config, read_state
+from comparison.verdict import describe, half_width
 from configurator import choose, one_line_errors
-from paper import crossings, losses, wiring
-from paper.runs import PAPER, Run, config_file, configs_of
+from paper import figures, losses, wiring
+from paper.figures import CLA, DENSEFORMER, GQA, NEUTRENO, R, S, V
 from tables import markdown_table
 
-# --- names and colors -----------------------------------------------------------------------------
+SIZE = (7.4, 3.7)  # of a panel, in inches: in a README, its letters are as large as the text's
 
-# A model is named after the first family here of which it has all fields.
-FAMILIES = {
-    'CLA': ('share_k', 'share_v'),
-    'SVFormer': ('share_v',),
-    'NeuTRENO': ('neutreno',),
-    'ResFormer': ('v_residual',),
-    'DenseFormer': ('denseformer',),
-    'GQA': ('n_kv_head',),
-}
-
-# Fields that may differ within a family, and among vanilla models.
-DETAILS = set(
-    'arch rope_theta rope_scaling norm_eps dropout tie_embeddings embed_norm residual_from '
-    'residual_lambda residual_learned residual_layers residual_map share_q_every share_k_every '
-    'share_v_every'.split()
-)
-
-# Fields that make no family of their own and do not change a model's family; and the color that they
-# give to a model of no family.
-ABLATIONS = {
-    'q_residual': 'queries',
-    'share_q': 'queries',
-    'k_residual': 'keys',
-    'share_k': 'keys',
-}
-
-# Okabe and Ito's colors, and two of Tol's, which color-blind readers can tell apart. A family has the
-# same one in every figure.
+# Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart. A model that several
+# figures show has the same one in each.
 COLORS = {
-    'vanilla': '#000000',
-    'ResFormer': '#D55E00',
-    'SVFormer': '#0072B2',
-    'NeuTRENO': '#009E73',
-    'DenseFormer': '#CC79A7',
-    'CLA': '#56B4E9',
-    'GQA': '#E69F00',
-    'queries': '#882255',
-    'keys': '#999933',
-    'other': '#888888',
+    V: '#000000',
+    R: '#D55E00',
+    S: '#0072B2',
+    NEUTRENO: '#009E73',
+    DENSEFORMER: '#CC79A7',
+    CLA: '#56B4E9',
+    GQA: '#E69F00',
 }
-
-# Dashes tell runs of one color apart.
+OTHERS = ('#882255', '#999933', *list(COLORS.values())[3:], '#888888')
 DASHES = ('-', '--', ':', '-.')
 
 
-def model_name(config):
-    """The paper's name for a GPTConfig's architecture.
-
-    A model that the paper does not have, such as one with a field that a fork added, is named by its
-    own settings.
-    """
-    variant = config.variant()
-    if config.kv_heads == config.n_head:
-        variant.pop('n_kv_head', None)
-
-    family_fields = {name for names in FAMILIES.values() for name in names}
-    if variant.keys() <= family_fields | DETAILS | ABLATIONS.keys():
-        for family, names in FAMILIES.items():
-            if all(name in variant for name in names):
-                return family
-    if variant.keys() <= DETAILS:
-        return 'vanilla'
-    settings = [name if value is True else f'{name}={value}' for name, value in variant.items()]
-    return ', '.join(settings)
-
-
-def color_of(config):
-    name = model_name(config)
-    if name in COLORS:
-        return COLORS[name]
-    parts = {ABLATIONS.get(field) for field in config.variant().keys() - DETAILS}
-    for part in ('queries', 'keys'):
-        if parts == {part}:
-            return COLORS[part]
-    return COLORS['other']
-
-
-def styles(configs):
-    """{run: matplotlib's line settings} of {run: GPTConfig}.
-
-    A model has its color. Runs of one color differ in their dashes and, beyond four, in strength.
-    """
-    counts = dict.fromkeys(COLORS.values(), 0)
+def looks(models):
+    """{model: matplotlib's line settings}; no two are alike."""
+    free = [color for color in OTHERS if color not in [COLORS.get(model) for model in models]]
+    others = itertools.cycle(itertools.product(DASHES, free))
     result = {}
-    for run, config in configs.items():
-        color = color_of(config)
-        strength, dashes = divmod(counts[color], len(DASHES))
-        result[run] = {'color': lighter(color, 1 / (1 + strength)), 'linestyle': DASHES[dashes]}
-        counts[color] += 1
+    for model in models:
+        dashes, color = ('-', COLORS[model]) if model in COLORS else next(others)
+        result[model] = {'color': color, 'linestyle': dashes}
     return result
 
 
-def shades(configs):
-    """Like styles(), for runs of one model in order, such as by size: ever stronger."""
-    strengths = np.linspace(1.0, 0.45, len(configs))[::-1]  # a single one has the full color
-    result = {}
-    for (run, config), strength in zip(configs.items(), strengths, strict=True):
-        result[run] = {'color': lighter(color_of(config), strength), 'linestyle': '-'}
-    return result
+def shades(items):
+    """looks() of steps of one thing, such as a size, in order: ever darker."""
+    colors = pyplot().get_cmap('viridis_r')(np.linspace(0.15, 1, len(items)))
+    return {item: {'color': color} for item, color in zip(items, colors, strict=True)}
 
 
-def lighter(color, strength):
-    """A color '#RRGGBB' mixed with white; strength 1 is the color itself.
-
-    Lines of a mixed color do not shine through each other, as transparent ones do.
-    """
-    channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-    mixed = [round(255 + strength * (channel - 255)) for channel in channels]
-    return '#' + ''.join(f'{channel:02X}' for channel in mixed)
-
-
-def looks(configs, names, ordered=False):
-    """{run: its line settings, and its name as 'label'}; ordered: runs of one model, in an order."""
-    settings = shades(configs) if ordered else styles(configs)
-    return {run: {**settings[run], 'label': names[run]} for run in configs}
-
-
-def labels(runs):
-    """{run: as much of the end of its path as tells it from the others}"""
-    parts = {run: Path(run).absolute().parts for run in runs}
-    result = {}
-    for run, own in parts.items():
-        depth = 1
-        while depth < len(own) and sum(p[-depth:] == own[-depth:] for p in parts.values()) > 1:
-            depth += 1
-        result[run] = '/'.join(own[-depth:])
-    return result
-
-
-# --- numbers: what the axes below draw, ready for JSON --------------------------------------------
-
-
-def curves_of(pairs, smooth, window):
-    """{run: its curve} of [(baseline, run)], each a mean over `smooth` points.
-
-    A curve is {'steps', 'difference', 'final'}; final is the mean of the last `window` steps.
-    """
-    result = {}
-    for baseline, run in pairs:
-        steps, values = losses.relative(baseline, run, smooth)
-        final = losses.final_difference(baseline, run, window)
-        result[run] = {'steps': steps.tolist(), 'difference': values.tolist(), 'final': final}
-    return result
-
-
-def scaling_of(runs, window):
-    """{model: {'parameters', 'loss', 'runs', ...}} of runs of several sizes, from small to large.
-
-    A model has a 'power_law' or says under 'no_law' why not; all but vanilla have losses.savings().
-    Raises ValueError where two wirings have one name, where a run has not finished, and where the
-    runs differ in more than their models, sizes and learning rates.
-    """
-    points, wirings = {}, {}
+def labels_and_looks(runs):
+    """({run: a name that no other has}, {run: line settings}), of folders or checkpoints of runs."""
+    short = {}
     for run in runs:
-        config = losses.model_config(run)
-        name = model_name(config)
-        # These two follow the number of heads and of layers.
-        wired = {**config.variant(), 'n_kv_head': None, 'residual_layers': None}
-        if wirings.setdefault(name, wired) != wired:
-            raise ValueError(f'{run} and another run are both {name}, but differ in their wiring')
-        losses.check_sizes(runs[0], run)
-        losses.check_finished(run)
-        point = losses.parameters_of(run), losses.last_loss(run, window), str(run)
-        points.setdefault(name, []).append(point)
-
-    models = {}
-    for name, of_model in points.items():
-        parameters, loss, names = zip(*sorted(of_model), strict=True)
-        models[name] = {'parameters': parameters, 'loss': loss, 'runs': names}
-        models[name]['no_law'] = losses.why_no_law(parameters, loss)
-        if not models[name]['no_law']:
-            models[name]['power_law'] = losses.power_law(parameters, loss)
-    for name in models:
-        if name != 'vanilla' and 'vanilla' in models:
-            models[name].update(losses.savings(models, name, window))
-    return models
+        path = Path(run)
+        folder = path.parent if path.suffix == '.pt' else path
+        short[run] = re.sub(r'(_lr[\d.e-]+)?(_seed\d+)?$', '', folder.name)
+    if len(set(short.values())) < len(short):
+        short = {run: str(run) for run in runs}
+    of_paper = {figures.Arm(model).name: model for model in figures.NAMES}
+    models = {run: of_paper.get(name, run) for run, name in short.items()}
+    labels = {run: figures.NAMES.get(models[run], name) for run, name in short.items()}
+    look = looks(models.values())
+    return labels, {run: look[model] for run, model in models.items()}
 
 
-def in_pairs(items):
-    """[a, b, c, d] -> [(a, b), (c, d)]"""
-    return list(zip(items[::2], items[1::2], strict=True))
+# --- curves ---------------------------------------------------------------------------------------
 
 
-# --- axes: each function draws numbers on them ----------------------------------------------------
+def measure_curves(pairs, smooth):
+    """What draw_curves() shows, ready for JSON; pairs: {name: {seed: (ours, theirs)}}.
 
-SIZE = (7.4, 3.4)  # of one axes, in inches: in a README, its letters are as large as the text's
-FONT = 9
-# Of a legend beside the axes, where the names of curves are, too.
-BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.01, 0.5), 'frameon': False, 'fontsize': FONT}
-
-
-def curve_axes(axes, curves, look, baseline, smooth, window, limits=None):
-    """Each curve, and where it ends its name and its difference at the end.
-
-    curves: from curves_of() with the same `smooth` and `window`. look: {run: line settings}, from
-    looks(). baseline: what the zero line is. limits: of the y axis.
+    {name: {'steps', 'curves': {seed: [...]}, 'end': what the ends are, 'ends': {seed: difference}}}; a
+    point of a curve is a mean of `smooth` steps.
     """
-    for run, curve in curves.items():
-        axes.plot(curve['steps'], curve['difference'], **look[run])
-    axes.axhline(0, color=COLORS['vanilla'], linewidth=1)
-    axes.set_ylim(limits or limits_of(curves))
-    axes.margins(x=0)
-    axes.grid(alpha=0.3)
-    words = f'step (curves: mean of {smooth} steps; numbers: mean of the last {window})'
-    axes.set_xlabel(words, fontsize=FONT)
-    axes.set_ylabel(f'training loss minus\n{baseline} (nats)', fontsize=FONT)
-    say_what_is_better(axes)
-
-    ends = [(0.0, baseline, {'color': COLORS['vanilla'], 'linestyle': '-'})]
-    for run, curve in curves.items():
-        words = f'{signed(curve["final"], 3)}  {look[run]["label"]}'
-        ends.append((curve['difference'][-1], words, look[run]))
-    end_labels(axes, ends)
+    result = {}
+    for name, of_seeds in pairs.items():
+        curves, ends = {}, {}
+        for seed, pair in of_seeds.items():
+            steps, values = losses.smoothed(*losses.pair_series(*pair), smooth)
+            curves[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
+            ends[seed] = losses.validation_difference(*pair, 0)
+        # All take the same steps, but may have logged others of them.
+        common = sorted(set.intersection(*map(set, curves.values())))
+        each = {seed: [curve[step] for step in common] for seed, curve in curves.items()}
+        result[name] = {'steps': common, 'curves': each, 'end': 'validation loss', 'ends': ends}
+    return result
 
 
-def say_what_is_better(axes):
-    note = {'color': '#777777', 'fontsize': FONT, 'transform': axes.transAxes, 'ha': 'right'}
-    axes.text(0.99, 0.02, 'below 0: better', **note)
+def curves_picture(arms, labels, look, baseline, smooth, title=''):
+    """The curve of each seed, thin, and the mean; beside them where they end, with 95% intervals.
 
-
-def limits_of(curves):
-    """The limits of an axis of curves over steps.
-
-    The first steps, where all losses fall by nats, would squeeze the rest: up to 1% of a curve's
-    points above and below may lie outside, all of them in its first tenth.
+    arms: from measure_curves(). labels, look: {name: ...}. baseline: what the zero line is.
     """
-    low = high = 0.0
-    for curve in curves.values():
-        values = np.array(curve['difference'])
-        later = values[len(values) // 10 :]
-        low = min(low, later.min(), np.quantile(values, 0.01))
-        high = max(high, later.max(), np.quantile(values, 0.99))
-    margin = 0.1 * (high - low) or 1.0
-    return low - margin, high + margin
+    figure, (left, right) = picture(title, ncols=2, width_ratios=(5, 1), sharey=True)
+    left.axhline(0, color=COLORS[V], linewidth=1)
+    right.axhline(0, color=COLORS[V], linewidth=1, label=baseline)
+    for column, (name, arm) in enumerate(arms.items()):
+        each = list(arm['curves'].values())
+        if len(each) > 1:
+            left.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
+        left.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, **look[name])
+        draw_end(right, column, describe(arm['ends']), labels[name], look[name])
+    left.set_ylim(limits_of(arms.values()))
+    left.margins(x=0)
+    left.set_xlabel(f'step (curves: mean of {smooth} steps)')
+    left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
+    left.set_title('training loss', fontsize=10)
+    right.set_title(next(iter(arms.values()))['end'], fontsize=10)
+    counts = sorted({len(arm['ends']) for arm in arms.values()})
+    right.set_xlabel(' or '.join(map(seeds_text, counts)))
+    right.set_xlim(-0.7, len(arms) - 0.3)
+    right.set_xticks([])
+    right.legend(**BESIDE)
+    return figure
 
 
-def end_labels(axes, ends, gap=0.06):
-    """Names beside the right ends of curves, where they hide none, moved apart if they overlap.
+# Of a legend beside the axes, where it hides nothing.
+BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.05, 0.5), 'frameon': False}
 
-    ends: [(y, name, line settings)]. gap: between the axes and the names, as a share of the axes.
+
+def draw_end(axes, x, end, label, look):
+    """Seeds, mean and interval in a column of their own; end: from verdict.describe()."""
+    words = signed(end['mean'], 3)
+    if end['low'] is not None:
+        words += f' ± {half_width(end):.3f}'
+        axes.plot([x, x], [end['low'], end['high']], color=look['color'])
+    dots = list(end['differences'].values())
+    axes.plot([x - 0.25] * len(dots), dots, 'o', color=look['color'], markersize=2.5, alpha=0.6)
+    axes.plot(x, end['mean'], 'D', markersize=4, color=look['color'])
+    axes.plot([], [], label=f'{words}  {label}', **look)
+
+
+def limits_of(arms):
+    """The limits of an axis of curves and ends. The first steps, where losses differ by more than they
+    ever will again, do not count: of a mean, the first fiftieth, of a seed, the first fifth."""
+    shown = [0.0]
+    for arm in arms:
+        each = np.array(list(arm['curves'].values()))
+        steps = each.shape[1]
+        parts = [
+            each[:, steps // 5 :],
+            each.mean(axis=0)[steps // 50 :],
+            list(arm['ends'].values()),
+        ]
+        shown += [bound for part in parts for bound in (np.min(part), np.max(part))]
+    margin = 0.1 * (max(shown) - min(shown)) or 1.0
+    return min(shown) - margin, max(shown) + margin
+
+
+def print_curves(arms):
+    """A table of mean curves at five steps, and of their ends."""
+    steps = next(iter(arms.values()))['steps']
+    marks = [steps[i] for i in np.linspace(0, len(steps) - 1, 6, dtype=int)[1:]]
+    rows = []
+    for name, arm in arms.items():
+        mean = np.interp(marks, arm['steps'], np.mean(list(arm['curves'].values()), axis=0))
+        numbers = [*mean, np.mean(list(arm['ends'].values()))]
+        rows.append([name, *(f'{number:+.4f}' for number in numbers)])
+    print(markdown_table(['run', *(f'step {mark}' for mark in marks), 'validation'], rows))
+
+
+# --- losses by size, and crossings ----------------------------------------------------------------
+
+
+def scaling_picture(models, window, title=''):
+    """Loss against parameters, and a power law where there is one.
+
+    models: {model: {'parameters', 'loss', 'power_law'}}, each from small to large.
     """
-    low, high = axes.get_ylim()
-    # The height of the axes alone, without the words around them.
-    rows = axes.get_subplotspec().get_gridspec().nrows
-    inches = axes.get_figure().get_figheight() / rows - 0.9
-    line_height = 1.4 * FONT / 72 / inches * (high - low)
-    places = spread([y for y, _, _ in ends], line_height)
-    beside = axes.get_yaxis_transform()
-    for (y, name, look), place in zip(ends, places, strict=True):
-        line = {'arrowstyle': '-', 'linewidth': 1.5, 'shrinkA': 2, 'shrinkB': 0, 'relpos': (0, 0.5)}
-        line |= {'color': look['color'], 'linestyle': look['linestyle']}
-        text = {'va': 'center', 'fontsize': FONT, 'annotation_clip': False, 'arrowprops': line}
-        frame = {'xycoords': beside, 'textcoords': beside}
-        axes.annotate(name, xy=(1.0, y), xytext=(1 + gap, place), **frame, **text)
-
-
-def spread(values, gap):
-    """Places at least `gap` apart, in the order of the values and as near to them as can be.
-
-    Without the gaps, the places only have to rise: neighbors that fall are pooled to their mean.
-    """
-    order = np.argsort(values, kind='stable')
-    pools = []
-    for rank, i in enumerate(order):
-        pools.append([values[i] - rank * gap])
-        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    places = np.empty(len(values))
-    rising = [np.mean(pool) for pool in pools for _ in pool]
-    for rank, i in enumerate(order):
-        places[i] = rising[rank] + rank * gap
-    return places.tolist()
-
-
-def scaling_axes(axes, models, window):
-    """Loss against parameters, and a power law where there is one; models: from scaling_of()."""
+    figure, axes = picture(title)
     for name, model in models.items():
-        color = COLORS.get(name, COLORS['other'])
+        color, name = COLORS[name], figures.NAMES[name]
         parameters = model['parameters']
-        label = f'{name}: no power law,\n{model["no_law"]}'
-        line = {'linestyle': ':'}
-        if not model['no_law']:
+        label, line = f'{name}: no power law', ':'
+        if model['power_law']:
             a, b = model['power_law']
-            label = f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$'
-            line = {'linestyle': 'none'}
-            x = np.geomspace(min(parameters), max(parameters), 50)
+            label, line = f'{name}: {a:.3g} $N^{{{-b:+.3g}}}$', 'none'
+            x = np.geomspace(parameters[0], parameters[-1], 50)
             axes.plot(x, a * x**-b, color=color)
-        axes.plot(parameters, model['loss'], marker='o', color=color, label=label, **line)
+        axes.plot(parameters, model['loss'], 'o', linestyle=line, color=color, label=label)
     axes.set_xscale('log')
     axes.set_yscale('log')
-    axes.set_xlabel('parameters N', fontsize=FONT)
-    axes.set_ylabel(f'training loss (nats)\nmean of the last {window} steps', fontsize=FONT)
-    axes.grid(alpha=0.3, which='both')
+    axes.set_xlabel('parameters N')
+    axes.set_ylabel(f'training loss (nats)\nmean of the last {window} steps')
     axes.legend(**BESIDE)
+    return figure
 
 
-# How a crossings.Crossing is drawn: marker, whether it is filled, what the legend says.
-MARKERS = {
-    'overtaken': ('o', True, 'overtaken'),
-    'predicted': ('o', False, 'not overtaken:\npredicted'),
-    'not overtaken': ('^', False, 'not overtaken by\nthe end of training'),
-    'never ahead': ('v', False, 'behind, and\nnever ahead'),
-}
+def crossing_picture(points, color, title=''):
+    """The step at which a run is overtaken, against sequence length, and an exponential through them.
 
-
-def critical_axes(axes, points, color):
-    """The step at which a run is overtaken, against sequence length; points: from crossings_of().
-
-    A run that is not overtaken is at the end of its training.
+    points: [{'length', and a losses.Crossing}]. A run that is not overtaken is at the end of its training.
     """
-    for kind, (marker, is_filled, label) in MARKERS.items():
-        of_kind = [point for point in points if point['kind'] == kind]
-        if of_kind:
-            x = [point['length'] for point in of_kind]
-            y = [place_of(point) for point in of_kind]
-            face = color if is_filled else 'white'
-            look = {'color': color, 'markerfacecolor': face, 'markersize': 8, 'linestyle': 'none'}
-            axes.plot(x, y, marker=marker, label=label, **look)
+    figure, axes = picture(title)
     lengths = [point['length'] for point in points]
     ends = [point['steps'] for point in points]
-    tokens = {point['tokens'] for point in points}
-    label = 'end of training'
-    if len(tokens) == 1:
-        label += f':\n{tokens.pop():,} tokens'
-    # As wide as a marker, at each length: the pairs need not have the same number of steps.
-    look = {'color': '#BBBBBB', 'markersize': 22, 'linestyle': 'none', 'zorder': 0}
-    axes.plot(lengths, ends, marker='_', label=label, **look)
+    axes.plot(lengths, ends, '_', color='#BBBBBB', markersize=22, label='end of training')
+    for marker, kind in zip('osv^', losses.KINDS, strict=True):
+        places = [(p['length'], place_of(p)) for p in points if p['kind'] == kind]
+        if places:
+            axes.plot(*zip(*places, strict=True), marker, color=color, markersize=8, label=kind)
 
-    draw_exponential(axes, points, color)
+    # The paper's law: longer sequences postpone the crossing.
+    known = [(p['length'], np.log(p['step'])) for p in points if p['kind'] == 'overtaken']
+    if len({length for length, _ in known}) >= losses.MIN_POINTS:
+        slope, intercept = np.polyfit(*zip(*known, strict=True), 1)
+        if slope > 0:
+            x = np.linspace(min(lengths), max(lengths), 50)
+            label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
+            axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
 
     axes.set_xscale('log')
     axes.set_xticks(lengths, [f'{length:,}' for length in lengths])
     axes.minorticks_off()
-    axes.set_ylim(0, 1.08 * max(*ends, *[place_of(point) for point in points]))
-    axes.set_xlabel('sequence length T (tokens)', fontsize=FONT)
-    axes.set_ylabel('step at which it is overtaken', fontsize=FONT)
-    axes.grid(alpha=0.3)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel('sequence length T (tokens)')
+    axes.set_ylabel('step at which it is overtaken')
     axes.legend(**BESIDE)
-
-
-def draw_exponential(axes, points, color):
-    """The paper's law through the known crossings: longer sequences postpone them.
-
-    Nothing is drawn where they are too few, or where the step does not rise with the length.
-    """
-    known = [point for point in points if point['kind'] == 'overtaken']
-    lengths = [point['length'] for point in known]
-    if len(set(lengths)) < losses.MIN_POINTS:
-        return
-    logarithms = [np.log(point['step']) for point in known]
-    slope, intercept = np.polyfit(lengths, logarithms, 1)
-    if slope <= 0:
-        return
-    x = np.linspace(min(lengths), max(lengths), 50)
-    label = f'{np.exp(intercept):.3g} exp({slope:.3g} T)'
-    axes.plot(x, np.exp(intercept + slope * x), '--', color=color, label=label)
+    return figure
 
 
 def place_of(point):
@@ -397,15 +241,14 @@ def place_of(point):
     return point['step'] or point['steps']
 
 
-def legend_below(figure, axes, inches):
-    """The legend of `axes` below all of a figure, `inches` wide. Returns its height in inches."""
-    handles, names = axes.get_legend_handles_labels()
-    shown = [re.sub('[${}_]', '', name) for name in names]  # without a formula's markup
-    longest = max(map(len, shown))
-    columns = max(1, int(inches / (0.5 + 0.07 * longest)))
-    place = {'loc': 'outside lower center', 'ncols': columns}
-    figure.legend(handles, names, frameon=False, fontsize=FONT, **place)
-    return 0.2 * math.ceil(len(names) / columns)
+def measure_critical(pairs, smooth):
+    """[{'length', and a losses.Crossing}] of [(ours, theirs)], ready for JSON."""
+    points = []
+    for pair in pairs:
+        found = losses.crossing(*pair, smooth)
+        length = pair[0].facts['block_size']
+        points.append({'length': length, 'words': str(found), **asdict(found)})
+    return points
 
 
 # --- matplotlib -----------------------------------------------------------------------------------
@@ -415,6 +258,15 @@ def pyplot():
     plot = charts.pyplot()
     plot.rcParams['axes.formatter.min_exponent'] = 2  # a log axis says 2.5, not 2.5 x 10^0
     return plot
+
+
+def picture(title, **options):
+    """(figure, its axes), as many as the options of matplotlib's subplots() say."""
+    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained', **options)
+    figure.suptitle(title, fontsize=11)
+    for ax in np.ravel(axes):
+        ax.grid(alpha=0.3)
+    return figure, axes
 
 
 def save(figure, out):
@@ -443,135 +295,53 @@ class DrawConfig:
             raise ValueError(f'window={self.window} must be at least 1')
         if self.layers < 0:
             raise ValueError(f'layers={self.layers} must not be negative')
+        if not self.runs:
+            raise ValueError('name folders of runs, the baseline first, or models for a wiring')
 
 
 def draw_relative(settings):
-    check_runs(settings, 'relative')
-    baseline, *runs = settings.runs
-    names = labels(settings.runs)
-    configs = {run: losses.model_config(run) for run in runs}
-    curves = curves_of([(baseline, run) for run in runs], settings.window, settings.window)
-    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
-    look = looks(configs, names)
-    curve_axes(axes, curves, look, names[baseline], settings.window, settings.window)
+    runs = {folder: read_state(folder) for folder in named_runs(settings.runs)}
+    arms = losses.arms_of({name: run.facts for name, run in runs.items()})
+    baseline, *others = arms
+    pairs = {}
+    for name in others:
+        losses.check_pair(runs[name], runs[baseline], {'seed'})
+        common = [seed for seed in arms[name] if seed in arms[baseline]]
+        if not common:
+            raise ValueError(f'{name} and {baseline} have no seed in common')
+        pairs[name] = {
+            seed: (runs[arms[name][seed]], runs[arms[baseline][seed]]) for seed in common
+        }
+    if not pairs:
+        raise ValueError('relative needs a baseline and at least one other model')
+    curves = measure_curves(pairs, settings.window)
     print(f'Training loss minus that of {baseline}, mean of {settings.window} steps\n')
     print_curves(curves)
-    return figure
-
-
-def print_curves(curves):
-    """A table of curves at five steps; a cell is empty where a run has no value."""
-    every_step = np.unique(np.concatenate([curve['steps'] for curve in curves.values()]))
-    shares = np.array([0.1, 0.25, 0.5, 0.75, 1.0])
-    marks = every_step[np.round(shares * (len(every_step) - 1)).astype(int)]
-    rows = []
-    for run, curve in curves.items():
-        steps = curve['steps']
-        cells = []
-        for mark in marks:
-            inside = steps[0] <= mark <= steps[-1]
-            last = np.searchsorted(steps, mark, side='right') - 1
-            cells.append(f'{curve["difference"][last]:+.4f}' if inside else '')
-        rows.append([str(run), *cells])
-    head = ['run', *(f'step {mark}' for mark in marks)]
-    print(markdown_table(head, rows))
-
-
-def draw_scaling(settings):
-    check_runs(settings, 'scaling')
-    models = scaling_of(settings.runs, settings.window)
-    for name, model in models.items():
-        points = zip(model['parameters'], model['loss'], strict=True)
-        words = [f'{n:,} parameters {loss:.4f}' for n, loss in points]
-        if model['no_law']:
-            words.append(f'no power law: {model["no_law"]}')
-        words += savings_in_words(model)
-        print(f'{name}: {", ".join(words)}')
-    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained')
-    scaling_axes(axes, models, settings.window)
-    return figure
-
-
-def savings_in_words(model):
-    """What losses.savings() says of a model of scaling_of(): each saving, and why one has none."""
-    kinds = {'parameters_saved': 'parameters', 'tokens_saved': 'tokens'}
-    words, unknown = [], []
-    for key, what in kinds.items():
-        share = model.get(key)
-        if share is None:
-            unknown.append(what)
-        else:
-            words.append(f'{what} saved: {share:.1%}')
-    if model.get('why'):
-        words.append(f'no saving of {" or ".join(unknown)} can be read: {model["why"]}')
-    return words
-
-
-def draw_critical(settings):
-    check_runs(settings, 'critical')
-    if len(settings.runs) % 2:
-        raise ValueError('critical takes pairs: BASELINE RUN BASELINE RUN ...')
-    pairs = in_pairs(settings.runs)
-    points = crossings.crossings_of(pairs, settings.window)
-    for point in points:
-        print(f'{point["length"]} tokens: {crossings.describe(point)}')
-
-    curves = curves_of(pairs, settings.window, settings.window)
-    configs = {run: losses.model_config(run) for run in curves}
-    longest = max(curve['steps'][-1] for curve in curves.values())
-    names = {}
-    for run, config in configs.items():
-        names[run] = f'{config.block_size:,} tokens'
-        last = curves[run]['steps'][-1]
-        if last < longest:
-            names[run] += f' ({last + 1:,} steps)'
-    width, height = SIZE
-    figure, (above, below) = pyplot().subplots(2, figsize=(width, 2 * height), layout='constrained')
-    look = looks(configs, names, ordered=True)
-    baselines = {model_name(losses.model_config(baseline)) for baseline, _ in pairs}
-    baseline = baselines.pop() if len(baselines) == 1 else 'the baseline'
-    curve_axes(above, curves, look, baseline, settings.window, settings.window)
-    critical_axes(below, points, color_of(losses.model_config(settings.runs[1])))
-    return figure
-
-
-def check_runs(settings, kind):
-    if len(settings.runs) < 2:
-        raise ValueError(f'{kind} needs a baseline and at least one other run')
+    labels, look = labels_and_looks(arms)
+    return curves_picture(curves, labels, look, labels[baseline], settings.window)
 
 
 def draw_wiring(settings):
-    if not settings.runs:
-        raise ValueError('wiring needs a model, such as resformer, or the folder of a run')
     configs = {}
     for word in settings.runs:
         config = wired_config(word)
-        if settings.layers:
-            config = replace(config, n_layer=settings.layers)
-        configs[word] = config
+        configs[word] = replace(config, n_layer=settings.layers or config.n_layer)
     return wiring.figure_of(pyplot(), configs)
 
 
 def wired_config(word):
     """The GPTConfig of a run's folder, or of a model of config/, with +setting=value."""
-    if Path(word, 'config.json').exists():
-        return losses.model_config(word)
-    model, *flags = word.split('+')
-    if not config_file(model).exists():
-        raise ValueError(f'{model} is neither the folder of a run nor a model of config/')
-    for flag in flags:
-        if '=' not in flag:
-            raise ValueError(f'{word}: {flag} has no value; give it as {flag}=VALUE')
-    _, config = configs_of(Run(word), PAPER)
-    return config
+    settings = read_run_config(word)
+    if settings:
+        return gpt_config(settings, word)
+    try:
+        return figures.Arm(word).configs(figures.PAPER)[1]
+    except FileNotFoundError:
+        text = f'{word} is neither the folder of a run nor a model of config/, such as resformer'
+        raise ValueError(text) from None
 
 
-DRAWINGS = {
-    'relative': draw_relative,
-    'scaling': draw_scaling,
-    'critical': draw_critical,
-    'wiring': draw_wiring,
-}
+DRAWINGS = {'relative': draw_relative, 'wiring': draw_wiring}
 
 
 def main():

@@ -1,183 +1,106 @@
 """
-What the paper's figures show of training: numbers from the logs of runs.
+Numbers from the logs of runs: differences of training losses, fits over sizes, and whether and when a
+run is overtaken by its baseline.
 
-A run is the folder that train.py wrote. Losses are in nats per token.
+A run is a State of comparison.runs, a pair (ours, theirs) two runs that share their settings, but for
+the model and its learning rate. Losses are in nats per token.
 """
 
 import itertools
 import math
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from comparison.plan import recorded_settings, settings_difference
-from comparison.runs import gpt_config, read_losses, read_run_config, read_state
-from model import GPT
+from comparison.runs import difference
+from comparison.verdict import LEVEL, distributions
+from model import GPT, GPTConfig
+
+# Runs that are compared may differ in their models, each at its own learning rate.
+OWN = {'learning_rate', *asdict(GPTConfig())} - GPTConfig().shape().keys()
 
 
-def model_config(run, *needed):
-    """The GPTConfig of a run's config.json, which must say what is `needed`."""
-    return gpt_config(read_run_config(run, *needed), run)
-
-
-def common_settings(values, config):
-    """{name: value} of what runs that are compared must share: all that decides a result but the
-    variant, the seed and the learning rate, which each model has its own. The share of the rate that
-    is left at the end is the same for all, as in compare.py.
-
-    values: of a config.json; config: its GPTConfig.
-    """
-    own = {'seed', 'learning_rate', 'min_lr', *asdict(config)} - config.shape().keys()
-    recorded = recorded_settings(values)
-    shared = {name: value for name, value in recorded.items() if name not in own}
-    return {**shared, 'min_lr / learning_rate': min_lr_share(recorded)}
-
-
-def min_lr_share(settings):
-    """min_lr as a share of the learning rate; the last bits of a product do not tell runs apart."""
-    rate = settings['learning_rate']
-    return float(f'{settings["min_lr"] / rate:.6g}') if rate else 0.0
-
-
-def shared_settings(run):
-    """common_settings() of a run, and its seed."""
-    values = read_run_config(run)
-    return {**common_settings(values, gpt_config(values, run)), 'seed': values.get('seed')}
-
-
-def check_pair(baseline, run):
-    """Raise ValueError where two runs differ in more than their models and learning rates."""
-    check_same(run, shared_settings(run), baseline, shared_settings(baseline))
-
-
-# Sizes may differ in these, but see the same tokens in a step.
-OF_SIZE = {'n_layer', 'n_head', 'n_embd', 'n_inner', 'batch_size', 'gradient_accumulation_steps'}
-
-
-def check_sizes(baseline, run):
-    """check_pair() of runs of which the sizes may differ, too."""
-    check_same(run, settings_of_any_size(run), baseline, settings_of_any_size(baseline))
-
-
-def settings_of_any_size(run):
-    shared = shared_settings(run)
-    values = {name: value for name, value in shared.items() if name not in OF_SIZE}
-    return {**values, 'tokens of a step': tokens_per_step(run)}
-
-
-def check_same(run, ours, baseline, theirs):
-    difference = settings_difference(ours, theirs)
-    if difference:
-        name, value, other = difference
+def check_pair(ours, theirs, but=()):
+    """Raise ValueError where two runs differ in more than their models, rates and what is in `but`."""
+    found = difference(ours.facts, theirs.facts, OWN.union(but))
+    if found:
+        name, value, other = found
         raise ValueError(
-            f'{run} has {name}={value!r} and {baseline} has {other!r}, so the two cannot be compared'
+            f'{ours.folder} has {name}={value!r} and {theirs.folder} has {other!r}, so the two cannot '
+            'be compared'
         )
 
 
-def tokens_per_step(run):
-    names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
-    config = read_run_config(run, *names)
-    return math.prod(config[name] for name in names)
+def arms_of(facts):
+    """{run: {seed: run}} of runs that differ in nothing but their seeds, under the first one's name.
 
-
-# --- relative to a baseline -----------------------------------------------------------------------
-
-
-def differences(baseline, run, window):
-    """(steps, loss - baseline's loss) of the steps that both have.
-
-    Raises ValueError where that are fewer than `window`, and where the two runs differ in more than
-    their models and learning rates.
+    facts: {run: its facts}. Raises ValueError for two runs of one seed.
     """
-    check_pair(baseline, run)
-    base, losses = read_losses(baseline), read_losses(run)
-    steps = sorted(losses.keys() & base.keys())
-    if len(steps) < points_in(steps, window):
-        raise ValueError(
-            f'{run} and {baseline} have {len(steps)} steps in common, fewer than the {window} of a mean'
-        )
-    return np.array(steps), np.array([losses[step] - base[step] for step in steps])
+    arms = {}
+    for run, own in facts.items():
+        alike = (one for one in arms if not difference(own, facts[one], ('seed',)))
+        seeds = arms.setdefault(next(alike, run), {})
+        if own['seed'] in seeds:
+            other = seeds[own['seed']]
+            raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
+        seeds[own['seed']] = run
+    return arms
+
+
+# --- training losses ------------------------------------------------------------------------------
+
+
+def pair_series(ours, theirs):
+    """(steps, ours - theirs) of the steps that both have logged."""
+    a, b = ours.training(), theirs.training()
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        raise ValueError(f'{ours.folder} and {theirs.folder} have no step in common')
+    return np.array(steps), np.array([a[step] - b[step] for step in steps])
 
 
 def points_in(steps, window):
     """How many of the logged steps lie in `window` steps: fewer where not every step was logged."""
-    if len(steps) < 2:
-        return window
-    interval = int(np.median(np.diff(steps)))
+    interval = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
     return max(1, window // interval)
 
 
-def relative(baseline, run, window):
-    """(steps, differences()), each a mean over `window` steps, as far as they were logged.
-
-    The mean belongs to the last of them: a point uses no later steps.
-    """
-    return smoothed(*differences(baseline, run, window), window)
-
-
-def smoothed(steps, difference, window):
-    """(steps, means over `window` steps), as relative() has them of a series that is already read."""
+def smoothed(steps, values, window):
+    """(steps, means over `window` steps). A mean belongs to its last step: it uses no later ones."""
     points = points_in(steps, window)
-    return steps[points - 1 :], running_mean(difference, points)
+    if len(steps) < points:
+        raise ValueError(f'there are {len(steps)} steps, fewer than the {window} of a mean')
+    return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
 
 
-def running_mean(values, window):
-    return np.convolve(values, np.ones(window) / window, mode='valid')
+def late_difference(ours, theirs, window):
+    return float(smoothed(*pair_series(ours, theirs), window)[1][-1])
 
 
-def final_difference(baseline, run, window):
-    """The mean of differences() over the last `window` steps."""
-    steps, difference = differences(baseline, run, window)
-    return float(difference[-points_in(steps, window) :].mean())
-
-
-EARLY_POINTS = 2  # with only the first step logged, it would compare untrained models
-
-
-def early_difference(baseline, run):
-    """The mean of differences() over the first tenth of the steps."""
-    steps, difference = differences(baseline, run, 1)
+def early_difference(ours, theirs):
+    """The mean difference over the first tenth of the steps."""
+    steps, values = pair_series(ours, theirs)
     is_early = steps < (steps[-1] + 1) / 10
-    if is_early.sum() < EARLY_POINTS:
+    if is_early.sum() < 2:  # with only the first step, it would compare untrained models
         raise ValueError(
-            f'{run} and {baseline} have logged {is_early.sum()} steps of their first tenth in common; '
-            f'an early difference takes {EARLY_POINTS}'
+            f'{ours.folder} and {theirs.folder} have logged {is_early.sum()} steps of their first tenth '
+            'in common; an early difference takes 2'
         )
-    return float(difference[is_early].mean())
+    return float(values[is_early].mean())
 
 
-# --- loss against size ----------------------------------------------------------------------------
-
-
-def check_finished(run):
-    """Raise ValueError where a run has not been evaluated at its end: until then, its learning rate
-    has not decayed, and its loss is no loss of that size."""
-    state = read_state(Path(run))
-    if state.kind not in ('finished', 'diverged'):
-        raise ValueError(f'{run} is {state.kind}: {state.detail}')
+# --- loss against size (Fig. 5) -------------------------------------------------------------------
 
 
 def last_loss(run, window):
     """The mean training loss of the last `window` steps, as far as they were logged."""
-    points, losses = points_and_losses(run, window)
-    return float(np.mean(losses[-points:]))
+    return float(means_of(run, window)[-1])
 
 
-def points_and_losses(run, window):
-    """(how many of its logged steps lie in `window` steps, all training losses of a run)"""
-    losses = read_losses(run)
-    points = points_in(list(losses), window)
-    if len(losses) < points:
-        raise ValueError(f'{run} has {len(losses)} logged steps, fewer than the {window} of a mean')
-    return points, list(losses.values())
-
-
-def parameters_of(run):
-    """All weights of a run's model, from its config.json."""
-    config = model_config(run, 'n_layer', 'n_head', 'n_embd', 'vocab_size')
-    return without_weights(config).num_params(non_embedding=False)
+def means_of(run, window):
+    losses = run.training()
+    return smoothed(np.array(list(losses)), list(losses.values()), window)[1]
 
 
 def without_weights(config):
@@ -190,30 +113,16 @@ MIN_POINTS = 3  # of a fit: a curve of two parameters goes through any two point
 
 
 def power_law(parameters, losses):
-    """(a, b) of loss = a * parameters ** -b, by least squares of the logarithms."""
-    slope, intercept = np.polyfit(np.log(parameters), np.log(losses), 1)
-    return float(np.exp(intercept)), float(-slope)
-
-
-def why_no_law(parameters, losses):
-    """Why these points have no power law that is to be believed; '' if they have one."""
+    """(a, b) of loss = a * parameters ** -b, by least squares of the logarithms; None where there are
+    too few sizes, or where the loss does not fall with them."""
     if len(set(parameters)) < MIN_POINTS:
-        return f'fewer than {MIN_POINTS} sizes'
-    _, exponent = power_law(parameters, losses)
-    return '' if exponent > 0 else 'loss does not fall with size'
+        return None
+    slope, intercept = np.polyfit(np.log(parameters), np.log(losses), 1)
+    return (float(np.exp(intercept)), float(-slope)) if slope < 0 else None
 
 
-def falls_at_every_size(parameters, losses):
-    """Whether each larger model has the lower loss; both from small to large."""
-    points = zip(parameters, losses, strict=True)
-    return all(later < earlier for (n, earlier), (m, later) in itertools.pairwise(points) if m > n)
-
-
-ROUNDING = 1e-9  # relative: means of the same losses may differ in their last bits
-
-
-def tokens_saved(baseline, run, window):
-    """The share of its steps that `run` can do without and still end at the baseline's last loss.
+def tokens_saved(ours, theirs, window):
+    """The share of its steps that a run can do without and still end at the baseline's last loss.
 
     The paper's way, on one run's middle: a run needs its steps until no mean over `window` of them is
     above that loss any more. The first mean below it would not do, because noise touches a loss long
@@ -221,52 +130,195 @@ def tokens_saved(baseline, run, window):
 
     The learning rate has not decayed in the middle: trained for fewer steps, the run might save more.
     """
-    target = last_loss(baseline, window)
-    points, losses = points_and_losses(run, window)
-    is_above = running_mean(losses, points) > target * (1 + ROUNDING)
+    means = means_of(ours, window)
+    # Means of the same losses may differ in their last bits.
+    is_above = means > last_loss(theirs, window) * (1 + 1e-9)
     if is_above[-1]:
         return None
-    last_above = max(np.flatnonzero(is_above), default=-1)
-    return float(1 - (last_above + 1 + points) / len(losses))
+    steps = len(ours.training())
+    needed = 1 + max(np.flatnonzero(is_above), default=-1) + steps - len(means) + 1
+    return float(1 - needed / steps)
 
 
-def savings(models, name, window):
-    """What a model saves at the loss of the largest vanilla model.
+def parameters_saved(ours, theirs):
+    """(share, '') or (None, why not): of the parameters of the largest baseline, by ours' power law.
 
-    models: {name: {'parameters', 'loss', 'runs'}}, each list from small to large. Returns shares, None
-    where they cannot be read, and under 'why' the reason.
+    ours, theirs: [(parameters, loss)], from small to large.
     """
-    base, other = models['vanilla'], models[name]
-    nothing = {'parameters_saved': None, 'tokens_saved': None}
-    if len(set(base['parameters'])) < 2:
-        return {**nothing, 'why': 'vanilla has a single size'}
-    if not falls_at_every_size(base['parameters'], base['loss']):
-        # Then the largest vanilla model is no reference.
-        return {**nothing, 'why': "vanilla's loss does not fall at every size"}
+    losses = [loss for _, loss in theirs]
+    if len(losses) < 2 or not all(b < a for a, b in itertools.pairwise(losses)):
+        # Then the largest baseline is no reference.
+        return None, "vanilla's loss does not fall at every size"
+    law = power_law(*zip(*ours, strict=True))
+    if not law:
+        return None, 'no power law'
+    a, b = law
+    needed = (a / losses[-1]) ** (1 / b)  # parameters that reach that loss
+    if not ours[0][0] <= needed <= ours[-1][0]:
+        return None, 'that loss is reached outside the range of the fit'
+    return float(1 - needed / theirs[-1][0]), ''
 
-    parameters, why = parameters_saved(base, other, name)
-    reasons = [why] if why else []
-    tokens = None
-    largest = base['runs'][-1]
-    shape = model_config(largest).shape()
-    same_shape = [run for run in other['runs'] if model_config(run).shape() == shape]
-    if not same_shape:
-        reasons.append(f'there is no {name} of the size of the largest vanilla model')
+
+# --- whether a run is overtaken (Fig. 11) ---------------------------------------------------------
+
+TAIL = 2000  # the last steps, which decide; of a shorter run, its last half
+# The blocks into which steps are cut must outlast the memory of the noise. Those of 2,000 steps have
+# 200 steps. Those of a short run may be too short, and its intervals then too narrow.
+BLOCKS = 10
+RESAMPLES = 2000  # of the bootstrap
+FIT = 1000  # points through which a crossing is predicted, the paper's number; or the last half
+HORIZON = 2  # a crossing is predicted no later than at twice the steps of the run
+
+
+KINDS = ('overtaken', 'predicted', 'not overtaken', 'never ahead')
+
+
+@dataclass
+class Crossing:
+    """Whether a run is overtaken by its baseline, and when.
+
+    A run is overtaken if two witnesses say so: its mean difference to the baseline over its last steps
+    is above 0, with its whole 95% interval, and so is the difference of the validation losses at the
+    end. This is said of two runs, not of two models: another seed may say something else.
+
+    overtaken    behind at the end, after it was ahead: `step` is the first step behind
+    never ahead  behind at the end, and never before ahead by more than the noise
+    predicted    not overtaken, but a line through the last differences crosses 0 at `step`
+    not overtaken
+    """
+
+    kind: str  # of KINDS
+    step: float | None
+    steps: int  # that both runs have taken
+    tokens: int  # of these steps
+    mean: float  # of the last differences, in nats
+    interval: tuple | None  # the 95% interval of that mean; None: too few steps for one
+    validation: float | None  # validation loss minus the baseline's at the end; None: not evaluated
+
+    def __str__(self):
+        """In words, with the numbers behind them."""
+        end = f'not overtaken by {self.tokens:,} tokens'
+        words = {
+            'overtaken': f'overtaken at step {self.step}',
+            'never ahead': 'behind, and never ahead',
+            'not overtaken': end,
+            'predicted': f'{end}, predicted for step {self.step or 0:,.0f}',
+        }
+        interval = 'too few steps for an interval'
+        if self.interval:
+            interval = '95% interval {:+.4f} to {:+.4f}'.format(*self.interval)
+        validation = 'not evaluated at the end'
+        if self.validation is not None:
+            validation = f'validation loss {self.validation:+.4f}'
+        mean = f'mean of the last {tail_of(self.steps):,} steps {self.mean:+.4f}'
+        return f'{words[self.kind]} ({mean}, {interval}; {validation})'
+
+
+def crossing(ours, theirs, window):
+    """The Crossing of a run; its step is read from differences that are means over `window` steps."""
+    steps, values = pair_series(ours, theirs)
+    last = int(steps[-1])
+    tail = values[steps > last - tail_of(last + 1)]
+    interval = block_interval(tail)
+    validation = validation_difference(ours, theirs, last)
+
+    is_behind = interval is not None and interval[0] > 0
+    if is_behind and validation is not None and validation > 0:
+        step = first_step_behind(*smoothed(steps, values, window))
+        kind = 'overtaken'
+        if step is None or not was_ahead(values[steps < step]):
+            kind, step = 'never ahead', None
     else:
-        tokens = tokens_saved(largest, same_shape[-1], window)
-        if tokens is None:
-            reasons.append(f'{name} of that size does not reach that loss')
-    return {'parameters_saved': parameters, 'tokens_saved': tokens, 'why': '; '.join(reasons)}
+        step = predicted_step(steps, values)
+        kind = 'not overtaken' if step is None else 'predicted'
+    names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+    tokens = (last + 1) * math.prod(ours.facts[name] for name in names)
+    return Crossing(kind, step, last + 1, tokens, float(tail.mean()), interval, validation)
 
 
-def parameters_saved(base, other, name):
-    """(share or None, why there is none)"""
-    why = why_no_law(other['parameters'], other['loss'])
-    if why:
-        return None, f'{name}: {why}'
-    a, b = power_law(other['parameters'], other['loss'])
-    sizes = np.log(other['parameters'])
-    needed = np.log(a / base['loss'][-1]) / b  # log of the parameters that reach that loss
-    if not sizes[0] <= needed <= sizes[-1]:
-        return None, f'{name} reaches that loss outside the range of the fit'
-    return float(1 - np.exp(needed) / base['parameters'][-1]), ''
+def tail_of(steps):
+    """How many of its last steps decide whether a run of so many is overtaken."""
+    return min(TAIL, steps // 2)
+
+
+def block_means(values):
+    """The means of BLOCKS parts of a series, one after the other; None if it is too short."""
+    if len(values) < 2 * BLOCKS:
+        return None
+    return np.array([block.mean() for block in np.array_split(values, BLOCKS)])
+
+
+def block_interval(values):
+    """The 95% interval (low, high) of the mean of an autocorrelated series; None if it is too short.
+
+    Whole blocks are drawn with replacement, so that what hangs together stays together. A few blocks
+    are a small sample: an error is measured in the standard errors of its own resample (bootstrap-t),
+    or the interval would be too narrow. The same series always has the same interval.
+    """
+    means = block_means(values)
+    if means is None:
+        return None
+    center, error = means.mean(), standard_error(means)
+    drawn = means[np.random.default_rng(0).integers(BLOCKS, size=(RESAMPLES, BLOCKS))]
+    errors = standard_error(drawn)
+    # A resample that drew one block again and again has no error of its own.
+    is_usable = errors > 0
+    if not is_usable.any():
+        return float(center), float(center)
+    t = (drawn.mean(axis=1) - center)[is_usable] / errors[is_usable]
+    low, high = np.quantile(t, [LEVEL / 2, 1 - LEVEL / 2])
+    return float(center - high * error), float(center - low * error)
+
+
+def standard_error(means):
+    """Of the mean over the last dimension."""
+    return means.std(axis=-1, ddof=1) / np.sqrt(means.shape[-1])
+
+
+def validation_difference(ours, theirs, last):
+    """Validation loss minus the baseline's, of the same step, `last` or later; None without one."""
+    a, b = ours.evaluations(), theirs.evaluations()
+    for step in sorted(a.keys() & b.keys(), reverse=True):
+        losses = a[step]['mean'], b[step]['mean']
+        if step >= last and None not in losses:
+            return losses[0] - losses[1]
+    return None
+
+
+def first_step_behind(steps, difference):
+    """The step from which on a run is behind, None where it was never ahead.
+
+    It follows the step where the sum of the differences is lowest, which a few points beyond 0 do not
+    move.
+    """
+    lead = np.cumsum(difference)
+    last = int(lead.argmin())
+    if lead[last] >= 0:
+        return None
+    return int(steps[min(last + 1, len(steps) - 1)])
+
+
+def was_ahead(difference):
+    """Whether a series is below 0 beyond its noise."""
+    interval = block_interval(difference)
+    return interval is not None and interval[1] < 0
+
+
+def predicted_step(steps, difference):
+    """Where a line through the last FIT points, or the last half if that is fewer, crosses 0.
+
+    None where it does not surely rise (95%, through the means of blocks), crosses 0 in the past, or
+    only beyond HORIZON.
+    """
+    points = min(FIT, max(2, len(steps) // 2))
+    steps, difference = steps[-points:], difference[-points:]
+    x, y = block_means(steps), block_means(difference)
+    if y is None:
+        return None
+    fit = distributions().linregress(x, y)
+    quantile = distributions().t(BLOCKS - 2).ppf(1 - LEVEL / 2)
+    if fit.slope <= quantile * fit.stderr:
+        return None
+    slope, intercept = np.polyfit(steps, difference, 1)
+    step = float(-intercept / slope)
+    return step if steps[-1] < step <= HORIZON * (steps[-1] + 1) else None

@@ -1,276 +1,344 @@
 """
-The paper's tables and figures: trains the missing runs, analyzes, draws, and sets the results
-beside the paper's.
+The paper's tables, figures and claims: plans and trains the missing runs, judges and draws them.
 
 $ python -m paper.reproduce list                       # what there is, what it needs, how long it takes
 $ python -m paper.reproduce fig6 --scale=tiny          # one of them, or several; all: every one
+$ python -m paper.reproduce fig6 --scale=claims --seeds=5
 $ python -m paper.reproduce all --scale=tiny --jobs=2  # two trainings at a time
 $ python -m paper.reproduce fig6 --scale=paper         # by torchrun on this machine's GPUs (--gpus=8)
 $ python -m paper.reproduce redraw fig6 --scale=tiny   # from its numbers in results/, without any run
+$ python -m paper.reproduce fig6 RUNS --out=FOLDER     # from runs that exist, without training
+$ python -m paper.reproduce claims RUNS --analyses=FOLDER --out=FOLDER/verdicts
 
-A run is kept in out/<scale>/<name>: finished ones are reused, unfinished ones go on. Results are in
-results/<scale>/. After SIGTERM or Ctrl-C the runs are saved, and the same command goes on.
+A run is kept in out/<scale>/<arm>_lr<rate>_seed<seed>: finished ones are reused, unfinished ones go on.
+Results are in results/<scale>/. After SIGTERM or Ctrl-C the runs are saved, and the same command goes on.
+One seed gives no verdict.
 
-A figure is drawn from one seed, which decides nothing: for verdicts see compare.py.
+`claims` writes the verdict on every claim of the paper as <out>.md, .json and .svg, and prints the losses
+and all differences of losses. --analyses is a folder with entropy.json, spectrum.json, similarity.json and
+mapping.json, as paper.analyze writes them, for claims on what happens inside a model. Runs are found in
+them by the name of their folder.
 """
 
-import functools
 import json
+import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 import evaluate
 from comparison import launch
+from comparison.plan import Plan
+from comparison.report import standalone
+from comparison.results import Results, train
+from comparison.runs import as_json, named_runs
 from configurator import choose, one_line_errors
-from files import write_json
+from data import dataset_folder
+from files import write_json, write_whole
 from machine import Machine
-from paper import analyze, crossings, draw, losses, runs, wiring
-from paper.figures import FIGURES
-from paper.findings import against_the_paper
-from paper.pictures import draw_figure, panel_folders, smoothing, wired
-from paper.runs import PAPER, SCALES, Run, folder
+from paper import analyze, draw, judge, losses, wiring
+from paper.figures import CLAIMS, FIGURES, NAMES, PAPER, SCALES, R, V, number_of
 from rundir import provenance
-from train import TrainConfig
+from tables import markdown_table
+
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass
 class ReproduceConfig:
-    figures: tuple = ()  # which, as the list names them; all: every one
-    scale: str = 'tiny'  # paper, small or tiny
-    jobs: int = 1  # trainings at a time (not for paper)
+    words: tuple = ()  # figures, as the list names them, or all; and runs that exist, or their packs
+    scale: str = 'tiny'  # paper, claims or tiny
+    seeds: int = 1  # runs of each arm: seeds 1, 2, ...
+    jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 8  # processes of torchrun, scale=paper
     device: str = 'auto'  # as in train.py
     data_dir: str = ''  # the zero-shot tasks' files, for table1, as in evaluate.py; '': the hub
-    tok_per_s: float = 0.0  # throughput of vanilla_82m.py on 8 GPUs, for the times of the list
+    analyses: str = ''  # a folder of analyses of runs that exist
+    out: str = ''  # where to write what runs that exist show; '': here
 
     def __post_init__(self):
         if self.scale not in SCALES:
             raise ValueError(f'scale={self.scale!r} is not one of {", ".join(SCALES)}')
-        if self.jobs < 1 or self.gpus < 1:
-            raise ValueError('jobs and gpus must be at least 1')
-        if self.tok_per_s < 0:
-            raise ValueError(f'tok_per_s={self.tok_per_s} must not be negative')
-        for name in self.figures:
-            if name not in FIGURES and self.figures != ('all',):
-                raise ValueError(
-                    f'no figure {name!r}; there are {", ".join(FIGURES)}, or all of them: all'
-                )
 
-    def names(self):
-        return list(FIGURES) if self.figures in ((), ('all',)) else list(self.figures)
+    def figures(self):
+        """The figures that the words name; every one where they name none."""
+        names = [word for word in self.words if word in FIGURES]
+        return list(FIGURES) if 'all' in self.words or not self.words else names
+
+    def folders(self):
+        return named_runs(word for word in self.words if word not in (*FIGURES, 'all'))
 
 
-# --- panels: the numbers of each, ready for JSON --------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
-def measure(panel, scale, settings, machine):
-    """The numbers of a panel, from its runs, which have finished."""
-    if panel.how == 'loss':
-        return measure_losses(panel, scale, machine)
-    if panel.how == 'tasks':
-        return measure_tasks(panel, scale, settings.data_dir, machine)
-    if panel.how in analyze.ANALYSES:
-        sizes = {'sequences': scale.sequences, 'length': scale.length, 'batch_size': 10}
-        options = analyze.AnalyzeConfig(**sizes)
-        return analyze.analyze(panel.how, panel_folders(panel, scale), options, machine)['runs']
-
-    paths = panel_folders(panel, scale)
-    smooth = smoothing(scale)
-    if panel.how == 'relative':
-        baseline, *others = paths
-        return draw.curves_of([(baseline, run) for run in others], smooth, scale.window)
-    if panel.how == 'pairs':
-        return draw.curves_of(draw.in_pairs(paths), smooth, scale.window)
-    if panel.how == 'scaling':
-        return draw.scaling_of(paths, scale.window)
-    if panel.how == 'critical':
-        return crossings.crossings_of(draw.in_pairs(paths), smooth)
-    assert panel.how == 'wiring', panel.how
-    configs = wired(panel)
-    return {name: [asdict(arrow) for arrow in wiring.arrows(c)] for name, c in configs.items()}
+def plan(names, settings):
+    """[({arm's name: Arm}, its comparison.results.Results)] of figures: a comparison per length."""
+    scale, by_length = SCALES[settings.scale], {}
+    for arm in (arm for name in names for arm in FIGURES[name].runs()):
+        by_length.setdefault(arm.length, {})[arm.name] = arm
+    comparisons = []
+    for arms in by_length.values():
+        wanted = {name: arm.settings(scale) for name, arm in arms.items()}
+        (dataset,) = {own['dataset'] for own in wanted.values()}
+        common = {'device': settings.device, 'dataset': dataset}
+        own = Plan(wanted, Path('out', scale.name), common, seeds=settings.seeds)
+        comparisons.append((arms, Results(own)))
+    return comparisons
 
 
-def measure_losses(panel, scale, machine):
-    """The validation losses, each pair of runs on the same windows."""
-    reports = {}
-    for pair in draw.in_pairs(panel_folders(panel, scale)):
-        numbers = evaluate.compare_losses(pair, evaluate.LossConfig(batch_size=32), machine)
-        evaluate.print_losses(numbers)
-        reports |= numbers['runs']
-    return {'runs': reports}
+def train_missing(comparisons, settings):
+    """Train what is missing. Raises OSError naming what has not finished."""
+    problems = {}
+    for _, results in comparisons:
+        prepare(results.plan.settings.dataset)
+        train(results, settings.jobs, settings.gpus if settings.scale == 'paper' else 1)
+        problems |= results.problems()
+    if problems:
+        words = [f'{run}: {problem}' for run, problem in problems.items()]
+        raise OSError(f'{"; ".join(words)} (each run has its output in train.log)')
 
 
-def measure_tasks(panel, scale, data_dir, machine):
-    """The zero-shot accuracies; their standard errors are over items."""
-    limit = 0 if scale is PAPER else 200
-    options = evaluate.TasksConfig(data_dir=data_dir, limit=limit)
-    numbers, _ = evaluate.evaluate_tasks(panel_folders(panel, scale), options, machine)
-    evaluate.print_tasks(numbers)
-    for report in numbers['runs'].values():
-        errors = [score['acc_stderr'] for score in report['tasks'].values()]
-        report['average_stderr'] = float(np.linalg.norm(errors)) / len(errors)
-    return {name: numbers[name] for name in ('limit', 'data', 'runs')}
+def prepare(dataset):
+    """Prepare the dataset if it is the standard library; any other must exist already."""
+    if (dataset_folder(dataset) / 'meta.json').exists():
+        return
+    if dataset != 'stdlib':
+        raise FileNotFoundError(f'there is no data/{dataset}: see prepare_slimpajama.py')
+    command = [sys.executable, str(ROOT / 'prepare_slimpajama.py'), '--source=stdlib']
+    command += ['--tokenizer=bytes', '--tokens=0', '--out=data/stdlib']
+    status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+    if status:
+        raise OSError(f'data/{dataset} could not be prepared: exit status {status}, see above')
 
 
-# --- a figure -------------------------------------------------------------------------------------
+def pool_of(comparisons):
+    """{arm: {seed: State}} of the runs of comparisons that have finished."""
+    pool = {}
+    for arms, results in comparisons:
+        for name, arm in arms.items():
+            for seed, run in results.test_runs(name).items():
+                state = results.state(run)
+                if state.kind == 'finished':
+                    pool.setdefault(arm, {})[seed] = state
+    return pool
 
 
-def reproduce(name, settings, machine):
-    """Measure a figure's runs, which have finished, write the numbers, and draw them."""
-    figure, scale = FIGURES[name], SCALES[settings.scale]
-    origin = provenance(machine)
-    entries = []
-    for panel in figure.panels:
-        numbers = measure(panel, scale, settings, machine)
-        entries.append({'how': panel.how, 'title': panel.title, 'numbers': numbers})
-    entries = json.loads(json.dumps(entries))  # as redraw() will read them
-
-    if figure.has_outside_panel:
-        kinds = [panel.how for panel in figure.panels if panel.how in analyze.ANALYSES]
-        print(
-            f"{name}: the paper's panel of other checkpoints is left out; python -m paper.analyze "
-            f'{kinds[0]} --hf=FOLDER --text=FILE draws it'
-        )
-
-    lines = against_the_paper(name, entries, scale)
-    for line in lines or [f'{name}: there is no claim of the paper that is checked']:
-        print(line)
-    numbers = {
-        'figure': name,
-        'title': figure.title,
-        'scale': scale.name,
-        **origin,
-        'panels': entries,
-        'against_the_paper': lines,
-    }
-    path = file_of(name, scale)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_numbers(path, numbers, origin)
-    draw_figure(name, entries, scale)
+# --- numbers, ready for JSON ----------------------------------------------------------------------
 
 
-def file_of(name, scale):
-    return Path('results', scale.name, f'{name}.json')
-
-
-def redraw(name, scale):
-    """Draw a figure again from its JSON file."""
-    path = file_of(name, scale)
-    numbers = read_numbers(path)
-    try:
-        draw_figure(name, numbers['panels'], scale)
-    except (LookupError, TypeError) as error:
-        raise ValueError(f'{path} does not hold what {name} draws today: {error!r}') from error
-
-
-def read_numbers(path):
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f'{path} is damaged: {error}') from error
-
-
-def write_numbers(path, numbers, origin):
-    """Write numbers to a JSON file. The same numbers as before keep the origin that they have there."""
-    new = json.loads(json.dumps(numbers))
-    old = read_numbers(path) if path.exists() else {}
-    if old | origin != new:
-        write_json(path, new)
-
-
-# --- the list -------------------------------------------------------------------------------------
-
-
-def print_list(names, settings):
+def measure(panel, pool, settings, machine=None):
+    """The numbers of a panel, from a pool of runs; nothing where there are none."""
     scale = SCALES[settings.scale]
-    heads = ('', 'runs', 'done', '8 GPUs, paper', f'2 cores, {scale.name}', 'besides runs', 'what')
-    print('{:8} {:>5} {:>5}  {:>14}  {:>14}  {:18}  {}'.format(*heads))
-    for name in names:
-        figure = FIGURES[name]
-        every = {run.name(scale): run for run in figure.runs()}.values()
-        done = sum(runs.is_finished(run, scale) for run in every)
-        gpus = here = 'n/a'
-        if settings.tok_per_s:
-            gpus = f'{sum(hours(run, settings.tok_per_s) for run in every):,.0f} h'
-        if scale.seconds:
-            here = f'~{len(every) * scale.seconds / 60:,.0f} min'
-        row = (name, len(every), done, gpus, here, besides(name), figure.title)
-        print('{:8} {:>5} {:>5}  {:>14}  {:>14}  {:18}  {}'.format(*row))
+    arms = [arm for arm in panel.arms if arm in pool]
+    folders = [str(run.folder) for arm in arms for run in pool[arm].values()]
+    # Curves may be of runs that went on with other settings, as those of results/long.
+    pairs = {arm.name: judge.pairs_of(pool, arm, arm.baseline(), {'resumed'}) for arm in arms}
+    pairs = {name: of_seeds for name, of_seeds in pairs.items() if of_seeds}
+    if panel.how == 'curves':
+        return draw.measure_curves(pairs, scale.window // 2)
+    if panel.how == 'critical':
+        every = [pair for of_seeds in pairs.values() for pair in of_seeds.values()]
+        return draw.measure_critical(every, scale.window)
+    if panel.how == 'scaling':
+        return measure_scaling(arms, pool, scale.window)
+    if panel.how == 'loss':
+        return judge.loss_table({arm: pool[arm] for arm in arms})
+    if panel.how == 'tasks':
+        limit = 0 if scale is PAPER else 200
+        options = evaluate.TasksConfig(data_dir=settings.data_dir, limit=limit)
+        numbers, _ = evaluate.evaluate_tasks(folders, options, machine)
+        evaluate.print_tasks(numbers)
+        return numbers['runs']
+    if panel.how in analyze.ANALYSES:
+        sizes = {'sequences': scale.sequences, 'length': scale.lengths[1], 'batch_size': 10}
+        options = analyze.AnalyzeConfig(tuple(folders), **sizes)
+        return analyze.analyze(panel.how, options, machine)
+    return {}
+
+
+def measure_scaling(arms, pool, window):
+    """{model: {'parameters', 'loss', 'power_law'}}, from small to large, and what ResFormer saves."""
+    models, points = {}, {}
+    for arm in arms:
+        runs = list(pool[arm].values())
+        size = losses.without_weights(runs[0].model).num_params(non_embedding=False)
+        loss = float(np.mean([losses.last_loss(run, window) for run in runs]))
+        points.setdefault(arm.model, []).append((size, loss))
+    for model, of_model in points.items():
+        parameters, loss = zip(*of_model, strict=True)
+        law = losses.power_law(parameters, loss)
+        models[model] = {'parameters': parameters, 'loss': loss, 'power_law': law}
+    saved, why = losses.parameters_saved(points[R], points[V])
+    pairs = judge.pairs_of(pool, arms[-1], arms[-1].baseline()).values()
+    tokens = [losses.tokens_saved(*pair, window) for pair in pairs]
     print(
-        '\n8 GPUs: give --tok_per_s, the throughput of config/vanilla_82m.py there (bench.py measures '
-        'it).\n2 cores: an estimate, the runs times the usual seconds of one, finished ones included.'
-        '\n* for one panel, which is left out: python -m paper.analyze ... --hf=FOLDER draws it.'
+        f'at equal loss ResFormer saves {in_percent([saved])} of the parameters (the paper: 10% to 16%) '
+        f'and {in_percent(tokens)} of the tokens (14% to 20%) where the rate has not decayed yet; {why}'
     )
+    return models
 
 
-def besides(name):
-    """What a figure needs apart from its runs."""
-    if any(panel.how == 'tasks' for panel in FIGURES[name].panels):
-        return 'task data'
-    return 'outside weights*' if FIGURES[name].has_outside_panel else 'nothing'
+def in_percent(shares):
+    return 'n/a' if None in shares else f'{np.mean(shares):.0%}'
 
 
-def hours(run, tok_per_s):
-    """Hours of a run at the paper's scale, if vanilla at 82M has this throughput; time ~ FLOPs."""
-    tokens = PAPER.tokens * TrainConfig.max_iters
-    return flops(run) / flops(Run()) * tokens / tok_per_s / 3600
+# --- pictures and tables --------------------------------------------------------------------------
 
 
-@functools.cache
-def flops(run):
-    """Training FLOPs per token at the paper's scale."""
-    _, config = runs.configs_of(run, PAPER)
-    return losses.without_weights(config).flops_per_token(config.block_size)
+def draw_panel(name, panel, numbers, scale, folder):
+    """Draw a panel of a figure into <folder>/<name>.png, or <name>_2.png and so on."""
+    figure = FIGURES[name]
+    number = figure.panels.index(panel) + 1
+    path = Path(folder, name if number == 1 else f'{name}_{number}')
+    title = f'{number_of(name)}: {panel.title or figure.title} ({scale.name})'
+    if panel.how == 'tasks':
+        return
+    if panel.how == 'loss':
+        write_whole(path.with_suffix('.md'), f'# {title}\n\n{numbers}\n')
+        return
+    if panel.how == 'wiring':
+        configs = {NAMES[arm.model]: arm.configs(PAPER)[1] for arm in panel.arms}
+        four = {label: replace(config, n_layer=4) for label, config in configs.items()}
+        picture = wiring.figure_of(draw.pyplot(), four, title.partition(' (')[0])
+    elif panel.how in analyze.ANALYSES:
+        is_several = len(numbers['runs']) > len(panel.arms)
+        drawn = analyze.over_seeds(numbers) if is_several else numbers
+        picture = analyze.figure_of(drawn, title)
+    elif panel.how == 'scaling':
+        picture = draw.scaling_picture(numbers, scale.window, title)
+    elif panel.how == 'critical':
+        picture = draw.crossing_picture(numbers, draw.COLORS[panel.arms[0].model], title)
+    else:
+        picture = curves_of(figure, panel, numbers, scale, title)
+    draw.save(picture, path)
+
+
+def curves_of(figure, panel, numbers, scale, title):
+    arms = {arm.name: arm for arm in panel.arms if arm.name in numbers}
+    look = draw.shades(arms)
+    if len({arm.model for arm in arms.values()}) > 1:
+        looks = draw.looks([arm.model for arm in arms.values()])
+        look = {name: looks[arm.model] for name, arm in arms.items()}
+    baselines = {NAMES[arm.baseline().model] for arm in arms.values()}
+    baseline = baselines.pop() if len(baselines) == 1 else 'its own baseline'
+    told = {name for arm in arms.values() for name in arm.unusual()}
+    names = NAMES | figure.names
+    labels = {name: arm.words(scale, names, told) for name, arm in arms.items()}
+    return draw.curves_picture(numbers, labels, look, baseline, scale.window // 2, title)
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
-def train_missing(names, scale, settings):
-    missing = {}
-    for name in names:
-        for run in FIGURES[name].runs():
-            if not runs.is_finished(run, scale):
-                missing[folder(run, scale)] = run
-    for run in missing.values():
-        runs.check_own(run, scale)
-    print(f'{len(missing)} runs to train')
-    if missing:
-        runs.prepare(scale)
-        runs.train(missing.values(), scale, settings.jobs, settings.gpus, settings.device)
+def reproduce(name, pool, settings, machine):
+    """Measure a figure's runs, which have finished, write the numbers, draw and judge them."""
+    scale, entries, reports = SCALES[settings.scale], [], {}
+    for panel in FIGURES[name].panels:
+        numbers = as_json(measure(panel, pool, settings, machine))
+        entries.append({'how': panel.how, 'title': panel.title, 'numbers': numbers})
+        if panel.how in analyze.ANALYSES:
+            reports[panel.how] = {Path(run).name: one for run, one in numbers['runs'].items()}
+    path = Path('results', scale.name, f'{name}.json')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {'figure': name, **provenance(machine), 'panels': entries})
+    redraw(name, scale)
+    claims = [claim for claim in CLAIMS if claim.figure == name]
+    print('\n'.join(f'{name}: {row}' for row in judge.rows_of(claims, pool, reports)))
 
 
-def main():
-    with one_line_errors(ValueError, OSError):
-        modes = dict.fromkeys(('', 'list', 'redraw'), (ReproduceConfig,))
-        mode, (settings,) = choose(modes, __doc__, plain='figures')
-        if mode == 'list':
-            print_list(settings.names(), settings)
-            return
-        if not settings.figures:
-            print(__doc__.strip())
-            sys.exit(2)
-        if mode == 'redraw':
-            each(settings, redraw, SCALES[settings.scale])
-            return
-        machine = Machine(settings.device)
-        train_missing(settings.names(), SCALES[settings.scale], settings)
-        each(settings, reproduce, settings, machine)
+def redraw(name, scale):
+    """Draw a figure from its JSON file."""
+    path = Path('results', scale.name, f'{name}.json')
+    panels = {(panel.how, panel.title): panel for panel in FIGURES[name].panels}
+    try:
+        for entry in json.loads(path.read_text())['panels']:
+            panel = panels[entry['how'], entry['title']]
+            draw_panel(name, panel, entry['numbers'], scale, path.parent)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f'{path} does not hold what {name} draws today: {error!r}') from error
 
 
-def each(settings, make, *arguments):
+def draw_kept(name, pool, settings):
+    """Draw the curves of a figure from runs that exist, as far as these have its arms."""
+    drawn = 0
+    for panel in FIGURES[name].panels:
+        if panel.how in ('curves', 'critical'):
+            numbers = as_json(measure(panel, pool, settings))
+            if numbers:
+                draw_panel(name, panel, numbers, SCALES[settings.scale], settings.out)
+                drawn += 1
+    if not drawn:
+        raise ValueError('no runs of a model and its baseline with a seed in common')
+
+
+def write_claims(pool, settings):
+    """The verdict on every claim, from runs that exist, and all differences of their losses."""
+    rows = judge.rows_of(CLAIMS, pool, judge.read_reports(settings.analyses))
+    table, picture = judge.markdown(rows), judge.forest(rows)
+    numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
+    texts = {'.json': json.dumps(numbers, indent=1) + '\n', '.md': table}
+    if picture:
+        texts['.svg'] = standalone(picture)
+    out = Path(settings.out or 'verdicts')
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for ending, text in texts.items():
+        write_whole(out.with_suffix(ending), text)
+    print(f'{table}\n{judge.loss_table(pool)}\n\n{judge.difference_table(pool)}')
+
+
+def print_list(settings):
+    rows = []
+    for name in settings.figures():
+        figure = FIGURES[name]
+        done = sum(map(len, pool_of(plan([name], settings)).values()))
+        runs = len(figure.runs()) * settings.seeds
+        arms = ' '.join(arm.name for arm in figure.runs())
+        title = figure.title + '*' * figure.has_outside_panel
+        rows.append([name, f'{done} of {runs}', title, arms])
+    minutes = SCALES[settings.scale].minutes
+    print(markdown_table(['', 'runs', 'what', 'arms'], rows, (0, 2, 3)))
+    print(
+        f'\nA run takes about {minutes} minutes on one core; at scale paper, hours on eight GPUs.'
+    )
+    print('* one panel is left out: python -m paper.analyze ... --hf=FOLDER draws it.')
+
+
+def each(names, make, *arguments):
     """make(name, *arguments) for each figure; if one fails, the others are still drawn."""
     problems = []
-    for name in settings.names():
+    for name in names:
         try:
             make(name, *arguments)
         except (ValueError, OSError) as error:
             problems.append(f'{name}: {error}')
     if problems:
         raise OSError(f'not drawn: {"; ".join(problems)}')
+
+
+def main():
+    with one_line_errors(ValueError, OSError):
+        modes = dict.fromkeys(('', 'list', 'redraw', 'claims'), (ReproduceConfig,))
+        mode, (settings,) = choose(modes, __doc__, plain='words')
+        scale, names, folders = SCALES[settings.scale], settings.figures(), settings.folders()
+        pool = judge.read_pool(folders, scale)
+        if mode == 'list':
+            print_list(settings)
+        elif mode == 'redraw':
+            each(names, redraw, scale)
+        elif not settings.words:
+            print(__doc__.strip())
+            sys.exit(2)
+        elif mode == 'claims':
+            write_claims(pool, settings)
+        elif folders:
+            each(names, draw_kept, pool, settings)
+        else:
+            machine, comparisons = Machine(settings.device), plan(names, settings)
+            train_missing(comparisons, settings)
+            each(names, reproduce, pool_of(comparisons), settings, machine)
 
 
 if __name__ == '__main__':

@@ -1,321 +1,276 @@
-"""python -m paper.reproduce: its runs, its training, its figures; test_findings.py has what it says."""
+"""python -m paper.reproduce: its figures and scales as data, its training, its numbers and pictures."""
 
 import json
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, write_dataset
 from programs import assert_one_line, program
-from runs import finish, log, newest, read_config, start, write_run
+from runs import finish, start, steps_of_checkpoints, write_run
 
-from machine import Machine
-from paper import analyze, figures, reproduce, runs
-from paper.figures import FIGURES
-from paper.runs import SCALES, Run
+from comparison.runs import facts, read_state
+from paper import draw, figures, reproduce
+from paper.figures import FIGURES, LENGTHS, PAPER, SCALES, TINY, Arm
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 
-CPU = Machine('cpu')
-TINY, PAPER = SCALES['tiny'], SCALES['paper']
-EVERY = list(dict.fromkeys(run for figure in FIGURES.values() for run in figure.runs()))
+ARMS = list(dict.fromkeys(arm for figure in FIGURES.values() for arm in figure.runs()))
 
 
-def as_json(run, scale):
-    """What config.json says of a run that train.py makes with these settings."""
-    settings, config = runs.configs_of(run, scale)
-    return json.loads(json.dumps({**vars(settings), **vars(config)}))
+def reproduced(*words):
+    return program(reproduce.main, *words, '--device=cpu')
 
 
-def write_finished(run, values, scale=TINY):
-    """A run in the folder where it is looked for, with the settings that it is to have."""
-    return write_run(runs.folder(run, scale), values, **as_json(run, scale))
+def write_finished(arm, values, seed=1):
+    """A run of the tiny scale where it is looked for, with the settings that it is to have."""
+    settings, config = arm.configs(TINY)
+    folder = Path('out/tiny', f'{arm.name}_lr{settings.learning_rate:g}_seed{seed}')
+    stated = json.loads(json.dumps({**vars(settings), **vars(config)}))
+    return write_run(folder, values, **stated | {'seed': seed})
 
 
-# --- the tables of figures and of runs ------------------------------------------------------------
+# --- figures and scales ---------------------------------------------------------------------------
 
 
-def test_every_figure_and_table_of_the_paper_is_there():
+def test_every_figure_and_table_of_the_paper_is_there_with_a_title_of_its_own():
     names = ['table1', 'table5', *(f'fig{n}' for n in range(1, 12))]
     names += [*(f'fig12{part}' for part in 'abcd'), 'fig13', 'fig14', 'fig15']
     assert list(FIGURES) == names
-
-
-def test_the_readme_has_the_table_of_the_figures_and_their_runs():
-    text = (ROOT / 'paper' / 'README.md').read_text()
-    assert figures.table() in text, 'put this into paper/README.md:\n' + figures.table()
+    assert len({figure.title for figure in FIGURES.values()}) == len(FIGURES)
+    for figure in FIGURES.values():
+        assert len({panel.title for panel in figure.panels}) == len(figure.panels)
 
 
 @pytest.mark.parametrize('scale', SCALES.values(), ids=SCALES)
-def test_every_run_of_every_scale_is_one_that_train_accepts(scale):
-    names = {}
-    for run in EVERY:
-        settings, config = runs.configs_of(run, scale)
+def test_every_arm_of_every_scale_is_one_that_train_accepts(scale):
+    by_name = {}
+    for arm in ARMS:
+        settings, config = arm.configs(scale)
         tokens = settings.rows_per_step * config.block_size
-        assert 0.97 < tokens / scale.tokens <= 1, run  # constant tokens a step
-        names.setdefault(run.name(scale), set()).add(f'{settings} {config}')
-    # One folder for one set of settings, and the reverse.
-    told_apart = [setting for settings in names.values() for setting in settings]
-    assert len(names) == len(told_apart) == len(set(told_apart))
+        assert 0.97 < tokens / scale.tokens <= 1, arm  # constant tokens a step
+        by_name[arm.name] = facts({**vars(settings), **vars(config)})
+    assert len(by_name) == len(ARMS)
+    assert len({json.dumps(own, sort_keys=True) for own in by_name.values()}) == len(ARMS)
+    for figure in FIGURES.values():
+        for panel in figure.panels:
+            labels = {arm.words(scale, figures.NAMES | figure.names) for arm in panel.arms}
+            assert len(labels) == len(panel.arms)
 
 
-@pytest.mark.parametrize(
-    'length, batch, rows',
-    [(512, 128, 4096), (2048, 32, 1024), (8192, 8, 256), (32000, 2, 64), (64000, 1, 32)],
-)
-def test_the_papers_batches_are_table_3s(length, batch, rows):
-    values = Run('svformer', length=length).settings(PAPER)
-    assert (values['block_size'], values['batch_size']) == (length, batch)
-    assert values['gradient_accumulation_steps'] == 32
-    assert values['batch_size'] * 32 == rows and values['share_v'] is True
+def test_the_papers_scale_is_its_tables_3_and_4():
+    rows = []
+    for length in LENGTHS:
+        settings, config = Arm('svformer', length=length).configs(PAPER)
+        assert config.share_v and settings.gradient_accumulation_steps == 32
+        rows.append((config.block_size, settings.batch_size, settings.rows_per_step))
+    assert rows == [
+        (512, 128, 4096),
+        (2048, 32, 1024),
+        (8192, 8, 256),
+        (32000, 2, 64),
+        (64000, 1, 32),
+    ]
+    settings, config = Arm('vanilla', '468m', rate=2, warmup=1).configs(PAPER)
+    assert (config.n_layer, config.n_head, config.n_embd) == (24, 16, 1024)
+    assert (settings.learning_rate, settings.min_lr, settings.warmup_iters) == (1e-4, 1e-5, 1200)
+    assert settings.activation_memory_budget == 0.9
 
 
-def test_a_variants_wiring_is_its_config_files_and_its_flags_come_on_top():
-    assert Run('neutreno').settings(TINY)['neutreno'] == 0.4
-    values = Run('gpt2+v_residual=True').settings(TINY)
-    assert (values['arch'], values['v_residual']) == ('gpt2', 'True')
-    values = Run('vanilla', '468m', rate=2, warmup=1).settings(PAPER)
-    assert (values['n_layer'], values['n_head'], values['n_embd']) == (24, 16, 1024)
-    assert (values['learning_rate'], values['min_lr']) == (1e-4, 1e-5)
-    assert values['warmup_iters'] == 1200
+def test_an_arms_wiring_is_its_config_files_and_its_flags_come_on_top():
+    _, config = Arm('gpt2+v_residual=True').configs(TINY)
+    assert (config.arch, config.v_residual) == ('gpt2', True)
+    assert Arm('neutreno').configs(TINY)[1].neutreno == 0.4
+    halved = [Arm('gqa').configs(SCALES[name])[1] for name in ('paper', 'claims')]
+    assert [config.kv_heads / config.n_head for config in halved] == [0.5, 0.5]
 
 
-# --- which runs are trained -----------------------------------------------------------------------
+def test_a_curve_is_relative_to_its_own_baseline():
+    assert Arm('gpt2+share_v=True').baseline() == Arm('gpt2')
+    assert Arm('resformer', '2m', 512).baseline() == Arm('vanilla', '2m', 512)
 
 
-def test_only_a_run_with_its_last_evaluation_is_finished(here):
-    assert not runs.is_finished(Run(), TINY)
-    write_finished(Run(), [3.0] * 60)
-    assert not runs.is_finished(Run(), TINY)  # 60 of 120 steps
-    resformer = Run('resformer')
-    path = write_finished(resformer, [3.0] * 120) / 'log.jsonl'
-    assert runs.is_finished(resformer, TINY)
-    path.write_text(path.read_text()[:-20])  # cut by a crash
-    assert not runs.is_finished(resformer, TINY)
-    path.write_text('[1]')
-    assert not runs.is_finished(resformer, TINY)
+# --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'name, value',
-    [('learning_rate', 1e-3), ('dataset', 'mine'), ('n_layer', 2), ('max_iters', 9)],
-)
-def test_a_run_of_other_settings_is_neither_reused_nor_overwritten(here, monkeypatch, name, value):
-    path = write_finished(Run(), [3.0] * 120) / 'config.json'
-    config = json.loads(path.read_text())
-    incidental = dict(device='cuda', compile=True, dtype='float16', out_dir='x', log_interval=5)
-    for changes in (incidental, {}):
-        path.write_text(json.dumps({**config, **changes}))
-        assert runs.is_finished(Run(), TINY)
-    monkeypatch.setitem(TINY.sizes['82m'] if name == 'n_layer' else TINY.settings, name, value)
-    assert not runs.is_finished(Run(), TINY)
-    monkeypatch.setattr(runs, 'train', lambda *_: pytest.fail('it would be overwritten'))
-    status, _, _ = program(reproduce.main, 'fig3', '--device=cpu')
-    assert_one_line(status, f'out/tiny/vanilla is a run with {name}=', f', not {value!r}')
+@pytest.fixture
+def short(here, monkeypatch):
+    """data/stdlib, and a scale tiny of four steps."""
+    monkeypatch.setattr(TINY, 'settings', TINY.settings | {'max_iters': 4, 'eval_iters': 1})
+    monkeypatch.setattr(TINY, 'warmups', (1, 2))
+    monkeypatch.setattr(TINY, 'window', 2)
+    monkeypatch.setitem(TINY.sizes, '82m', dict(n_layer=2, n_head=2, n_embd=16))
+    splits = {'train': {'A': 200_000}, 'validation': {'A': 10_000}}
+    write_dataset(here / 'data/stdlib', splits, n_vocab=257)
 
 
-def test_an_interrupted_training_is_saved_and_goes_on(here):
+def test_a_figure_is_trained_drawn_and_judged_and_trained_once(short, monkeypatch):
+    """By compare.py's engine, from nothing, with two seeds; then again, from the runs."""
+    status, out, _ = reproduced('fig6', '--seeds=2')
+    assert status == 0, status
+    assert Path('results/tiny/fig6.png').stat().st_size > 10_000
+    assert out.count('fig6: ') == 5 and 'fig6: ResFormer below vanilla: undecided, ' in out
+    assert '2 seeds' in out and '2 of at least 3 seeds' in out
+    (panel,) = json.loads(Path('results/tiny/fig6.json').read_text())['panels']
+    assert list(panel['numbers']['resformer']['ends']) == ['1', '2']
+    before = sorted(Path('out').rglob('*'))
+    assert reproduced('fig6', '--seeds=2')[0] == 0
+    assert reproduced('fig6')[0] == 0
+    assert sorted(Path('out').rglob('*')) == before
+    assert not list(Path('out').rglob('plan.json'))
+
+
+@pytest.mark.parametrize('interrupt', [os.kill, os.killpg])
+def test_an_interrupted_training_is_saved_and_goes_on(here, interrupt):
+    """By SIGTERM to the program alone, and as Ctrl-C in a terminal."""
     splits = {'train': {'A': 20000}, 'validation': {'A': 2000}}
     write_dataset(here / 'data/stdlib', splits, n_vocab=257)
-    run, saved = Path('out/tiny/vanilla'), 0
-
-    def it_alone(process):
-        process.terminate()
-
-    def all_of_it(process):  # as Ctrl-C in a terminal
-        os.killpg(process.pid, signal.SIGINT)
-
-    for interrupt in (it_alone, all_of_it):
-        words = ['-m', 'paper.reproduce', 'fig3', '--device=cpu']
-        process = start(*words, PYTHONPATH=str(ROOT))
-        while steps_logged(run) < saved + 2:
-            assert process.poll() is None
-            time.sleep(0.1)
-        interrupt(process)
-        status, _, err = finish(process)
-        assert status == 75 and len(err.splitlines()) == 1 and 'same command' in err, err
-        before, saved = saved, newest(run)['step']
-        steps = [entry['step'] for entry in log(run) if 'loss' in entry]
-        assert saved > before and steps == list(range(saved))
-        assert '; the run is saved' in (run / 'train.log').read_text()
+    run = Path('out/tiny/vanilla_lr0.003_seed1')
+    log = run / 'log.jsonl'
+    words = ['-m', 'paper.reproduce', 'fig3', '--device=cpu']
+    process = start(*words, PYTHONPATH=str(ROOT))
+    while not (log.exists() and log.read_text().count('"loss"') > 1):
+        assert process.poll() is None, finish(process)
+        time.sleep(0.1)
+    interrupt(process.pid, signal.SIGTERM if interrupt is os.kill else signal.SIGINT)
+    status, _, err = finish(process)
+    assert status == 75 and 'same command' in err, err
+    assert max(steps_of_checkpoints(run)) > 0
 
 
-def steps_logged(run):
-    path = run / 'log.jsonl'
-    return path.read_text().count('"loss"') if path.exists() else 0
-
-
-def test_the_standard_library_is_prepared_once(here, monkeypatch):
-    commands = []
-
-    def run(command, **options):
-        commands.append(command)
-        write_dataset(here / 'data/stdlib', {'train': {'A': 20}, 'validation': {'A': 20}})
-
-    monkeypatch.setattr(runs.subprocess, 'run', run)
-    for _ in range(2):
-        runs.prepare(TINY)
-    ((_, script, *words),) = commands
-    assert Path(script) == ROOT / 'prepare_slimpajama.py' and Path(script).exists()
-    assert '--source=stdlib' in words and '--out=data/stdlib' in words
-
-
-def test_a_preparation_that_fails_is_one_line(here, monkeypatch):
-    command = [runs.sys.executable, '-c', 'raise SystemExit(3)']
-    run = runs.subprocess.run
-    monkeypatch.setattr(runs.subprocess, 'run', lambda _, **options: run(command, **options))
-    monkeypatch.setattr(runs, 'train', lambda *_: pytest.fail('there is nothing to train on'))
-    status, _, _ = program(reproduce.main, 'fig3', '--device=cpu')
-    assert_one_line(status, 'data/stdlib could not be prepared', 'exit status 3')
+def test_a_run_of_other_settings_is_neither_reused_nor_overwritten(short):
+    folder = write_finished(Arm(), [3.0] * 4)
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps({**config, 'n_layer': 4}))
+    before = (folder / 'log.jsonl').read_bytes()
+    status, _, _ = reproduced('fig3')
+    assert_one_line(status, folder.name, 'n_layer=4')
+    assert (folder / 'log.jsonl').read_bytes() == before
 
 
 def test_a_training_that_fails_is_one_line(here):
     splits = {'train': {'A': 2000}, 'validation': {'A': 2000}}
     write_dataset(here / 'data/stdlib', splits, n_vocab=257)
-    status, _, err = program(reproduce.main, 'fig9', '--device=cpu')
-    assert_one_line(status, 'prepare more', 'out/tiny/vanilla', 'out/tiny/resformer', 'train.log')
-    assert not err
+    status, _, _ = reproduced('fig9')
+    assert_one_line(status, 'vanilla_lr0.003_seed1', 'resformer_lr0.003_seed1', 'train.log')
 
 
-# --- figures --------------------------------------------------------------------------------------
+def test_the_standard_library_is_prepared_where_it_is_missing(here, monkeypatch):
+    commands = []
+
+    def run(command, **options):
+        commands.append(shlex.join(map(str, command)))
+        return type('Done', (), {'returncode': 3})
+
+    monkeypatch.setattr(reproduce.subprocess, 'run', run)
+    status, _, _ = reproduced('fig3')
+    assert_one_line(status, 'data/stdlib', '3')
+    (command,) = commands
+    assert 'prepare_slimpajama.py --source=stdlib' in command and '--out=data/stdlib' in command
 
 
-def test_a_figure_that_fails_keeps_no_other_from_being_drawn(here, monkeypatch):
-    drawn = []
-
-    def draw(name, *_):
-        if name in ('table1', 'fig9'):
-            raise OSError('no data')
-        drawn.append(name)
-
-    monkeypatch.setattr(reproduce, 'reproduce', draw)
-    monkeypatch.setattr(runs, 'is_finished', lambda *_: True)
-    status, _, _ = program(reproduce.main, 'all', '--device=cpu')
-    assert_one_line(status, 'error: not drawn: table1: no data; fig9: no data')
-    assert drawn == [name for name in FIGURES if name not in ('table1', 'fig9')]
+# --- numbers and pictures -------------------------------------------------------------------------
 
 
-def test_the_same_numbers_keep_the_commit_and_date_that_they_came_from(here, monkeypatch):
-    for i, run in enumerate(FIGURES['fig6'].runs()):
-        write_finished(run, [3.0 - 0.1 * i] * 120)
-    monkeypatch.setattr(runs, 'train', lambda *_: pytest.fail('nothing is to be trained'))
-    assert program(reproduce.main, 'fig6', '--device=cpu')[0] == 0
-    path = here / 'results/tiny/fig6.json'
-    assert path.with_suffix('.png').exists()
-    before = path.read_bytes()
-
-    later = {**reproduce.provenance(CPU), 'commit': 'a later one', 'date': 'today', 'load': 99}
-    monkeypatch.setattr(reproduce, 'provenance', lambda machine: later)
-    assert program(reproduce.main, 'fig6', '--device=cpu')[0] == 0
-    assert path.read_bytes() == before
-
-    write_finished_again(Run('resformer'), [2.0] * 120)
-    assert program(reproduce.main, 'fig6', '--device=cpu')[0] == 0
-    assert json.loads(path.read_text())['commit'] == 'a later one'
+def finished_runs(name):
+    """Random finished runs of a figure."""
+    rng = np.random.default_rng(0)
+    for i, arm in enumerate(FIGURES[name].runs()):
+        write_finished(arm, rng.normal(3.0 - 0.1 * i, 0.01, 120).tolist())
 
 
-def write_finished_again(run, values):
-    folder = runs.folder(run, TINY)
-    write_run(folder, values, **read_config(folder))
+@pytest.fixture
+def titles(monkeypatch):
+    """Titles of the pictures that are saved."""
+    result, save = [], draw.save
+
+    def remember(figure, out):
+        result.append(figure.get_suptitle())
+        save(figure, out)
+
+    monkeypatch.setattr(draw, 'save', remember)
+    return result
 
 
-def test_a_figure_says_what_it_leaves_out_and_that_no_claim_is_checked(here, monkeypatch, capsys):
-    monkeypatch.setattr(analyze, 'analyze', lambda *_: {'runs': {}})
-    monkeypatch.setattr(reproduce, 'draw_figure', lambda *_: None)
-    monkeypatch.setattr(reproduce, 'against_the_paper', lambda *_: [])
-    reproduce.reproduce('fig3', reproduce.ReproduceConfig(), CPU)
-    lines = capsys.readouterr().out.splitlines()
-    command = 'python -m paper.analyze mapping --hf=FOLDER'
-    assert any('left out' in line and command in line for line in lines)
-    assert lines[-1] == 'fig3: there is no claim of the paper that is checked'
+@pytest.mark.parametrize('name', ['table5', 'fig2', 'fig5', 'fig10', 'fig11', 'fig12d'])
+def test_a_figure_is_drawn_from_its_file_as_from_its_runs(here, titles, name):
+    finished_runs(name)
+    write_dataset(here / 'data/stdlib', {'train': {'A': 20}, 'validation': {'A': 20}}, n_vocab=257)
+    status, out, _ = reproduced(name)
+    assert status == 0, status
+    made = {path: path.read_bytes() for path in Path('results/tiny').iterdir()}
+    assert len(made) == 1 + len(FIGURES[name].panels)
+    for path in made:
+        if path.suffix != '.json':
+            path.unlink()
+    assert reproduced('redraw', name)[0] == 0
+    assert {path: path.read_bytes() for path in Path('results/tiny').iterdir()} == made
+    assert all(title.startswith(figures.number_of(name)) for title in titles)
+    if name == 'fig5':
+        assert 'of the parameters (the paper: 10% to 16%)' in out
 
 
-LOSS = {'mean': {'loss': 2.75}}
-RUNS_OF_TABLE_5 = {str(runs.folder(run, TINY)): dict(LOSS) for run in FIGURES['table5'].runs()}
+def test_a_file_that_does_not_hold_the_figure_is_named_and_the_others_are_drawn(here):
+    finished_runs('fig6')
+    write_dataset(here / 'data/stdlib', {'train': {'A': 20}, 'validation': {'A': 20}}, n_vocab=257)
+    assert reproduced('fig6')[0] == 0
+    Path('results/tiny/fig6.png').unlink()
+    for text in ('{"panels": ', '[]', '{"panels": [{"how": "bars", "title": ""}]}'):
+        Path('results/tiny/fig7.json').write_text(text)
+        status, _, _ = reproduced('redraw', 'fig7', 'fig6', 'fig8')
+        assert_one_line(status, 'fig7.json', 'fig8.json')
+        Path('results/tiny/fig6.png').unlink()
 
 
-def test_table_5_is_written_beside_the_papers_numbers(here, monkeypatch, capsys):
-    def compare_losses(pair, settings, machine):
-        vanilla, resformer = pair
-        minus = {'mean': {'loss': -0.1, 'standard_error': 0.01}}
-        reports = {vanilla: LOSS, resformer: LOSS | {'minus_first': minus}}
-        return {'date': 'today', 'runs': reports}
-
-    monkeypatch.setattr(reproduce.evaluate, 'compare_losses', compare_losses)
-    monkeypatch.setattr(reproduce.evaluate, 'print_losses', lambda numbers: None)
-    reproduce.reproduce('table5', reproduce.ReproduceConfig(), CPU)
-    rows = (here / 'results/tiny/table5.md').read_text().splitlines()
-    assert '| vanilla | 2.7500 |  | 2.7389 |' in rows
-    assert '| resformer_468m | 2.7500 | -0.1000 ± 0.0100 | 2.2537 |' in rows
-    assert '| vanilla_2m | 2.7500 |  |  |' in rows  # which the paper does not print
-    numbers = json.loads((here / 'results/tiny/table5.json').read_text())
-    assert list(numbers['panels'][0]['numbers']) == ['runs']
-    assert len(numbers['against_the_paper']) == 3
+def test_figures_and_claims_are_of_runs_that_exist(here, titles):
+    """With three seeds: without training, from any folder."""
+    rng = np.random.default_rng(0)
+    for seed in (1, 2, 3):
+        for i, model in enumerate(('vanilla', 'svformer', 'vanilla+share_q=True')):
+            write_finished(Arm(model), (rng.normal(3, 0.01, 120) - 0.1 * i).tolist(), seed)
+    Path('out/tiny').rename('kept')
+    folders = [str(path) for path in Path('kept').iterdir()]
+    assert reproduced('fig13', *folders, '--out=made')[0] == 0
+    assert titles == ["Fig. 13: All layers use the first layer's queries, keys or values (tiny)"]
+    status, out, _ = reproduced('claims', *folders, '--out=made/verdicts')
+    assert status == 0 and not any(Path('out').glob('*/*'))
+    rows = json.loads(Path('made/verdicts.json').read_text())['rows']
+    tested = [row['label'] for row in rows if row['numbers']]
+    assert len(tested) == 3 and "SVFormer below all share the first layer's queries" in tested
+    table = Path('made/verdicts.md').read_text()
+    assert all(row['label'] in table for row in rows) and table in out
+    assert Path('made/verdicts.svg').read_text().startswith('<svg')
+    state = read_state('kept/svformer_lr0.003_seed1')
+    assert f'| SVFormer | {state.loss:.4f} |' in out
+    status, _, _ = reproduced('fig6', *folders)
+    assert_one_line(status, 'fig6')
 
 
 @pytest.mark.parametrize(
-    'arguments, message',
+    'arguments, words',
     [
-        (['fig99'], 'fig99'),
-        (['fig6', '--scale=huge'], 'scale'),
-        (['fig6', '--jobs=0'], 'jobs'),
-        (['all', 'fig6'], "'all'"),
-        (['list', 'fig99'], 'fig99'),
-        (['list', '--tok_per_s=-5'], '-5'),
-        (['redraw', 'fig6'], 'results/tiny/fig6.json'),
-        (['fig6', '--scale=small', '--nonsense=1'], 'nonsense'),
-        (['fig6', '--scale=paper'], 'data/slimpajama'),
+        (['fig99'], ['fig99']),
+        (['fig6', '--scale=huge'], ['scale']),
+        (['fig6', '--seeds=0'], ['seeds']),
+        (['redraw', 'fig6'], ['results/tiny/fig6.json']),
+        (['fig6', '--nonsense=1'], ['nonsense']),
+        (['fig6', '--scale=claims'], ['data/slimpajama_mini_bytes']),
+        (['claims', 'out/nothing'], ['out/nothing']),
     ],
 )
-def test_reproduce_refuses_bad_input_in_one_line(here, arguments, message):
-    status, _, err = program(reproduce.main, *arguments, '--device=cpu')
-    assert_one_line(status, message)
-    assert not err
+def test_a_mistake_is_one_line(here, arguments, words):
+    status, _, _ = reproduced(*arguments)
+    assert_one_line(status, *words)
 
 
-def test_a_damaged_file_of_numbers_is_named(here):
-    path = here / 'results/tiny/fig6.json'
-    path.parent.mkdir(parents=True)
-    path.write_text('{"panels": ')
-    status, *_ = program(reproduce.main, 'redraw', 'fig6')
-    assert_one_line(status, 'results/tiny/fig6.json is damaged')
-
-
-def test_without_a_figure_the_usage_is_printed_with_exit_status_2(here):
+def test_the_list_names_every_figure_and_without_one_the_usage_is_printed(here):
+    finished_runs('fig3')
+    status, out, _ = reproduced('list')
+    assert status == 0 and '| fig3 | 1 of 1 |' in out and '| fig6 | 1 of 4 |' in out
+    assert all(f'| {name} |' in out for name in FIGURES)
     status, out, _ = program(reproduce.main)
     assert status == 2 and 'python -m paper.reproduce list' in out
-
-
-def test_the_list_names_every_figure_and_times_only_from_a_given_throughput(here):
-    status, out, _ = program(reproduce.main, 'list')
-    assert status == 0 and all(name in out for name in FIGURES) and ' n/a ' in out
-    lines = {line.split()[0]: line for line in out.splitlines() if line}
-    assert ' task data ' in lines['table1'] and ' nothing ' in lines['fig6']
-    assert '2 cores, tiny' in out
-    for name in ('fig1', 'fig3', 'fig15'):
-        assert ' outside weights* ' in lines[name]
-    assert ' nothing ' in lines['fig9']
-    _, timed, _ = program(reproduce.main, 'list', 'fig9', '--tok_per_s=1e6')
-    # Two runs of 82M: 10,000 steps of 2^21 tokens each at 1M tokens/s; ResFormer's FLOPs are
-    # vanilla's.
-    assert ' 12 h ' in next(line for line in timed.splitlines() if line.startswith('fig9'))
-    assert 'fig6' not in timed
-
-
-def test_a_figure_is_trained_drawn_and_compared(here, monkeypatch):
-    """fig6 from nothing, at a scale of four steps; then again, reusing the runs."""
-    short = {'max_iters': 4, 'eval_iters': 1, 'warmup_iters': 1}
-    monkeypatch.setattr(TINY, 'settings', {**TINY.settings, **short})
-    monkeypatch.setattr(TINY, 'window', 2)
-    monkeypatch.setitem(TINY.sizes, '82m', dict(n_layer=2, n_head=2, n_embd=16))
-    splits = {'train': {'A': 200_000}, 'validation': {'A': 10_000}}
-    write_dataset(here / 'data/stdlib', splits, n_vocab=257)
-    status, out, _ = program(reproduce.main, 'fig6', '--device=cpu', '--jobs=2')
-    assert status == 0 and '4 runs to train' in out
-    numbers = json.loads((here / 'results/tiny/fig6.json').read_text())
-    picture = here / 'results/tiny/fig6.png'
-    assert picture.exists() and len(numbers['against_the_paper']) == 5
-    monkeypatch.setattr(runs, 'train', lambda *_: pytest.fail('a finished run is reused'))
-    assert program(reproduce.main, 'fig6', '--device=cpu')[0] == 0

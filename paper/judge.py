@@ -1,0 +1,445 @@
+"""
+What runs say of every claim that the paper prints: they agree, contradict it, or decide nothing.
+
+A claim says which of two models has the lower loss, entropy, and so on (figures.py). It is tested by all
+runs of the two models, seed by seed. The verdict is that of compare.py: differences per seed, a t test,
+and Holm over a family of contrasts, trained or not: those that the paper first prints with one figure,
+one table or the text of one version, as far as models of this size could show them.
+
+    agrees       decided, with the printed sign
+    contradicts  decided, with the other sign
+    undecided    the runs are there, and too few or too noisy, or the claim has a caveat
+    untestable   there are no such runs
+
+A pool is {arm of the paper: {seed: run}}, a run a State of comparison.runs. Reports are what
+paper.analyze says of the inside of runs: {analysis: {name of a run's folder: report}}.
+"""
+
+import json
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from comparison import charts
+from comparison.report import seeds_text
+from comparison.runs import difference, read_state
+from comparison.verdict import describe, half_width, judge
+from configurator import first_line
+from paper import losses
+from paper.analyze import ANALYSES, ATTENDED, EQ_3, EQ_6, PROJECTED
+from paper.figures import (
+    CLAIMS,
+    LENGTHS,
+    METRICS,
+    NAMES,
+    PAPER,
+    SIGNS,
+    Arm,
+    R,
+    S,
+)
+from tables import markdown_table
+
+# {verdict: how a headline counts it}
+VERDICTS = {
+    'agrees': 'in agreement',
+    'contradicts': 'contradicted',
+    'undecided': 'undecided',
+    'untestable': 'not tested here',
+}
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def read_pool(folders, scale):
+    """The pool of finished runs of one scale, found by what they are.
+
+    Raises ValueError for a run that has not finished, for a model or a length that the paper does not
+    have, and for two runs of one arm that differ in more than their seeds.
+    """
+    models = {key_of(Arm(model).configs(PAPER)[1]): model for model in NAMES}
+    lengths = dict(zip(scale.lengths, LENGTHS, strict=True))
+    runs = {str(folder): read_state(folder) for folder in folders}
+    pool = {}
+    for folder, run in runs.items():
+        if run.kind != 'finished':
+            raise ValueError(f'{folder} is {run.kind}: {run.detail or "no run, and no figure"}')
+        model, length = models.get(key_of(run.model)), lengths.get(run.model.block_size)
+        if not model or not length:
+            raise ValueError(f'{folder} is no model of the paper, or of no length of this scale')
+        seeds = pool.setdefault(Arm(model, length=length), {})
+        for other in seeds.values():
+            check_seed(run, other)
+        seeds[run.facts['seed']] = run
+    return pool
+
+
+def check_seed(run, other):
+    """Raise ValueError where two runs of one arm are not of two seeds, or differ in more."""
+    name, *values = difference(run.facts, other.facts, ('seed',)) or ['seed']
+    if values or run.facts['seed'] == other.facts['seed']:
+        raise ValueError(f'{run.folder} and {other.folder} are one model with {name} {values}')
+
+
+def key_of(config):
+    """A model's wiring as text. Sizes differ in their heads: what counts is the share of KV heads."""
+    variant = config.variant() | {'n_kv_head': config.kv_heads / config.n_head}
+    return json.dumps(variant, sort_keys=True)
+
+
+def pairs_of(pool, ours, theirs, but=()):
+    """{seed: (our run, theirs)} of the seeds that both arms have. Raises ValueError where the two differ
+    in more than their models, learning rates and what is in `but`."""
+    a, b = pool.get(ours, {}), pool.get(theirs, {})
+    pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())}
+    for pair in pairs.values():
+        losses.check_pair(*pair, but)
+    return pairs
+
+
+def read_reports(folder):
+    """The reports of a folder's <analysis>.json; {} without a folder. Raises OSError or ValueError."""
+    reports = {}
+    for kind in ANALYSES if folder else ():
+        path = Path(folder, f'{kind}.json')
+        try:
+            runs = json.loads(path.read_text())['runs']
+            reports[kind] = {Path(run).name: report for run, report in runs.items()}
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f'{path} is damaged: {first_line(error)}') from error
+        if len(reports[kind]) < len(runs):
+            raise ValueError(f'{path} has two runs of one name')
+    return reports
+
+
+def series_of(reports, kind, run):
+    """{series: array (layers, ...)} of what an analysis says of a run; None where it says nothing.
+
+    Raises ValueError where it is of another run of that name, or of a checkpoint before the last.
+    """
+    report = reports.get(kind, {}).get(run.folder.name)
+    if not report:
+        return None
+    stated = report.get('settings', report['config'])  # older ones state their model alone
+    steps = run.facts['max_iters']
+    found = difference(stated, {name: run.facts.get(name) for name in stated}, ('resumed',))
+    if not found and report.get('step', steps) != steps:
+        found = 'step', report['step'], steps
+    if found:
+        raise ValueError(
+            f'the analysis of {kind} for {run.folder.name} is of another run than {run.folder}: it has '
+            '{}={!r}, not {!r}'.format(*found)
+        )
+    means = {name: values['mean'] for name, values in report['series'].items()}
+    return {name: np.array(mean, dtype=float) for name, mean in means.items()}
+
+
+# --- what a claim comes to, for one seed ----------------------------------------------------------
+
+
+def validation_loss(ours, theirs):
+    return ours.loss - theirs.loss
+
+
+def deeper_half(series):
+    layers = series['entropy']
+    return layers[len(layers) // 2 :].mean()
+
+
+def eigenvalue(values):
+    """The logarithm of the ratio of the largest eigenvalues, ours / theirs, median of the layers.
+
+    values: projected or attended with. The paper does not say which; a mean of two values, with which
+    ResFormer attends, has the smaller ones by construction. Above 0, ours is larger in most layers. The
+    share of these layers would be too coarse a number: three seeds of eight layers easily agree on it
+    exactly.
+    """
+    return lambda ours, theirs: np.median(np.log(ours[values][:, 0] / theirs[values][:, 0]))
+
+
+# {metric: ours minus theirs, of two runs}. A loss at the end is judged by the validation loss, as in
+# compare.py, also where the paper draws the training loss.
+OF_RUNS = {
+    'final loss': validation_loss,
+    'validation loss': validation_loss,
+    'early loss': losses.early_difference,
+}
+
+# {metric: (analysis, ours minus theirs, of two series_of())}; two are about our model alone.
+INSIDE = {
+    'entropy': ('entropy', lambda ours, theirs: deeper_half(ours) - deeper_half(theirs)),
+    'entropy with depth': ('entropy', lambda ours, _: deeper_half(ours) - ours['entropy'][0]),
+    'mapping': ('mapping', lambda ours, _: np.nanmean(ours[EQ_6] - ours[EQ_3])),
+    'eigenvalue, attended': ('spectrum', eigenvalue(ATTENDED)),
+    'eigenvalue, projected': ('spectrum', eigenvalue(PROJECTED)),
+    'similarity': (
+        'similarity',
+        lambda ours, theirs: np.mean(ours['hidden states'] - theirs['hidden states']),
+    ),
+}
+
+
+def measure(claim, seed, pair, pool, reports):
+    """The difference of one seed; None where runs or reports are missing."""
+    if claim.metric in OF_RUNS:
+        return OF_RUNS[claim.metric](*pair)
+    if claim.metric in INSIDE:
+        kind, minus = INSIDE[claim.metric]
+        ours, theirs = (series_of(reports, kind, run) for run in pair)
+        return float(minus(ours, theirs)) if ours and theirs else None
+    if claim.metric == 'lead':
+        baselines = [pool.get(arm.baseline(), {}).get(seed) for arm in (claim.ours, claim.theirs)]
+        if all(baselines):
+            ours, theirs = map(validation_loss, pair, baselines)
+            return ours - theirs
+    return None
+
+
+# --- rows: one for each contrast that the paper prints, however often it does ---------------------
+
+
+@dataclass
+class Row:
+    """A contrast, all places where the paper prints it, and what the runs say."""
+
+    figure: str  # of the claim that first prints it, or a version of the paper. Its family for Holm
+    ours: str
+    sign: str
+    theirs: str
+    metric: str
+    where: list
+    says: list
+    caveat: str = ''
+    verdict: str = 'untestable'
+    reason: str = ''  # why it is undecided or untestable
+    numbers: dict = field(default_factory=dict)  # of comparison.verdict.judge()
+    runs: list = field(default_factory=list)  # folders' names
+    rates: dict = field(default_factory=dict)  # {model: learning rates}
+
+    def __str__(self):
+        if not self.numbers:
+            return f'the paper: {self.says[0]}; {self.reason}'
+        text = f'{self.label()}: {self.verdict}, {in_words(self.numbers)} with '
+        return f'{text}{seeds_text(self.numbers["seeds"])}; {self.reason}'.removesuffix('; ')
+
+    def label(self):
+        """The contrast in words; of the inside of a model, the claim's own."""
+        if self.metric in INSIDE:
+            return f'{self.says[0]} ({self.metric})'
+        what = '' if measure_of(self.metric) == 'validation loss' else f'{self.metric}: '
+        return f'{what}{self.ours} {SIGNS[self.sign]} {self.theirs}'
+
+
+def measure_of(metric):
+    """The metric by which a claim is judged here."""
+    return 'validation loss' if metric == 'final loss' else metric
+
+
+MISSING = 'no such runs, or none with the same seeds, or no analyses of them'
+
+
+def rows_of(claims, pool, reports):
+    """[Row] of the claims, tested by a pool."""
+    rows, pairs, values = {}, {}, {}
+    for claim in claims:
+        ours, theirs = str(claim.ours), str(claim.theirs)
+        key = ours, theirs, measure_of(claim.metric)
+        if key in rows:
+            rows[key].where.append(claim.where)
+            rows[key].says.append(claim.says)
+            continue
+        places = [claim.where], [claim.says]
+        row = Row(claim.figure, ours, claim.sign, theirs, claim.metric, *places, claim.caveat)
+        rows[key], values[key] = row, {}
+        pairs[key] = {}
+        if claim.metric in (*OF_RUNS, *INSIDE, 'lead'):
+            pairs[key] = pairs_of(pool, claim.ours, claim.theirs)
+        for seed, pair in pairs[key].items():
+            value = measure(claim, seed, pair, pool, reports)
+            if value is not None:
+                values[key][seed] = value
+        if not values[key]:
+            row.reason = why_larger(claim) or MISSING
+    # What runs of this size could test counts for Holm, whether or not it was trained.
+    families = {key: row.figure for key, row in rows.items() if row.reason in ('', MISSING)}
+    for key, numbers in judge({key: values[key] for key in families}, families=families).items():
+        if values[key]:
+            give_verdict(rows[key], numbers, [pairs[key][seed] for seed in values[key]])
+    return list(rows.values())
+
+
+def why_larger(claim):
+    """Why no runs of the usual size and length could test a claim, or ''."""
+    if claim.metric not in (*OF_RUNS, *INSIDE):
+        return f'needs {METRICS[claim.metric]}'
+    for arm in (claim.ours, claim.theirs):
+        if arm.unusual():
+            return f'no runs of {str(arm)}'
+    return ''
+
+
+def give_verdict(row, numbers, pairs):
+    row.numbers = numbers
+    row.reason = numbers['reason']
+    row.verdict = 'undecided'
+    if numbers['verdict'] != 'undecided':
+        is_printed = (numbers['verdict'] == 'better') == (row.sign == '<')
+        row.verdict = 'agrees' if is_printed else 'contradicts'
+        if row.caveat:
+            row.verdict, row.reason = 'undecided', row.caveat
+    for name, runs in zip((row.ours, row.theirs), zip(*pairs, strict=True), strict=True):
+        row.rates[name] = sorted({run.facts['learning_rate'] for run in runs})
+        row.runs += [run.folder.name for run in runs if run.folder.name not in row.runs]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def headline(rows):
+    counts = {word: sum(row.verdict == word for row in rows) for word in VERDICTS}
+    words = [f'{counts[word]} {text}' for word, text in VERDICTS.items()]
+    return f'{len(rows)} contrasts that the paper prints: {", ".join(words)}'
+
+
+def in_order(rows):
+    """Rows by verdict; among equals, in the paper's order."""
+    return sorted(rows, key=lambda row: list(VERDICTS).index(row.verdict))
+
+
+def markdown(rows):
+    """A table of the tested claims, what its numbers are of, and a list of the others."""
+    tested = [row for row in in_order(rows) if row.numbers]
+    cells = []
+    for row in tested:
+        numbers, interval, p = row.numbers, '', ''
+        if numbers['low'] is not None:
+            interval = f'{numbers["low"]:+.4f} to {numbers["high"]:+.4f}'
+            p = f'{numbers["p_holm"]:.3g}'
+        where, seeds = '; '.join(row.where), str(numbers['seeds'])
+        mean = f'{numbers["mean"]:+.4f}'
+        verdict = f'{row.verdict}: {row.caveat}' if row.caveat else row.verdict
+        if numbers['rests_on'] and not row.caveat:
+            verdict += f', but not without seed {" or ".join(map(str, numbers["rests_on"]))}'
+        cells.append([row.label(), where, mean, interval, p, seeds, verdict])
+    head = [
+        'the paper prints',
+        'where',
+        'difference',
+        '95% interval, uncorrected',
+        'p (Holm)',
+        'seeds',
+        'verdict',
+    ]
+    lines = [f'{headline(rows)}.', '', markdown_table(head, cells, (0, 1, len(head) - 1)), '']
+    lines += [
+        'What is compared (losses in nats per token; the validation loss where a row names nothing):'
+    ]
+    lines += ['']
+    for metric in dict.fromkeys(measure_of(row.metric) for row in tested):
+        lines.append(f'- {metric}: {METRICS[metric]}')
+    lines += ['', 'Not tested here:', '']
+    for row in rows:
+        if row.verdict == 'untestable':
+            lines.append(f'- {row.label()} ({"; ".join(row.where)}): {row.reason}')
+    return '\n'.join(lines) + '\n'
+
+
+LAST = 50  # steps of the last training loss
+
+COLUMNS = {
+    'training loss, first 10% of steps': losses.early_difference,
+    f'training loss, last {LAST} steps': lambda *pair: losses.late_difference(*pair, LAST),
+    'validation loss at the end': validation_loss,
+}
+
+
+def loss_table(pool):
+    """Validation losses at the end by seed; means of the seeds that all models have, and of all."""
+    every = sorted(set().union(*pool.values()))
+    common = [seed for seed in every if all(seed in seeds for seeds in pool.values())]
+    rows = []
+    for arm, runs in in_names(pool).items():
+        cells = [f'{runs[seed].loss:.4f}' if seed in runs else '' for seed in every]
+        for seeds in (common, runs):
+            cells.append(f'{np.mean([runs[seed].loss for seed in seeds]):.4f}' if seeds else '')
+        rows.append([str(arm), *cells])
+    seeds = [f'seed {seed}' for seed in every]
+    means = [f'mean of {", ".join(map(str, common))}', 'mean of all']
+    return markdown_table(['validation loss', *seeds, *means], rows)
+
+
+def in_names(pool):
+    """A pool in the order of NAMES."""
+    return dict(sorted(pool.items(), key=lambda item: list(NAMES).index(item[0].model)))
+
+
+def difference_table(pool):
+    """Each arm minus vanilla, SVFormer minus ResFormer, and what claims contrast: means over the seeds
+    that both have, with half of the 95% interval, in bold where that excludes 0 before any correction."""
+    contrasts = [(arm, arm.baseline()) for arm in in_names(pool)] + [(Arm(S), Arm(R))]
+    contrasts += [(Arm(c.ours.model), Arm(c.theirs.model)) for c in CLAIMS]
+    rows, seen = [], set()
+    for ours, theirs in contrasts:
+        pairs = pairs_of(pool, ours, theirs)
+        if ours == theirs or not pairs or {ours, theirs} in seen:
+            continue
+        seen.add(frozenset((ours, theirs)))
+        columns = []
+        for column in COLUMNS.values():
+            columns.append({seed: column(*pair) for seed, pair in pairs.items()})
+        each = ' '.join(f'{value:+.3f}' for value in columns[-1].values())
+        cells = [in_words(describe(values)) for values in columns]
+        rows.append([f'{ours} - {theirs}', str(len(pairs)), *cells, each])
+    head = ['difference', 'seeds', *COLUMNS, 'of each seed']
+    return markdown_table(head, rows, (0, len(head) - 1))
+
+
+def in_words(numbers):
+    text = f'{numbers["mean"]:+.4f}'
+    if numbers['low'] is None:
+        return text
+    text += f' ± {half_width(numbers):.4f}'
+    return f'**{text}**' if numbers['low'] * numbers['high'] > 0 else text
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+COLORS = {'agrees': 2, 'contradicts': 1, 'undecided': 8}  # of charts.color()
+
+
+@charts.styled
+def forest(rows):
+    """The tested claims on losses by verdict: a dot per seed, the mean and its interval, right of 0 where
+    as printed. What was found inside models has many units, and is in the table alone."""
+    tested = [row for row in in_order(rows) if row.numbers and row.metric not in INSIDE]
+    if not tested:
+        return ''
+    size = (7.2, 0.3 * len(tested) + 0.9)
+    drawing, axes = charts.pyplot().subplots(figsize=size, layout='constrained')
+    draw_rows(axes, tested)
+    drawing.suptitle(headline(rows), x=0.01, ha='left', fontsize=10)
+    return charts.svg(drawing, 'Claims of the paper and what the runs say')
+
+
+def draw_rows(axes, rows):
+    axes.axvline(0, color=charts.INK, linewidth=1.0)
+    axes.grid(axis='x', linewidth=0.6)
+    for y, row in enumerate(rows):
+        numbers, shade = row.numbers, charts.color(COLORS[row.verdict])
+        sign = -1 if row.sign == '<' else 1
+        dots = [sign * value for value in numbers['differences'].values()]
+        axes.plot(dots, [y + 0.22] * len(dots), 'o', color=shade, markersize=2.5, alpha=0.6)
+        if numbers['low'] is not None:
+            axes.plot([sign * numbers['low'], sign * numbers['high']], [y, y], color=shade)
+        is_first = [other.verdict for other in rows].index(row.verdict) == y
+        label = row.verdict if is_first else None
+        axes.plot(sign * numbers['mean'], y, 'D', color=shade, markersize=5, label=label)
+    names = [f'{row.label()}, {seeds_text(row.numbers["seeds"])}' for row in rows]
+    axes.set_yticks(range(len(rows)), [textwrap.fill(name, 60) for name in names])
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.tick_params(axis='y', length=0)
+    left, right = '\N{LEFTWARDS ARROW} against the paper', 'as printed \N{RIGHTWARDS ARROW}'
+    axes.set_xlabel(f'{left}      {right}\ndifference of losses (nats)')
+    axes.legend(loc='lower right', fontsize=8)
