@@ -96,8 +96,7 @@ def compare_arms(options, argv):
             file=sys.stderr,
         )
     if not options.print:
-        for warning in plan.check_training(options.gpus):
-            print(warning, file=sys.stderr)
+        plan.check_training(options.gpus)
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.folder, 'comparing in', '--name'):
         record = plan.write()

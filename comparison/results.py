@@ -90,18 +90,6 @@ class Results:
         sweep = self.tune(arm)
         return sweep['best'] if sweep else self.plan.own_rate(arm)
 
-    def why_no_rate(self, arm):
-        """Why an arm has no learning rate, and what to do."""
-        sweep = self.tune(arm)
-        if sweep['complete']:
-            return f'no learning rate of {arm} ends with a finite loss: give other --rates'
-        for rate in sweep['trials']:
-            for run in self.tuning_runs(arm, rate):
-                state = self.state(run)
-                if state.kind in ('failed', 'foreign') and not state.has_diverged:
-                    return f'the learning rate of {arm} is not known, because {why(run, state)}'
-        return f'the learning rate of {arm} is not known yet'
-
     # --- runs ---
 
     def test_runs(self, arm):
@@ -146,18 +134,16 @@ class Results:
             is_result = state.has_diverged and run.seed in self.plan.tuning_seeds
             if state.kind != 'finished' and not is_result:
                 texts[run.name] = f'{state.kind}: {state.detail}'.removesuffix(': ')
+            if state.kind == 'foreign':
+                texts[run.name] += '; delete its folder, or give another --name'
         for arm in self.plan.arms:
             if self.rate(arm) is None:
-                texts[arm] = self.why_no_rate(arm)
+                trials = self.tune(arm)['trials']
+                names = [run.name for rate in trials for run in self.tuning_runs(arm, rate)]
+                reasons = [f'{name} is {texts[name]}' for name in names if name in texts]
+                reasons.append('none of its --rates ends with a finite loss')
+                texts[arm] = f'the learning rate of {arm} is not known, because {reasons[0]}'
         return texts
-
-
-def why(run, state):
-    """A sentence on a run that cannot go on by itself."""
-    advice = 'the same command tries it again'
-    if state.kind == 'foreign':
-        advice = 'delete its folder, or give another --name'
-    return f'{run.name} is {state.kind}: {state.detail}; {advice}'
 
 
 def best_rate(trials):

@@ -104,23 +104,6 @@ def read_entries(run):
     return entries
 
 
-def read_losses(run):
-    """The training loss of a run, {step: loss}, where it is finite."""
-    losses = finite_losses(read_entries(run))
-    if not losses:
-        raise ValueError(f'{Path(run, "log.jsonl")} holds no training loss yet')
-    return losses
-
-
-def finite_losses(entries):
-    losses = {}
-    for entry in entries:
-        loss = entry.get('loss')
-        if loss is not None and math.isfinite(loss):
-            losses[entry['step']] = loss
-    return losses
-
-
 def read_run_config(run, *needed):
     """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
     of those `needed` is missing."""
@@ -280,7 +263,12 @@ class State:
 
     def training(self):
         """{step: training loss}, where it is finite."""
-        return finite_losses(self.entries)
+        losses = {}
+        for entry in self.entries:
+            loss = entry.get('loss')
+            if loss is not None and math.isfinite(loss):
+                losses[entry['step']] = loss
+        return losses
 
     def evaluations(self):
         """{step: {domain: validation loss, ..., 'mean': mean over domains}}"""

@@ -101,6 +101,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         (['--arms=vanilla; a: seed=3'], 'seed'),
         (['--arms=vanilla; a: weight_decay=0.1'], 'seed_offset'),
         (['--arms=vanilla; a: device=cpu'], 'seed_offset'),
+        (['--arms=vanilla; a: n_kv_head=2'], 'seed_offset'),  # what the default stands for
         (['--arms=vanilla; a: block_size=16'], 'block_size=16'),
         (['--arms=vanilla; a: share_v=True v_residual=True'], 'arm a: '),
         (['--arms=vanilla; a: no.py'], 'no.py'),
@@ -273,7 +274,7 @@ def test_runs_of_another_length_choose_no_rate(place):
     shutil.copytree('out/compare/small', 'out/compare/other')
     plan = make_plan(ARMS, '--seeds=3', RATES, '--max_iters=40', '--name=other')
     assert {Results(plan).rate(arm) for arm in plan.arms} == {None}
-    assert 'a run with max_iters=30, not 40' in Results(plan).why_no_rate('vanilla')
+    assert 'a run with max_iters=30, not 40' in Results(plan).problems()['vanilla']
 
 
 def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
@@ -281,7 +282,7 @@ def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
     plan = make_plan(*words)
     for run in Results(plan).all_runs():
         not_finite(pretend(plan, run, 2.0))
-    reason = 'no learning rate of mine ends with a finite loss'
+    reason = 'the learning rate of mine is not known, because none of its --rates'
     assert reason in contrast_of(collect(plan))['reason']
     assert compare_command(*words, '--print=True') == (0, '')
     assert reason in capsys.readouterr().err
