@@ -166,7 +166,7 @@ def write_report(folder, comparison):
 
 def main():
     argv = sys.argv[1:]
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors(ValueError, OSError, interrupts=False):
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, plain='runs')
         # Better to fail now than after hours of training.
         distributions()

@@ -275,15 +275,17 @@ def first_line(error):
 
 
 @contextlib.contextmanager
-def one_line_errors(*kinds, everywhere=False):
+def one_line_errors(*kinds, everywhere=False, interrupts=True):
     """Turn a user's mistake, an exception of these kinds, into one line on stderr and exit status 1.
 
     Where all processes make the same mistake, only the first of each machine prints it; with
-    `everywhere`, each one does. Ctrl-C is status 130, without a word.
+    `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word.
     """
     try:
         yield
     except KeyboardInterrupt:
+        if not interrupts:
+            raise
         sys.exit(130)
     except kinds as error:
         speaks = everywhere or os.environ.get('LOCAL_RANK', '0') == '0'

@@ -30,7 +30,7 @@ import torch
 
 from configurator import first_line
 from files import locked, whole_file, write_whole
-from model import BASE, GPTConfig
+from model import BASE, SHAPE, GPTConfig
 
 # --- the folder ----------------------------------------------------------------------------------
 
@@ -180,17 +180,26 @@ def name_misfits(path):
 # --- from a checkpoint into a run ----------------------------------------------------------------
 
 
+def differences(checkpoint, config):
+    """{field of GPTConfig: (a checkpoint's value, another one's)}, where they differ."""
+    theirs = spelled_out(build_config(checkpoint['model_config'], checkpoint['path']))
+    ours = spelled_out(config)
+    return {name: (value, ours[name]) for name, value in theirs.items() if value != ours[name]}
+
+
+def spelled_out(config):
+    """{field: value}, where 0 does not stand for what follows from other fields."""
+    return {**asdict(config), 'n_inner': config.ffn_width, 'n_kv_head': config.kv_heads}
+
+
 def check_resume(checkpoint, settings, config, dataset):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
     path = checkpoint['path']
-    # Fields and settings added since then have their defaults.
-    old_config = asdict(GPTConfig.saved(checkpoint['model_config']))
-    for name, value in asdict(config).items():
-        if old_config[name] != value:
-            raise ValueError(
-                f'{path} is a run with {name}={old_config[name]!r}, not {value!r}; resume with its '
-                'own settings, or start another out_dir'
-            )
+    for name, (old, new) in differences(checkpoint, config).items():
+        raise ValueError(
+            f'{path} is a run with {name}={old!r}, not {new!r}; resume with its own settings, or '
+            'start another out_dir'
+        )
 
     compare_tokenizers(checkpoint, dataset)
     compare_data(checkpoint, dataset)
@@ -239,23 +248,6 @@ def compare_data(checkpoint, dataset, advice=''):
         )
 
 
-def model_differences(checkpoint, config):
-    """In words, the settings in which a checkpoint's model and another one differ, among those that
-    change what the same weights compute; '' if there are none.
-
-    load_weights() refuses those in BASE. The others may be changed on purpose, as when a vanilla
-    model goes on as a ResFormer.
-    """
-    old = GPTConfig.saved(checkpoint['model_config'])
-    names = (old.variant() | config.variant()).keys() - {*BASE, 'dropout'}
-    differences = []
-    for name in sorted(names):
-        before, now = getattr(old, name), getattr(config, name)
-        if before != now:
-            differences.append(f'{name}={before!r}, here {now!r}')
-    return '; '.join(differences)
-
-
 def load_weights(model, checkpoint):
     """Take over a checkpoint's weights; mixing weights that it lacks keep their initial values.
 
@@ -263,15 +255,11 @@ def load_weights(model, checkpoint):
     the shapes of the tensors alone do not show.
     """
     path = checkpoint['path']
-    theirs = meaning(build_config(checkpoint['model_config'], path))
-    ours = meaning(model.config)
-    differing = {name for name, value in theirs.items() if value != ours[name]}
-    # Where these are not given, they follow from the width and the heads.
-    if 'n_embd' in differing:
-        differing.add('n_inner')
-    if 'n_head' in differing:
-        differing.add('n_kv_head')
-    flags = [f'--{name}={value}' for name, value in theirs.items() if name in differing]
+    flags = []
+    for name, (value, _) in differences(checkpoint, model.config).items():
+        # block_size only limits positions; wpe, where there is one, has a shape.
+        if name in {*SHAPE, *BASE} - {'block_size'}:
+            flags.append(f'--{name}={value}')
     if flags:
         raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 
@@ -284,15 +272,6 @@ def load_weights(model, checkpoint):
             f'{path} does not fit this model: {names} (a weight may be missing where model.py makes it '
             'with optional=True)'
         )
-
-
-def meaning(config):
-    """{name: value} of the fields that give weights their meaning."""
-    fields = config.shape()
-    del fields['block_size']  # it only limits positions; wpe, where there is one, has a shape
-    fields |= {name: getattr(config, name) for name in BASE}
-    fields |= {'n_inner': config.ffn_width, 'n_kv_head': config.kv_heads}
-    return fields
 
 
 def load_state(optimizer, scaler, checkpoint):

@@ -32,17 +32,17 @@ from data import Dataset, Loader, TrainingRows, validation_batches
 from files import write_json
 from hub.read import load as load_hub
 from machine import INTERRUPTED, Machine, Signals, advise_on_memory, check_compiler
-from model import GPT, GPTConfig, refuse
+from model import GPT, SHAPE, GPTConfig, refuse
 from rundir import (
     Log,
     check_resume,
     checkpoints,
     compare_tokenizers,
+    differences,
     load_checkpoint,
     load_state,
     load_weights,
     locked_run,
-    model_differences,
     name_misfits,
     provenance,
     prune_checkpoints,
@@ -455,9 +455,12 @@ def take_over(checkpoint, start, settings, config, warn):
             if 'data' in checkpoint:  # a Hugging Face folder does not say what it was trained on
                 compare_tokenizers(checkpoint, start.dataset)
             load_weights(start.model, checkpoint)
-            differences = model_differences(checkpoint, config)
-            if differences:
-                warn(f'note: {checkpoint["path"]} was trained as another model: {differences}')
+            # Settings without which the same weights compute something else, changed on purpose.
+            for name, (before, now) in differences(checkpoint, config).items():
+                if name not in (*SHAPE, 'dropout'):
+                    warn(
+                        f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {now!r}'
+                    )
             start.origin = settings.init_from
             return
         start.changed = check_resume(checkpoint, settings, config, start.dataset)

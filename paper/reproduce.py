@@ -319,7 +319,7 @@ def each(names, make, *arguments):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors(ValueError, OSError, interrupts=False):
         modes = dict.fromkeys(('', 'list', 'redraw', 'claims'), (ReproduceConfig,))
         mode, (settings,) = choose(modes, __doc__, plain='words')
         scale, names, folders = SCALES[settings.scale], settings.figures(), settings.folders()

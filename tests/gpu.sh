@@ -111,7 +111,8 @@ prepare() {
 train() {
     "$PYTHON" train.py "config/$1_82m.py" --init_from=auto --dataset="$DATASET" \
         --gradient_accumulation_steps=8 --batch_size=32 --max_iters="$ITERATIONS" \
-        --warmup_iters=10 --eval_interval=100 --eval_iters=2 $SMALL $SMALL_TRAIN --out_dir="$RUNS/$1" &&
+        --warmup_iters=10 --eval_interval=100 --save_interval=100 --eval_iters=2 \
+        $SMALL $SMALL_TRAIN --out_dir="$RUNS/$1" &&
         "$PYTHON" evaluate.py loss "$RUNS/$1" --out="$HERE/loss.json"
 }
 

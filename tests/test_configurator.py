@@ -346,6 +346,13 @@ def test_one_line_errors_exits_with_one_line_from_the_first_process_only(monkeyp
         assert exit.value.code == code
 
 
+def test_ctrl_c_is_status_130_but_where_a_program_has_more_to_do():
+    with pytest.raises(SystemExit, match='130'), one_line_errors(ValueError):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), one_line_errors(ValueError, interrupts=False):
+        raise KeyboardInterrupt
+
+
 # --- fuzz -----------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from([field.name for field in dataclasses.fields(Toy)])

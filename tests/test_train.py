@@ -221,7 +221,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     path = f'{whole}/ckpt_12.pt'
     good('out/weights', init_from=path, max_iters=1, **options)
     note = capsys.readouterr().err
-    assert path in note and 'residual_lambda' in note and 'v_residual=False, here True' in note
+    assert path in note and 'residual_lambda' in note and 'v_residual=False, not True' in note
     first = log('out/weights')[0]
     assert first['step'] == 0 and first['val'] == log(whole)[-1]['val']
     moments = newest('out/weights')['optimizer']['state'].values()
