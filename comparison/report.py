@@ -122,7 +122,7 @@ def doubt(contrast):
     """Why it is undecided, and what would decide it; or the seeds on which a verdict rests."""
     parts = []
     if contrast['reason']:
-        parts.append(capitalized(contrast['reason']) + '.')
+        parts.append(f'The reason: {contrast["reason"]}.')
     if contrast['seeds'] == 1:
         parts.append('One seed does not tell how much the difference varies from seed to seed.')
     if contrast['rests_on']:

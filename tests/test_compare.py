@@ -322,6 +322,8 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     for arm, text in names.items():
         contrast = comparison['contrasts'][f'{arm}-vanilla']
         assert contrast['verdict'] == 'undecided' and text in contrast['reason']
+    # Names keep their case.
+    assert ': a2_lr0.02_seed2 is missing.' in report.markdown(comparison)
     assert comparison['contrasts']['a8-vanilla']['p_holm'] is not None
     assert {name.split('_')[0] for name in comparison['problems']} == set(names)
     # Trained again is what can be; a foreign run is never touched.
