@@ -641,7 +641,6 @@ def check_start(settings, shape, machine):
         Path(settings.profile).mkdir(parents=True, exist_ok=True)
     if settings.out:
         check_out(settings.out)
-        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
 
 
 def bench(settings, shape, closing):

@@ -1,6 +1,5 @@
 """bench.py: what a table holds, what is refused, and what survives a failure."""
 
-import contextlib
 import json
 import weakref
 from dataclasses import fields
@@ -423,8 +422,9 @@ def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
 def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(work, monkeypatch, words):
     is_third = lambda row: row.name == 'cla' and len(row.seconds) == 2  # noqa: E731
     failing(monkeypatch, 'step', KeyboardInterrupt(), is_third)
-    with contextlib.suppress(KeyboardInterrupt):
-        run(*words, EAGER, '--rounds=5', '--variants=vanilla,cla', '--out=half.json')
+    options = ['--rounds=5', '--variants=vanilla,cla', '--out=half.json']
+    status, _, _ = program(bench.main, *words, EAGER, *options)
+    assert status == 130
     assert [len(row['seconds']) for row in read_rows(work / 'half.json')] == [2, 2]
 
 
