@@ -28,8 +28,7 @@ from runs import (
     steps_of_checkpoints,
     training_steps,
 )
-from torch import nn
-from variants import config_of, tokens
+from variants import tokens
 
 import train
 from data import Dataset
@@ -308,22 +307,6 @@ def test_the_learning_rate_is_the_papers():
         (dict(lr_decay_iters=500), 500, 6e-5),
     ):
         assert train.learning_rate(step, train.TrainConfig(**options)) == pytest.approx(rate)
-
-
-def test_matrices_decay_and_what_a_fork_adds_beside_them_does_not():
-    model = GPT(config_of('gpt2 NeuTRENO DenseFormer'))
-    model.gate = nn.Parameter(torch.ones(2, 1, 1))
-    decaying, others = train.make_optimizer(model, train.TrainConfig()).param_groups
-    assert (decaying['weight_decay'], others['weight_decay']) == (0.1, 0.0)
-
-    matrices = r'.*(wte|wpe|c_attn|c_proj|c_fc)\.weight|lm_head\.weight'
-    named = model.named_parameters()
-    expected = {name: bool(re.fullmatch(matrices, name)) for name, _ in named}
-    assert not expected['gate'] and not expected['transformer.dwa.1']
-    ids = {id(parameter) for parameter in decaying['params']}
-    decays = {name: id(parameter) in ids for name, parameter in model.named_parameters()}
-    assert decays == expected
-    assert len(decaying['params']) + len(others['params']) == len(expected)
 
 
 @pytest.mark.parametrize('grad_clip', [0.0, 0.05, 1000.0])
