@@ -361,21 +361,20 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.swiglu = config.arch == 'llama'
-        self.dropout = config.dropout
-        width = config.ffn_width
-        bias = config.arch == 'gpt2'
-        self.c_fc = make(nn.Linear, config.n_embd, 2 * width if self.swiglu else width, bias)
+        self.config = config
+        width, bias = config.ffn_width, config.arch == 'gpt2'
+        rows = 2 * width if config.arch == 'llama' else width
+        self.c_fc = make(nn.Linear, config.n_embd, rows, bias)
         self.c_proj = make(nn.Linear, width, config.n_embd, bias, std=c_proj_std(config))
 
     def forward(self, x):
         x = self.c_fc(x)
-        if self.swiglu:
+        if self.config.arch == 'llama':
             gate, up = x.chunk(2, dim=-1)
             x = F.silu(gate) * up
         else:
             x = F.gelu(x, approximate='tanh')
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
+        return F.dropout(self.c_proj(x), self.config.dropout, self.training)
 
 
 def norm(config):
@@ -677,12 +676,11 @@ class KVCache:
         self.max_len = self.end = max_len
         device = model.lm_head.weight.device
         self.tensors = {}
-        options = dict(dtype=dtype, device=device)
         for layer in model.wiring:
             for part in 'kv':
                 shape = batch_size, layer.heads[part], max_len, model.config.head_size
                 if layer.heads[part]:
-                    self.tensors[part, layer.n] = torch.zeros(shape, **options)
+                    self.tensors[part, layer.n] = torch.zeros(shape, dtype=dtype, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
         for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -751,16 +749,9 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # --- the loss ------------------------------------------------------------------------------------
 
 LOSS_CHUNK = 4096  # rows; at 50,304 ids a chunk's fp32 logits take 824 MB
+# With more chunks, the compiler fuses the sum of their weight gradients, and for it keeps the logits of
+# most of them (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
 MOST_CHUNKS = 8
-
-
-def rows_per_chunk(rows):
-    """How many of the loss's rows are computed at once.
-
-    At most 8 chunks: with more, the compiler fuses the sum of the chunks' weight gradients, and
-    for it keeps the logits of most chunks (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
-    """
-    return max(LOSS_CHUNK, math.ceil(rows / MOST_CHUNKS))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -786,7 +777,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             total = torch.zeros((), dtype=wide, device=x.device)
             grad_x = []
             grad_w = torch.zeros(weight.shape if want_grad else 0, dtype=wide, device=x.device)
-            size = rows_per_chunk(len(x))
+            size = max(LOSS_CHUNK, math.ceil(len(x) / MOST_CHUNKS))
             for xc, tc in zip(x.split(size), targets[:, None].split(size), strict=True):
                 xc = xc.to(dtype)
                 counted = (tc != -1).to(wide)
@@ -823,7 +814,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 LEAST = {
     **dict.fromkeys(SHAPE, 1),
     **dict.fromkeys(('n_inner', 'n_kv_head', 'norm_eps', 'dropout'), 0),
-    **dict.fromkeys(('share_q_every', 'share_k_every', 'share_v_every'), 0),
+    **{f'share_{part}_every': 0 for part in 'qkv'},
     'rope_theta': 1,
 }
 CHOICES = {
@@ -851,28 +842,25 @@ WIRED = (
 
 def check(config):
     """The one rule: a setting that is on changes what a model is made of."""
-    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
-    for name in config.variant():
+    for name, value in config.variant().items():
         if acts(config, name):
             continue
-        idle = f'{name}={getattr(config, name)!r} does nothing'
-        for other in changed:
-            refuse(
-                other != name and acts(with_default(config, other), name),
-                f'{idle} with {other}={getattr(config, other)!r}; drop one of them',
-            )
-        alone = change(type(config)(), name, getattr(config, name))
+        defaults = type(config)()
+        idle = f'{name}={value!r} does nothing'
+        for other, blamed in vars(config).items():
+            without = change(config, other, getattr(defaults, other))
+            refuse(acts(without, name), f'{idle} with {other}={blamed!r}; drop one of them')
+        alone = change(defaults, name, value)
         switches = [f.name for f in fields(config) if f.default is False]
         switches = [switch for switch in switches if acts(change(alone, switch, True), name)]
-        advice = 'drop it'
-        if switches:
-            advice = f'turn on {" or ".join(switches)}, or drop it'
+        advice = f'turn on {" or ".join(switches)}, or drop it' if switches else 'drop it'
         raise ValueError(f'{idle}: {advice}')
 
 
 def acts(config, name):
     """Whether a setting changes what a model is made of, compared with its default."""
-    return ingredients(config) != ingredients(with_default(config, name))
+    without = change(config, name, getattr(type(config), name))
+    return ingredients(config) != ingredients(without)
 
 
 def ingredients(config):
@@ -882,10 +870,6 @@ def ingredients(config):
         unread += ('rope_theta', 'rope_scaling')
     others = {name: value for name, value in vars(config).items() if name not in unread}
     return wire(config), others
-
-
-def with_default(config, name):
-    return change(config, name, getattr(type(config), name))
 
 
 def change(config, name, value):
@@ -908,15 +892,11 @@ def check_ranges(config):
         refuse(value < least, f'{name}={value} must be at least {least}')
     refuse(config.dropout >= 1, f'dropout={config.dropout} must be less than 1')
 
-    n_embd, n_head = config.n_embd, config.n_head
+    n_embd, n_head, n_kv_head = config.n_embd, config.n_head, config.kv_heads
     refuse(n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}')
-    refuse(
-        n_head % config.kv_heads, f'n_head={n_head} is not divisible by n_kv_head={config.kv_heads}'
-    )
-    refuse(
-        config.arch == 'llama' and config.head_size % 2,
-        f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs',
-    )
+    refuse(n_head % n_kv_head, f'n_head={n_head} is not divisible by n_kv_head={n_kv_head}')
+    is_odd = config.arch == 'llama' and config.head_size % 2
+    refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
     weights, scaling = config.residual_lambda, config.rope_scaling
     refuse(
         weights and not are_numbers(weights, 2),
@@ -951,29 +931,13 @@ def check_contradictions(config):
             f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
             'set its share_*_every',
         )
-        for source in SOURCES[config.residual_from](n, config.n_layer):
-            can_read = config.residual_map != 'cross'  # which needs keys, too
-            if isinstance(source, int):
-                can_read = source in range(n)
-            refuse(
-                not can_read,
-                f'residual_from={config.residual_from!r} gives layer {n} the source {source!r}, which '
-                f'is not an earlier layer (residual_map={config.residual_map!r})',
-            )
-
     layers = config.residual_layers
     for n in layers:
         is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1
-        refuse(
-            not is_layer,
-            f'residual_layers={layers} names {n!r}; name layers, 1 to {config.n_layer - 1}, once each',
-        )
         for name in residuals:
             part = name[0]
-            borrows = owner_of(config, part, n) != n
-            reason = f'share_{part}' if borrows else f'residual_from={config.residual_from!r}'
             refuse(
-                not sources_of(config, part, n),
-                f'residual_layers names layer {n}, which mixes nothing into its {part}, because of '
-                f'{reason}; name other layers',
+                not is_layer or not sources_of(config, part, n),
+                f'residual_layers={layers} names {n!r}; name, once each, layers that project their own '
+                f'{part} (share_{part}) and get a source (residual_from={config.residual_from!r})',
             )
