@@ -141,11 +141,13 @@ def measure(panel, pool, settings, machine=None):
         return draw.measure_curves(pairs, scale.window // 2)
     if panel.how == 'critical':
         every = [pair for of_seeds in pairs.values() for pair in of_seeds.values()]
-        return draw.measure_critical(every, scale.window)
+        points = draw.measure_critical(every, scale.window)
+        print('\n'.join(f'{point["length"]} tokens: {point["words"]}' for point in points))
+        return points
     if panel.how == 'scaling':
         return measure_scaling(arms, pool, scale.window)
     if panel.how == 'loss':
-        return judge.loss_table({arm: pool[arm] for arm in arms})
+        print(judge.loss_table({arm: pool[arm] for arm in arms}))
     if panel.how == 'tasks':
         limit = 0 if scale is PAPER else 200
         options = evaluate.TasksConfig(data_dir=settings.data_dir, limit=limit)
@@ -194,10 +196,7 @@ def draw_panel(name, panel, numbers, scale, folder):
     number = figure.panels.index(panel) + 1
     path = Path(folder, name if number == 1 else f'{name}_{number}')
     title = f'{number_of(name)}: {panel.title or figure.title} ({scale.name})'
-    if panel.how == 'tasks':
-        return
-    if panel.how == 'loss':
-        write_whole(path.with_suffix('.md'), f'# {title}\n\n{numbers}\n')
+    if panel.how in ('tasks', 'loss'):  # printed
         return
     if panel.how == 'wiring':
         configs = {NAMES[arm.model]: arm.configs(PAPER)[1] for arm in panel.arms}
@@ -337,10 +336,11 @@ def main():
             each(names, draw_kept, pool, settings)
         else:
             machine, comparisons = Machine(settings.device), plan(names, settings)
-            train_missing(comparisons, settings)
+            note = 'what was trained is saved, and the same command goes on'
+            with launch.ends_when_interrupted(note):
+                train_missing(comparisons, settings)
             each(names, reproduce, pool_of(comparisons), settings, machine)
 
 
 if __name__ == '__main__':
-    with launch.ends_when_interrupted('what was trained is saved, and the same command goes on'):
-        main()
+    main()

@@ -203,7 +203,7 @@ def test_a_figure_is_drawn_from_its_file_as_from_its_runs(here, titles, name):
     status, out, _ = reproduced(name)
     assert status == 0, status
     made = {path: path.read_bytes() for path in Path('results/tiny').iterdir()}
-    assert len(made) == 1 + len(FIGURES[name].panels)
+    assert len(made) == 1 + len(FIGURES[name].panels) * (name != 'table5')
     for path in made:
         if path.suffix != '.json':
             path.unlink()
