@@ -37,6 +37,7 @@ does not depend on --workers or on interruptions.
 import collections
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -58,7 +59,6 @@ import sources
 import tokenizer
 from configurator import configure, first_line, one_line_errors
 from files import DATASET_FORMAT, locked, sha256_of, sync_folder, write_json, write_whole
-from tables import markdown_table
 
 # Characters shuffled together, of one to four bytes each in memory: they bound a worker's memory,
 # whatever the size of a file.
@@ -110,7 +110,7 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
     them, DOCUMENT, to `piece`, whose presence means finished.
 
     room: {domain: training tokens still wanted}, an upper bound, because units before this one may
-    still be on their way. place() decides where a domain ends; the worker stops once every domain
+    still be on their way. append() decides where a domain ends; the worker stops once every domain
     certainly has enough. Raises ValueError for a unit that cannot be read.
     """
     if piece.exists():
@@ -135,7 +135,7 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
             row = domains.index(domain), tokens, size, validation
             table += np.array(row, DOCUMENT).tobytes()
 
-            # A domain's first document may become validation, see place().
+            # A domain's first document may become validation, see append().
             if domain in domains_met and not validation:
                 room[domain] -= tokens
                 if max(room.values()) <= 0:
@@ -179,7 +179,7 @@ def die_with_parent():
     os._exit(1)
 
 
-# ---- The parent: pieces until every domain is full, then the merge -------------------------------
+# ---- The parent: pieces, merged in reading order until every domain is full -------------------------------
 
 
 class Plan(NamedTuple):
@@ -224,13 +224,13 @@ def prepare(settings):
             )
         plan = make_plan(settings, out, begun)
         check_space(plan)
-        kept = f'in {out}, what is finished is kept, and the same command goes on from there'
         try:
             write_dataset(plan)
-        except KeyboardInterrupt:
-            raise SystemExit(f'interrupted: {kept}') from None
-        except (OSError, BrokenProcessPool) as error:
-            raise OSError(f'{first_line(error)} ({kept})') from error
+        except (KeyboardInterrupt, OSError, BrokenProcessPool) as error:
+            raise OSError(
+                f'{first_line(error)} (what is finished is kept in {out}, and the same command goes on '
+                'from there)'
+            ) from error
 
 
 def read_begun(settings, out):
@@ -240,17 +240,20 @@ def read_begun(settings, out):
     """
     begun = {}
     for path in (out / '.pieces' / 'begun.json', out / 'meta.json'):
-        if path.exists():
-            try:
-                begun = json.loads(path.read_text())
-                changed = changed_setting(begun['asked'], deciding_settings(settings))
-            except (ValueError, TypeError, LookupError) as error:
-                raise ValueError(f'{path} is damaged ({error}): delete {out}') from error
-            if changed:
-                raise ValueError(
-                    f'{out} was begun with --{changed}={begun["asked"][changed]}: keep the settings, '
-                    f'choose another --out, or delete {out}'
-                )
+        if not path.exists():
+            continue
+        try:
+            begun = json.loads(path.read_text())
+            before = begun['asked']
+            now = deciding_settings(settings)
+            changed = [name for name in now if now[name] != before[name]]
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f'{path} is damaged ({error}): delete {out}') from error
+        if changed:
+            raise ValueError(
+                f'{out} was begun with --{changed[0]}={before[changed[0]]}: keep the settings, '
+                f'choose another --out, or delete {out}'
+            )
     return begun
 
 
@@ -258,17 +261,10 @@ def deciding_settings(settings):
     """The settings that decide which bytes are written."""
     values = asdict(settings)
     del values['out'], values['workers']
+    # Without a slash at the end.
+    for name in ('source', 'tokenizer'):
+        values[name] = str(Path(values[name]))
     return values
-
-
-def changed_setting(before, now):
-    """The name of the first setting that is another one now, or None."""
-    for name, value in now.items():
-        # A path may be spelled in several ways.
-        spelled = os.path.abspath if name in ('source', 'tokenizer') else lambda value: value
-        if spelled(before[name]) != spelled(value):
-            return name
-    return None
 
 
 def check_complete(settings, out, meta):
@@ -298,7 +294,11 @@ def make_plan(settings, out, begun):
     goals = dict.fromkeys(shares, math.inf)
     if settings.tokens:
         goals = {domain: max(round(settings.tokens * shares[domain]), 1) for domain in shares}
-    workers = settings.workers or available_cpus()
+    # A batch system may have bound this process to some CPUs; a limit on CPU time, such as docker's
+    # --cpus, is not seen: give --workers.
+    bound = hasattr(os, 'sched_getaffinity')
+    cpus = len(os.sched_getaffinity(0)) if bound else os.cpu_count()
+    workers = settings.workers or cpus
     return Plan(
         settings,
         out,
@@ -315,14 +315,6 @@ def make_plan(settings, out, begun):
     )
 
 
-def available_cpus():
-    """How many CPUs this process may use; a batch system or a container may have bound it to some. A
-    limit on CPU time, such as docker's --cpus, is not seen: give --workers."""
-    if hasattr(os, 'sched_getaffinity'):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def guess_tokens(plan):
     """How many tokens the pieces will hold, on the high side."""
     bytes_per_token = 1 if plan.encoder.name == 'bytes' else 3.5
@@ -330,12 +322,8 @@ def guess_tokens(plan):
     if not plan.settings.tokens:
         return int(sum(sizes))
     # Validation is kept whole; and some units are on their way when the last domain is full.
-    beyond = number_of_validation_units(plan) + plan.ahead
+    beyond = plan.ahead + sum(unit.split == 'validation' for unit in plan.units)
     return int(min(sum(sizes), plan.settings.tokens + sum(sizes[:beyond])))
-
-
-def number_of_validation_units(plan):
-    return sum(unit.split == 'validation' for unit in plan.units)
 
 
 def check_space(plan):
@@ -343,9 +331,10 @@ def check_space(plan):
     present = sum(path.stat().st_size for path in plan.pieces.glob('*.ids'))
     # Two bytes a token, twice.
     needed = 4 * guess_tokens(plan) - present
-    need = f'{needed / 1e9:,.2f} GB'
     free = shutil.disk_usage(plan.out).free
-    files = f'{len(plan.units):,} files, {number_of_validation_units(plan):,} of them validation'
+    splits = collections.Counter(unit.split for unit in plan.units)
+    need = f'{needed / 1e9:,.2f} GB'
+    files = f'{len(plan.units):,} files, {splits["validation"]:,} of them validation'
     print(f'{files}; needs about {need} in {plan.out}, where {free / 1e9:,.2f} GB are free')
     # Without --tokens: rows do not say beforehand how much of them --weights chooses.
     if free < needed and plan.settings.tokens:
@@ -359,20 +348,27 @@ def write_dataset(plan):
     # From here on the folder is ours.
     plan.pieces.mkdir(exist_ok=True)
     write_json(plan.pieces / 'begun.json', plan.begun)
-    pieces = make_pieces(plan)
-    counts = merge(plan, pieces)
+    # {(split, domain): documents, tokens, bytes of text, files that they come from}
+    counts = collections.defaultdict(collections.Counter)
+    pieces = merge_pieces(plan, counts)
     finish(plan, pieces, counts)
     print_table(plan, counts)
 
 
-def make_pieces(plan):
-    """Make pieces, in reading order, until every domain is full. Returns [(unit, piece)]."""
-    counts = no_documents()
+def merge_pieces(plan, counts):
+    """Write the token files from pieces, in reading order, until every domain is full. Returns the
+    pieces."""
     pieces = []
     with contextlib.ExitStack() as stack:
+        files = {}
+        for split, domain in itertools.product(SPLITS, plan.shares):
+            path = token_file(plan, split, domain)
+            path.parent.mkdir(exist_ok=True)
+            files[split, domain] = stack.enter_context(open(path, 'wb'))
         submit = stack.enter_context(open_workers(plan.workers))
         total = plan.settings.tokens or guess_tokens(plan)
         bar = stack.enter_context(tqdm(total=total, unit='tok', unit_scale=True))
+
         for unit, piece, wait in submit_units(plan, counts, submit):
             if max(room(plan, counts).values()) <= 0:
                 break
@@ -380,16 +376,43 @@ def make_pieces(plan):
                 # The validation files have been read: better now than after hours.
                 check_documents(plan, counts, 'validation')
             wait()
-            place(plan, counts, unit, piece)
-            pieces.append((unit, piece))
+            pieces.append(piece)
+            append(plan, counts, files, unit, piece)
             bar.update(sum(counts['train', domain]['tokens'] for domain in plan.shares) - bar.n)
-    check_documents(plan, counts, 'train')
+        check_documents(plan, counts, 'train')
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
     return pieces
+
+
+def append(plan, counts, files, unit, piece):
+    """Append the documents of a piece to the token files and to `counts`, each domain's until it is
+    full; the document that crosses the border is kept whole."""
+    domains = list(plan.shares)
+    targets = set()
+    with open(piece.with_suffix('.ids'), 'rb') as file:
+        for number, tokens, size, validation in np.fromfile(piece, DOCUMENT).tolist():
+            ids = file.read(2 * tokens)
+            domain = domains[number]
+            if counts['train', domain]['tokens'] >= plan.goals[domain]:
+                continue
+            # At least one document of each domain is validation.
+            first = unit.split == 'hash' and not counts['validation', domain]
+            target = 'validation' if validation or first else 'train', domain
+            files[target].write(ids)
+            targets.add(target)
+            entry = counts[target]
+            entry['documents'] += 1
+            entry['tokens'] += tokens
+            entry['bytes'] += size
+    for target in targets:
+        counts[target]['files'] += 1
 
 
 def submit_units(plan, counts, submit):
     """(unit, its piece, a function that waits until the piece is finished), in reading order, while
-    those after it are worked on. `counts` says what is placed by then."""
+    those after it are worked on. `counts` says what is merged by then."""
     running = collections.deque()
     for unit, piece in zip(plan.units, piece_paths(plan), strict=True):
         path = plan.encoder.path or 'bytes'
@@ -401,10 +424,14 @@ def submit_units(plan, counts, submit):
 
 
 def piece_paths(plan):
-    """Where the pieces of the units are. Their names say of which tokenizer and which source they
-    are made: those of another one are not found, and made again."""
-    for number, source in enumerate(sources.fingerprints(plan.units, plan.shares)):
-        yield plan.pieces / f'{number:06}_{plan.encoder.sha256[:12]}_{source[:12]}'
+    """Where the pieces of the units are. A name stands for the tokenizer, for the names of all files,
+    and for the contents of those up to its own: pieces of others are not found, and made again."""
+    names = [(unit.name, unit.split) for unit in plan.units]
+    digest = hashlib.sha256(json.dumps([names, plan.shares, plan.encoder.sha256]).encode())
+    for number, unit in enumerate(plan.units):
+        for path in unit.paths:
+            digest.update(sha256_of(path).encode())
+        yield plan.pieces / f'{number:06}_{digest.hexdigest()[:24]}'
 
 
 @contextlib.contextmanager
@@ -428,60 +455,12 @@ def open_workers(number):
         pool.shutdown(cancel_futures=True)
 
 
-def no_documents():
-    """{(split, domain): documents, tokens, bytes of text, files that they come from}"""
-    return collections.defaultdict(collections.Counter)
-
-
 def room(plan, counts):
     """{domain: training tokens that are still wanted}; validation is read before any are there."""
     return {domain: goal - counts['train', domain]['tokens'] for domain, goal in plan.goals.items()}
 
 
-def place(plan, counts, unit, piece):
-    """Add the documents of a piece to `counts`, each domain's until it is full; the document that
-    crosses the border is kept whole. Returns [(tokens, (split, domain), or None if not kept)]."""
-    domains = list(plan.shares)
-    places = []
-    for number, tokens, size, validation in np.fromfile(piece, DOCUMENT).tolist():
-        domain = domains[number]
-        target = None
-        if counts['train', domain]['tokens'] < plan.goals[domain]:
-            # At least one document of each domain is validation.
-            first = unit.split == 'hash' and not counts['validation', domain]
-            target = 'validation' if validation or first else 'train', domain
-            entry = counts[target]
-            entry['documents'] += 1
-            entry['tokens'] += tokens
-            entry['bytes'] += size
-        places.append((tokens, target))
-    for target in {target for _, target in places if target}:
-        counts[target]['files'] += 1
-    return places
-
-
 # ---- The end -------------------------------------------------------------------------------------
-
-
-def merge(plan, pieces):
-    """Write the token files. Returns what no_documents() describes."""
-    counts = no_documents()
-    with contextlib.ExitStack() as stack:
-        files = {}
-        for split, domain in itertools.product(SPLITS, plan.shares):
-            path = token_file(plan, split, domain)
-            path.parent.mkdir(exist_ok=True)
-            files[split, domain] = stack.enter_context(open(path, 'wb'))
-        for unit, piece in pieces:
-            with open(piece.with_suffix('.ids'), 'rb') as ids:
-                for tokens, target in place(plan, counts, unit, piece):
-                    document = ids.read(2 * tokens)
-                    if target:
-                        files[target].write(document)
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    return counts
 
 
 def finish(plan, pieces, counts):
@@ -506,7 +485,7 @@ def finish(plan, pieces, counts):
     meta = {
         'format': DATASET_FORMAT,
         **plan.begun,
-        'fingerprint': pieces[-1][1].name,
+        'fingerprint': pieces[-1].name,
         'seed': plan.settings.seed,
         'weights': plan.shares,
         'tokenizer': tokenizer_facts,
@@ -536,17 +515,17 @@ def check_documents(plan, counts, split):
 
 def print_table(plan, counts):
     total = sum(counts['train', domain]['tokens'] for domain in plan.shares)
-    lines = []
-    for domain, goal in plan.goals.items():
+    head = (
+        f'{"domain":14}{"documents":>12}{"tokens":>16}{"share":>8}{"wanted":>8}{"validation":>14}'
+    )
+    print(head)
+    for domain, share in plan.shares.items():
         train = counts['train', domain]
-        wanted = goal if plan.settings.tokens else 1
-        remark = 'the source has no more' if train['tokens'] < wanted else ''
-        numbers = [train['documents'], train['tokens'], counts['validation', domain]['tokens']]
-        shares = [train['tokens'] / total, plan.shares[domain]]
-        cells = [f'{number:,}' for number in numbers] + [f'{share:.1%}' for share in shares]
-        lines.append([domain, *cells, remark])
-    head = ['domain', 'documents', 'tokens', 'validation', 'share', 'wanted', '']
-    print(markdown_table(head, lines))
+        held_out = counts['validation', domain]
+        wanted = plan.goals[domain] if plan.settings.tokens else 1
+        remark = '  the source has no more' if train['tokens'] < wanted else ''
+        row = f'{domain:14}{train["documents"]:12,}{train["tokens"]:16,}{train["tokens"] / total:8.1%}'
+        print(f'{row}{share:8.1%}{held_out["tokens"]:14,}{remark}')
     print(f'{plan.out} is complete')
 
 

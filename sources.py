@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configurator import first_line
-from files import sha256_of
 from tokenizer import HUB_ID
 
 # The paper's Table 2, as printed.
@@ -50,7 +49,7 @@ SPLITS = {
 # ASCII all but letters, digits and _.-, a dot in front, and what is no text (lone surrogates).
 UNSAFE = re.compile(r'[^A-Za-z0-9_.\-\u00a1-\ud7ff\ue000-\U0010ffff]|^\.')
 
-# Bytes in a line of .jsonl, characters in a row. SlimPajama's longest books have some 10 MB.
+# Bytes in a line of .jsonl, and on average in four rows of .parquet. SlimPajama's longest books have some 10 MB.
 MAX_LINE = 64 * 2**20
 
 # Seconds after which a file that the hub does not give is asked for again, on top of what the hub's
@@ -63,8 +62,7 @@ class Unit(NamedTuple):
     split: str  # 'train', 'validation', or 'hash': each document's hash decides
     size: int  # bytes of text, a guess where they are compressed
     read: object  # path -> iterator over (domain, text); picklable
-    paths: tuple = ()  # of its files here
-    hub: tuple = ()  # where its file is on the hub instead: repository, commit
+    paths: tuple = ()  # of its files; () on the hub, where read() takes a folder for them
 
 
 # ---- Units ---------------------------------------------------------------------------------------
@@ -82,20 +80,21 @@ def find_units(source, revision, weights, seed):
     """
     files = {}  # {name: bytes}
     texts = {}  # {domain: units of plain text}
-    hub = ()
+    commit = ''
     if source == 'stdlib':
         texts = stdlib_units(seed)
     elif os.path.isdir(source):
         files = list_folder(source)
     elif HUB_ID.fullmatch(source):
-        files, revision = list_hub(source, revision)
-        hub = source, revision
+        files, commit = list_hub(source, revision)
     else:
         raise ValueError(
             f"no source {source!r}: give an existing folder, a hub repository, or 'stdlib'"
         )
 
-    rows = [row_unit(source, name, files[name], hub) for name in files if name.endswith(SUFFIXES)]
+    rows = [
+        row_unit(source, name, files[name], commit) for name in files if name.endswith(SUFFIXES)
+    ]
     units = [unit for unit in rows if unit.split != 'test']
     if rows and len(units) < len(files):
         unread = len(files) - len(units)
@@ -126,22 +125,11 @@ def find_units(source, revision, weights, seed):
     # Validation first, and the files of each split in an order that the seed decides.
     units.sort(key=lambda unit: (unit.split != 'validation', *seeded_place(seed, unit.name)))
     total = sum(weights.values())
-    return units, {domain: weight / total for domain, weight in weights.items()}, revision
+    return units, {domain: weight / total for domain, weight in weights.items()}, commit
 
 
 def is_here(source):
     return source == 'stdlib' or os.path.isdir(source)
-
-
-def fingerprints(units, shares):
-    """For each unit: a sha256 of what the source has to do with the bytes of its piece, which are all
-    names and the contents of the files up to it."""
-    names = [(unit.name, unit.split) for unit in units]
-    digest = hashlib.sha256(json.dumps([names, shares]).encode())
-    for unit in units:
-        for path in unit.paths:
-            digest.update(sha256_of(path).encode())
-        yield digest.hexdigest()
 
 
 def seeded_place(seed, name):
@@ -181,12 +169,15 @@ def refuse_folder(error):
     raise error
 
 
-def row_unit(source, name, size, hub):
-    """A file in SlimPajama's form."""
+def row_unit(source, name, size, commit):
+    """A file in SlimPajama's form, of the hub if there is a commit."""
     # A compressed byte holds some 4 bytes of text.
     text_size = size if name.endswith('.jsonl') else 4 * size
-    paths = () if hub else (Path(source, name),)
-    return Unit(name, split_of(name), text_size, read_rows, paths, hub)
+    if commit:
+        return Unit(
+            name, split_of(name), text_size, functools.partial(read_hub, source, commit, name)
+        )
+    return Unit(name, split_of(name), text_size, read_rows, (Path(source, name),))
 
 
 def split_of(name):
@@ -280,8 +271,7 @@ def documents(unit, scratch):
     """
     try:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            paths = [download(*unit.hub, unit.name, folder)] if unit.hub else unit.paths
-            for path in paths:
+            for path in unit.paths or [folder]:
                 yield from unit.read(path)
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(f'{unit.name}: {first_line(error)}') from error
@@ -310,9 +300,6 @@ def read_rows(path):
             case _:
                 form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
                 raise ValueError(f'{where} is not {form}')
-        if len(text) > MAX_LINE:
-            raise ValueError(f'{where} has a text of more than {MAX_LINE:,} characters')
-
         domain = name.removeprefix('RedPajama')
         if domain not in TABLE_2:
             expected = ', '.join(TABLE_2)
@@ -396,19 +383,21 @@ def list_hub(source, revision):
         ) from error
 
 
-def download(source, commit, name, folder):
-    """The path of a file of a hub repository in `folder`."""
+def read_hub(source, commit, name, folder):
+    """A file of a hub repository in SlimPajama's form, which is downloaded into `folder`."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
+    place = {'repo_type': 'dataset', 'revision': commit, 'local_dir': folder}
     for wait in (*WAITS, None):
         try:
-            place = {'repo_type': 'dataset', 'revision': commit, 'local_dir': folder}
-            return Path(hf_hub_download(source, name, **place))
+            path = hf_hub_download(source, name, **place)
+            break
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
             reason = first_line(error)
             if wait is None:
                 raise OSError(f'the hub fails, after {len(WAITS)} retries: {reason}') from error
             print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
         time.sleep(wait)
+    yield from read_rows(Path(path))

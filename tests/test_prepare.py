@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import types
-import unicodedata
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -137,24 +136,17 @@ def test_workers_are_as_many_as_cpus_and_a_slow_file_does_not_idle_them(tmp_path
     assert events[:11] == [2] + ['submit'] * 8 + ['wait', 'submit']
 
 
-def test_blocks_bound_the_memory_and_keep_every_document(tmp_path, monkeypatch):
+def test_blocks_bound_the_memory_and_keep_every_document(monkeypatch):
+    documents = make_documents(200, seed=3)
+    read = []
     monkeypatch.setattr(prepare_slimpajama, 'BLOCK', 5_000)
-    source = make_source(tmp_path / 'raw', files=1)
-    blocks = []
-    shuffle = prepare_slimpajama.random.Random.shuffle
-    record = lambda self, block: blocks.append(list(block)) or shuffle(self, block)  # noqa: E731
-    monkeypatch.setattr(prepare_slimpajama.random.Random, 'shuffle', record)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
-
-    assert len(blocks) > 3
-    for block in blocks:
-        # Python spends some 200 bytes on a document, however short.
-        assert sum(len(text) + 200 for _, text in block[:-1]) < 5_000
-    texts = []
-    for domain in TABLE_2:
-        texts += texts_of(tmp_path / 'out' / 'train' / f'{domain}.bin')
-    documents = source['train/chunk1/example_0.jsonl']
-    assert sorted(texts) == sorted(unicodedata.normalize('NFC', t) for _, t in documents if t)
+    monkeypatch.setattr(sources, 'documents', lambda *_: (read.append(d) or d for d in documents))
+    unit = types.SimpleNamespace(name='one')
+    shuffled = prepare_slimpajama.shuffled_documents(unit, 1, scratch=None)
+    first = next(shuffled)
+    # Python spends some 200 bytes on a document, however short.
+    assert sum(len(text) + 200 for _, text in read[:-1]) < 5_000
+    assert sorted([first, *shuffled]) == sorted(d for d in documents if d[1])
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason='no ../shared/data')
@@ -212,61 +204,60 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(name, tmp_path):
     assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
 
 
-def test_killed_with_its_workers_it_goes_on_from_the_finished_pieces(tmp_path, monkeypatch):
+def test_killed_with_its_workers_it_goes_on(tmp_path):
     make_source(tmp_path / 'raw', files=12, count=1500)
-    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
-    options = [f'--{name}={value}' for name, value in vars(request).items() if name != 'workers']
-    command = [sys.executable, 'prepare_slimpajama.py', *options, '--workers=2']
-    pieces = tmp_path / 'out' / '.pieces'
+    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0, workers=2)
+    options = [f'--{name}={value}' for name, value in vars(request).items()]
+    command = [sys.executable, 'prepare_slimpajama.py', *options]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
-        while len(finished(pieces)) < 2:
+        while len(finished(tmp_path / 'out')) < 2:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 assert process.wait(0.01) is None
         process.kill()
         process.communicate(timeout=60)  # its workers have its stderr, too: until they have ended
-    before = finished(pieces)
     assert not (tmp_path / 'out' / 'meta.json').exists()
+    assert_continues(request, tmp_path)
 
-    made = []
-    write_whole = prepare_slimpajama.write_whole
-    record = lambda path, data: made.append(path.name) or write_whole(path, data)  # noqa: E731
-    monkeypatch.setattr(prepare_slimpajama, 'write_whole', record)
+
+def assert_continues(request, tmp_path):
+    """That the same command makes what it makes at once, and makes no piece twice."""
+    before = finished(tmp_path / 'out')
+    stop_halfway(request)
+    assert before.items() <= finished(tmp_path / 'out').items()
     prepare(request)
-    assert len(made) == 13 - len(before) + 1 and before.isdisjoint(made)
-    monkeypatch.undo()
-    prepare(settings(tmp_path / 'raw', tmp_path / 'whole', tokens=0))
+    prepare(settings(tmp_path / 'raw', tmp_path / 'whole', request.tokens))
     assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
 
 
-def finished(pieces):
-    return {path.name for path in pieces.glob('0*') if not path.suffix}
+def finished(out):
+    """{name: when it was written} of the finished pieces."""
+    paths = [path for path in out.glob('.pieces/0*') if not path.suffix]
+    return {path.name: path.stat().st_mtime_ns for path in paths}
 
 
+def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
+    """Prepare until all pieces are merged, or until the first (step='append'). The message."""
+
+    def fail(*arguments):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as raised:
+        patch.setattr(prepare_slimpajama, step, fail)
+        prepare(request)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize('step', ['append', 'finish'])
 @pytest.mark.parametrize(
     'error',
     [KeyboardInterrupt(), OSError(errno.ENOSPC, 'No space left'), BrokenProcessPool('died')],
 )
-@pytest.mark.parametrize('step', ['place', 'merge'])
-def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error, tmp_path, monkeypatch):
+def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error, tmp_path):
     make_source(tmp_path / 'raw')
     request = settings(tmp_path / 'raw', tmp_path / 'out')
-    results = []
-    real = getattr(prepare_slimpajama, step)
-
-    def fail(*arguments):
-        results.append(real(*arguments))
-        if len(results) == 3 or step == 'merge':
-            raise error
-        return results[-1]
-
-    with monkeypatch.context() as patch, pytest.raises((SystemExit, OSError)) as raised:
-        patch.setattr(prepare_slimpajama, step, fail)
-        prepare(request)
-    assert str(error) in str(raised.value) and str(tmp_path / 'out') in str(raised.value)
-    assert len(finished(tmp_path / 'out' / '.pieces')) >= 3
-    prepare(request)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'whole'))
-    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
+    message = stop_halfway(request, error, step)
+    assert str(error) in message and str(tmp_path / 'out') in message and '\n' not in message
+    assert_continues(request, tmp_path)
 
 
 def test_whoever_is_interrupted_does_not_wait_for_the_workers():
@@ -285,43 +276,28 @@ def test_what_is_finished_is_on_the_disk(tmp_path, monkeypatch):
     make_source(tmp_path / 'raw', files=2)
     safe = {}
     rename = os.replace
-    states = []
+    renamed = []
 
     def fsync(file):
         safe[os.readlink(f'/proc/self/fd/{file}')] = os.fstat(file).st_size
 
     def replace(source, target):
-        assert safe[str(source)] == os.stat(source).st_size
-        needed = [target.with_suffix('.ids')] if target.parent.name == '.pieces' else []
+        needed = [source, *target.parent.glob(f'{target.name}.ids')]
         if target.name == 'meta.json':
-            needed = [path for path in target.parent.glob('*/*.bin')]
+            needed += target.parent.glob('*/*.bin')
             assert {str(path.parent) for path in needed} < set(safe)
-        if target.name != 'begun.json':
-            assert all(safe[str(path)] == path.stat().st_size for path in needed)
-        states.append(len(needed))
+        assert all(safe[str(path)] == path.stat().st_size for path in needed)
+        renamed.append(len(needed))
         rename(source, target)
 
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
     prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
     # begun.json, three pieces, tokenizer.json and meta.json.
-    assert states == [1, 1, 1, 1, 0, 14]
+    assert renamed == [1, 2, 2, 2, 1, 15]
 
 
 # ---- Other settings, another source --------------------------------------------------------------
-
-
-def stop_halfway(request):
-    """Prepare until three pieces are finished."""
-    place = prepare_slimpajama.place
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        steps = iter([place, place])
-        patch.setattr(prepare_slimpajama, 'place', lambda *a: next(steps, interrupt)(*a))
-        prepare(request)
-
-
-def interrupt(*arguments):
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize('complete', [False, True])
@@ -332,12 +308,11 @@ def test_other_settings_are_refused(complete, tmp_path):
         prepare(settings(raw, out))
     else:
         stop_halfway(settings(raw, out))
-    with pytest.raises(ValueError, match=r'begun with --seed=1337'):
-        prepare(settings(raw, out, seed=1))
-    with pytest.raises(ValueError, match=r'begun with --tokens=20000'):
-        prepare(settings(raw, out, tokens=5))
-    # The same folder, spelled in another way.
-    prepare(settings(f'{os.path.relpath(raw)}/', out))
+    for changes, words in (({'seed': 1}, '--seed=1337'), ({'tokens': 5}, '--tokens=20000')):
+        with pytest.raises(ValueError, match=f'out was begun with {words}'):
+            prepare(settings(raw, out, **changes))
+    # The same folder, with a slash.
+    prepare(settings(f'{raw}/', out))
     with pytest.raises(ValueError, match='files that this program did not write'):
         prepare(settings(raw, raw))
 
@@ -380,32 +355,26 @@ def test_an_exchanged_source_is_not_called_complete(change, tmp_path, capsys):
 
 @pytest.mark.parametrize('change', CHANGES)
 def test_pieces_of_an_exchanged_source_are_made_again(change, tmp_path):
-    raw, out = tmp_path / 'raw', tmp_path / 'out'
-    make_source(raw)
-    stop_halfway(settings(raw, out))
-    change(raw)
-    prepare(settings(raw, out))
-    prepare(settings(raw, tmp_path / 'whole'))
-    assert contents(out) == contents(tmp_path / 'whole')
+    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
+    make_source(tmp_path / 'raw')
+    stop_halfway(request)
+    change(tmp_path / 'raw')
+    prepare(request)
+    prepare(settings(tmp_path / 'raw', tmp_path / 'whole', tokens=0))
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
 
 
 def test_a_damaged_file_may_be_replaced(tmp_path):
-    raw, out = tmp_path / 'raw', tmp_path / 'out'
-    make_source(raw)
-    damaged = raw / sources.find_units(str(raw), '', {}, 1337)[0][-1].name
+    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
+    make_source(tmp_path / 'raw')
+    damaged = tmp_path / 'raw' / sources.find_units(request.source, '', {}, 1337)[0][-1].name
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=damaged.name):
-        prepare(settings(raw, out, tokens=0))
-    before = {path: path.stat().st_mtime_ns for path in (out / '.pieces').glob('0*')}
-    assert len(finished(out / '.pieces')) == 5
+        prepare(request)
+    assert len(finished(tmp_path / 'out')) == 5
     damaged.write_bytes(whole)
-    stop_halfway(settings(raw, out, tokens=0))
-    for path in finished(out / '.pieces'):
-        assert (out / '.pieces' / path).stat().st_mtime_ns == before[out / '.pieces' / path]
-    prepare(settings(raw, out, tokens=0))
-    prepare(settings(raw, tmp_path / 'at_once', tokens=0))
-    assert contents(out) == contents(tmp_path / 'at_once')
+    assert_continues(request, tmp_path)
 
 
 def cut_a_token_file(out):
@@ -552,7 +521,7 @@ def test_folders_without_usable_documents_are_refused(tmp_path):
     with pytest.raises(ValueError, match='split has no validation document of Github'):
         prepare(settings(tmp_path / 'split', tmp_path / 'out3', weights={'Github': 1}))
     # Nothing was read but the validation file.
-    assert len(finished(tmp_path / 'out3' / '.pieces')) == 1
+    assert len(finished(tmp_path / 'out3')) == 1
 
     with pytest.raises(ValueError, match='out is inside --source=.*raw'):
         prepare(settings(raw, raw / 'out'))
@@ -583,17 +552,14 @@ def test_the_table_has_the_numbers_of_meta_json(tokens, tmp_path, capsys):
     for name, documents in source.items():
         write_rows(tmp_path / 'raw' / name, [d for d in documents if d[0] != 'Book'])
     prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens))
-    meta = read_meta(tmp_path / 'out')
-    train, validation = meta['splits']['train'], meta['splits']['validation']
-    total = sum(entry['tokens'] for entry in train.values())
+    splits = read_meta(tmp_path / 'out')['splits']
+    assert list(splits['train']) == [domain for domain in TABLE_2 if domain != 'Book']
 
-    lines = capsys.readouterr().out.splitlines()
-    assert '6 files, 1 of them validation' in '\n'.join(lines)
-    rows = {line.split()[1]: line for line in lines if line.startswith('| ')}
-    assert 'no more' in rows['Book']
-    assert ('no more' in rows['CommonCrawl']) == (tokens > 0)
-    for domain, entry in train.items():
-        counts = entry['documents'], entry['tokens'], validation[domain]['tokens']
-        cells = [*(f'{n:,}' for n in counts), f'{entry["tokens"] / total:.1%}']
-        assert f'| {domain} | {" | ".join(cells)} | {TABLE_2[domain]:.1%} |' in rows[domain]
-    assert list(train) == [domain for domain in TABLE_2 if domain != 'Book']
+    text = capsys.readouterr().out
+    assert '6 files, 1 of them validation' in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines()}
+    assert rows['Book'][1:3] == ['0', '0'] and rows['Book'][-1] == 'more'
+    assert (rows['CommonCrawl'][-1] == 'more') == (tokens > 0)
+    for domain, entry in splits['train'].items():
+        assert rows[domain][1:3] == [f'{entry["documents"]:,}', f'{entry["tokens"]:,}']
+        assert f'{splits["validation"][domain]["tokens"]:,}' in rows[domain][5:]

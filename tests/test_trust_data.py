@@ -104,17 +104,6 @@ def test_many_long_rows_of_parquet_made_of_one_text_take_little_memory(tmp_path)
     assert (status, out) == (0, message), err
 
 
-def test_a_row_of_parquet_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip('pyarrow')
-    parquet = pytest.importorskip('pyarrow.parquet')
-    rows = [{'text': 'short', 'meta': META}, {'text': 'x' * 2000, 'meta': META}]
-    path = tmp_path / 'a.parquet'
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    monkeypatch.setattr(sources, 'MAX_LINE', 1000)
-    with pytest.raises(ValueError, match='row 2 has a text of more than 1,000 characters'):
-        list(documents_of(path))
-
-
 # --- anything at all -----------------------------------------------------------------------------
 
 BOUNDED = settings(
