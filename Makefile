@@ -34,7 +34,8 @@ demo: setup
 	$(RUN) prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 	$(RUN) compare.py config/demo.py --name=demo --seeds=3 \
 		--arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
-	$(RUN) sample.py --out_dir=$(DEMO)/resformer_lr0.002_seed1 --start="def " --max_new_tokens=200
+	$(RUN) sample.py --out_dir=$(DEMO)/svformer_lr0.002_seed1 --start="def " --max_new_tokens=200 \
+		--temperature=0.6
 
 test: $(VENV)/requirements-dev
 	$(RUN) -m pytest -n auto --dist worksteal $(ARGS)

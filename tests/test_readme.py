@@ -33,9 +33,11 @@ def test_grep_shows_the_one_line_of_resformer():
 def commands_of(path):
     """[words] of each command of ours in a page's code, in a program's first lines or in the Makefile,
     without `python`, or torchrun and its options."""
-    text = (
-        path.read_text().replace('\\\n', ' ').replace('$(RUN)', 'python').replace('yours', 'demo')
-    )
+    text = path.read_text().replace('\\\n', ' ')
+    # There is no run here to resume, and no file of yours.
+    stand_ins = {'$(RUN)': 'python', 'yours': 'demo', '--init_from=resume': '--init_from=auto'}
+    for words, stand_in in stand_ins.items():
+        text = text.replace(words, stand_in)
     if path.suffix == '.md':
         text = '\n'.join(re.split(r'^```.*$', text, flags=re.M)[1::2])  # between fences
     commands = []
