@@ -341,12 +341,13 @@ READ = {'device', 'dtype', 'compile', 'attention', 'batch_size', 'activation_mem
 READ |= {'activation_checkpointing'}
 
 
-@pytest.mark.parametrize('mode', [[], ['decode']])
-def test_settings_of_training_that_do_nothing_here_are_refused(mode):
+@pytest.mark.parametrize('words', [TINY, DECODE])
+def test_settings_of_training_that_do_nothing_here_are_refused(words):
     """A config file may hold them, because it is train.py's, too."""
     for field in fields(TrainConfig):
         if field.name not in READ:
-            status, _, _ = program(bench.main, *mode, f'--{field.name}={field.default}')
+            option = f'--{field.name}={field.default}'
+            status, _, _ = program(bench.main, *words, EAGER, option)
             assert_one_line(status, f'unknown setting {field.name!r}')
     words = [str(ROOT / 'config/vanilla_180m.py')]
     settings, config = configure(bench.BenchConfig, GPTConfig, argv=words, ignored=[TrainConfig])
