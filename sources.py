@@ -101,7 +101,7 @@ def find_units(source, revision, weights, seed):
         print(
             f'{unread:,} of {len(files):,} files are not read: they are of the test split or no rows'
         )
-    if files and not rows:
+    if files and not rows and not commit:
         texts = text_folder_units(source, files, seed)
 
     natural = {domain: sum(unit.size for unit in units) for domain, units in texts.items()}

@@ -6,7 +6,6 @@ look-alikes are refused.
 import argparse
 import functools
 import inspect
-import io
 import json
 import random
 import typing
@@ -133,25 +132,6 @@ def test_runs_of_blanks_and_code_equal_hugging_face(pair):
     assert_same(pair, texts)
 
 
-@needs_shared
-def test_real_documents_equal_hugging_face(load_pair):
-    pyarrow = pytest.importorskip('pyarrow')
-    path = SHARED / 'slimpajama_mini' / 'validation' / '0.jsonl.zst'
-    if not path.exists():
-        pytest.skip(f'no {path}')
-    with io.BufferedReader(pyarrow.input_stream(str(path), compression='zstd')) as file:
-        texts = [json.loads(line)['text'] for line in file]
-    assert_same(load_pair('real'), texts[:700])
-
-
-@needs_shared
-def test_real_neox_is_described(folders, load):
-    t = load('real')
-    assert (t.name, t.n_vocab, t.eot) == ('gpt-neox', 50277, 0)
-    assert t.encode('a  b' + ' ' * 24).tolist() == [66, 50276, 67, 50254]
-    assert t.sha256 == sha256_of(folders['real'] / 'tokenizer.json')
-
-
 def test_small_vocabularies_are_described(load):
     assert (load('neox').name, load('neox').eot) == ('gpt-neox', 0)
     assert (load('gpt2').name, load('gpt2').eot) == ('gpt2', load('gpt2').n_vocab - 1)
@@ -189,17 +169,6 @@ def test_a_million_blanks_do_not_stop_it(name, load):
     n = 1_100_000
     for text in ('\n' * n + 'x', 'x ' + '\n \t' * (n // 3), ' ' * n):
         assert t.decode(t.encode(text)) == text
-
-
-def test_bytes_are_utf8_of_nfc():
-    t = tokenizer.load('bytes')
-    assert (t.name, t.n_vocab, t.eot, t.path, len(t.sha256)) == ('bytes', 257, 256, None, 64)
-    for text in [*fuzz(300, seed=1), 'e\u0301']:
-        ids = t.encode(text)
-        normal = unicodedata.normalize('NFC', text)
-        assert ids.dtype == np.uint16
-        assert ids.tolist() == list(normal.encode())
-        assert t.decode(ids) == normal
 
 
 def test_a_tokenizer_writes_the_file_that_it_was_read_from_even_when_that_has_changed(tmp_path):
