@@ -178,11 +178,17 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     assert 'the plan had 1, 2 before' in text
 
 
-@pytest.mark.parametrize('damage', [[], {'plan': []}, {'plan': {'arms': {}}}, 'half a line'])
+@pytest.mark.parametrize('damage', ['{"plan"', '[]', 'plan', 'settings'])
 def test_a_damaged_plan_is_named(place, damage):
+    """Half of it, something else, without what it plans, or without a part of that."""
+    assert compare_command(ARMS, '--print=True')[0] == 0
     path = Path('out/compare/small/plan.json')
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(damage)[:12])
+    plan = json.loads(path.read_text())
+    if damage == 'settings':
+        del plan['plan']['settings']
+    if damage == 'plan':
+        plan['plan'] = []
+    path.write_text(json.dumps(plan) if damage in ('plan', 'settings') else damage)
     status, _ = compare_command(ARMS, '--print=True')
     assert status.startswith(f'error: {path} is damaged')
 
