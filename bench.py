@@ -47,11 +47,11 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from configurator import choose, configure, first_line, one_line_errors
-from data import Dataset, Loader, TrainingRows
-from machine import ATTENTION, Machine, check_compiler
+from lib.data import Dataset, Loader, TrainingRows
+from lib.machine import ATTENTION, Machine, check_compiler
+from lib.rundir import provenance
+from lib.tables import check_out, markdown_table, save_numbers
 from model import GPT, GPTConfig, refuse
-from rundir import provenance
-from tables import check_out, markdown_table, save_numbers
 from train import (
     TrainConfig,
     attention_setting,

@@ -27,7 +27,7 @@ from comparison.results import Results, train
 from comparison.runs import as_json, named_runs
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors, sort_arguments
-from files import locked, write_whole
+from lib.files import locked, write_whole
 from model import GPTConfig
 from train import TrainConfig
 

@@ -7,7 +7,7 @@ $ python evaluate.py tasks --out_dir=out/resformer_82m --tasks=hellaswag,piqa --
 $ python evaluate.py tasks --help                                                 # every setting
 
 A standard error here says how well the text, or the items of a task, measure this one run. It does not
-say how runs of other seeds scatter, which is more: compare.py does. tasks.py says where the tasks'
+say how runs of other seeds scatter, which is more: compare.py does. lib/tasks.py says where the tasks'
 items come from.
 """
 
@@ -23,13 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configurator import choose, one_line_errors
-from data import Dataset, read_windows, windows
-from machine import Machine, advise_on_memory
+from lib.data import Dataset, read_windows, windows
+from lib.machine import Machine, advise_on_memory
+from lib.rundir import check_tokenizer, compare_data, provenance
+from lib.tables import check_out, markdown_table, save_numbers
+from lib.tasks import TASKS, harness
+from lib.trained import find_weights, load_run
 from model import LOSS_CHUNK
-from rundir import check_tokenizer, compare_data, provenance
-from tables import check_out, markdown_table, save_numbers
-from tasks import TASKS, harness
-from trained import find_weights, load_run
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'

@@ -55,10 +55,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-import sources
-import tokenizer
 from configurator import configure, first_line, one_line_errors
-from files import DATASET_FORMAT, locked, sha256_of, sync_folder, write_json, write_whole
+from lib import sources, tokenizer
+from lib.files import DATASET_FORMAT, locked, sha256_of, sync_folder, write_json, write_whole
 
 # Characters shuffled together, of one to four bytes each in memory: they bound a worker's memory,
 # whatever the size of a file.
@@ -271,7 +270,7 @@ def check_complete(settings, out, meta):
     """Refuse a dataset whose token files are not as its meta.json says, and one whose source is here
     and has changed. The contents of token files are not read: training does that."""
     # Here, because it imports torch, which workers do not need.
-    from data import Dataset
+    from lib.data import Dataset
 
     Dataset(out.absolute())
     # A commit of the hub does not change, and older datasets have no fingerprint.

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from configurator import configure, one_line_errors
-from machine import Machine, advise_on_memory
-from trained import load_run
+from lib.machine import Machine, advise_on_memory
+from lib.trained import load_run
 
 
 @dataclass

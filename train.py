@@ -28,12 +28,11 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
-from data import Dataset, Loader, TrainingRows, validation_batches
-from files import write_json
 from hub.read import load as load_hub
-from machine import INTERRUPTED, Machine, Signals, advise_on_memory, check_compiler
-from model import GPT, SHAPE, GPTConfig, refuse
-from rundir import (
+from lib.data import Dataset, Loader, TrainingRows, validation_batches
+from lib.files import write_json
+from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory, check_compiler
+from lib.rundir import (
     Log,
     check_resume,
     checkpoints,
@@ -49,6 +48,7 @@ from rundir import (
     read_log,
     save_checkpoint,
 )
+from model import GPT, SHAPE, GPTConfig, refuse
 
 # --- settings ------------------------------------------------------------------------------------
 

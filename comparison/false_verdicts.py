@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from comparison.verdict import decide, t_test
-from tables import markdown_table
+from lib.tables import markdown_table
 
 SEEDS = (3, 5, 8)
 COMPARISONS = 200_000

@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from files import locked, write_whole
-from machine import INTERRUPTED, kind_and_index
+from lib.files import locked, write_whole
+from lib.machine import INTERRUPTED, kind_and_index
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,8 +16,8 @@ import torch
 
 from bench import Row, attempt, compile_rows_apart
 from comparison.verdict import LEAST_SEEDS, t_test
-from files import write_json
-from machine import Machine
+from lib.files import write_json
+from lib.machine import Machine
 from model import GPT
 
 WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and time for all of them

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from comparison.runs import read_state
 from configurator import configure, one_line_errors
-from files import write_whole
+from lib.files import write_whole
 
 LIMIT = 2**20  # bytes of a pack
 

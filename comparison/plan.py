@@ -33,10 +33,10 @@ from pathlib import Path
 from comparison.runs import ROUNDING, as_json, difference, facts, same_value
 from comparison.verdict import LEVEL, RULE
 from configurator import check_key, configure, read_settings
-from data import Dataset
-from files import write_json
+from lib.data import Dataset
+from lib.files import write_json
+from lib.rundir import known_commit
 from model import GPTConfig
-from rundir import known_commit
 from train import TrainConfig, check_schedule, share_of_micro_steps
 
 ROOT = Path(__file__).parent.parent

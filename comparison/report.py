@@ -11,7 +11,7 @@ import math
 from comparison import charts
 from comparison.charts import MINUS, TIMES
 from comparison.verdict import half_width
-from tables import markdown_table
+from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
 

@@ -36,8 +36,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from configurator import first_line
+from lib.rundir import FACTS, build_config, name_misfits
 from model import GPTConfig
-from rundir import FACTS, build_config, name_misfits
 from train import INCIDENTAL, NOT_FINITE, TrainConfig
 
 # --- files ----------------------------------------------------------------------------------------

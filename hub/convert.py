@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from configurator import choose, one_line_errors
-from files import write_json
 from hub.read import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout, load
-from trained import load_run
+from lib.files import write_json
+from lib.trained import load_run
 
 __all__ = ['export', 'llama_settings', 'load']
 

@@ -37,14 +37,14 @@ import model as architecture
 from comparison.report import seeds_text
 from comparison.runs import as_json, facts
 from configurator import choose, first_line, one_line_errors
-from data import Dataset
-from files import write_json
 from hub.read import load as load_hub
-from machine import Machine
+from lib.data import Dataset
+from lib.files import write_json
+from lib.machine import Machine
+from lib.rundir import check_tokenizer, provenance
+from lib.trained import load_run
 from model import attend, attend_cross, to_query_heads
 from paper import draw, losses
-from rundir import check_tokenizer, provenance
-from trained import load_run
 
 BLOCK = 2**24  # attention weights in memory at once: 64 MB
 

@@ -25,9 +25,9 @@ from comparison.report import seeds_text, signed
 from comparison.runs import gpt_config, named_runs, read_run_config, read_state
 from comparison.verdict import describe, half_width
 from configurator import choose, one_line_errors
+from lib.tables import markdown_table
 from paper import figures, losses, wiring
 from paper.figures import CLA, DENSEFORMER, GQA, NEUTRENO, R, S, V
-from tables import markdown_table
 
 SIZE = (7.4, 3.7)  # of a panel, in inches: in a README, its letters are as large as the text's
 

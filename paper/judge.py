@@ -27,6 +27,7 @@ from comparison.report import seeds_text
 from comparison.runs import difference, read_state
 from comparison.verdict import describe, half_width, judge
 from configurator import first_line
+from lib.tables import markdown_table
 from paper import losses
 from paper.analyze import ANALYSES, ATTENDED, EQ_3, EQ_6, PROJECTED
 from paper.figures import (
@@ -40,7 +41,6 @@ from paper.figures import (
     R,
     S,
 )
-from tables import markdown_table
 
 # {verdict: how a headline counts it}
 VERDICTS = {

@@ -35,13 +35,13 @@ from comparison.report import standalone
 from comparison.results import Results, train
 from comparison.runs import as_json, named_runs
 from configurator import choose, one_line_errors
-from data import dataset_folder
-from files import write_json, write_whole
-from machine import Machine
+from lib.data import dataset_folder
+from lib.files import write_json, write_whole
+from lib.machine import Machine
+from lib.rundir import provenance
+from lib.tables import markdown_table
 from paper import analyze, draw, judge, losses, wiring
 from paper.figures import CLAIMS, FIGURES, NAMES, PAPER, SCALES, R, V, number_of
-from rundir import provenance
-from tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 

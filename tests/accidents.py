@@ -14,9 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import data
-import rundir
 import train
+from lib import data, rundir
 
 
 def die(*args):

@@ -11,7 +11,7 @@ from conftest import write_dataset
 from programs import BYTES, ours
 from runs import good, newest
 
-from data import Dataset
+from lib.data import Dataset
 
 # 257 ids and a padding.
 SIZE = dict(n_layer=2, n_head=2, n_embd=32, n_inner=0, block_size=32, vocab_size=272)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import contents
 
+from lib.sources import TABLE_2
 from prepare_slimpajama import Settings
-from sources import TABLE_2
 
 WORDS = (
     'the of naïve e\u0301 value résidual 日本 😀 <|endoftext|> x=1; \t \n  learning transformer'

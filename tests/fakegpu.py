@@ -32,10 +32,10 @@ sys.path.insert(0, str(ROOT))
 
 from bench import Row  # noqa: E402
 from configurator import choose, configure, first_line, one_line_errors  # noqa: E402
-from files import write_whole  # noqa: E402
-from machine import Machine  # noqa: E402
+from lib.files import write_whole  # noqa: E402
+from lib.machine import Machine  # noqa: E402
+from lib.tables import markdown_table  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from tables import markdown_table  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 GIB = 2**30
@@ -197,7 +197,7 @@ def recompilations(wrapped, machine, batch, step):
             wrapped(*batch)
             x, y = batch
             y = y.clone()
-            y[1:] = -1  # as data.py pads it
+            y[1:] = -1  # as lib/data.py pads it
             wrapped(x, y)
         wrapped.train()
 

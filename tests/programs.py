@@ -14,7 +14,7 @@ import torch
 from conftest import write_dataset
 from runs import call, good, newest
 
-import tokenizer
+from lib import tokenizer
 from model import GPT, GPTConfig
 
 BYTES = tokenizer.load('bytes')

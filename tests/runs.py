@@ -18,7 +18,7 @@ from conftest import ROOT, contents
 from torch.distributed import TCPStore
 
 import train
-from rundir import checkpoints
+from lib.rundir import checkpoints
 
 TRAIN = {'A': 5000, 'B': 3000, 'C': 1500}
 VALIDATION = {'A': 700, 'B': 300, 'C': 20}

@@ -24,8 +24,8 @@ from conftest import ROOT
 from runs import TINY, history, newest, same, snapshot
 
 from configurator import configure
-from machine import INTERRUPTED
-from rundir import steps_of
+from lib.machine import INTERRUPTED
+from lib.rundir import steps_of
 
 PREPARE = [ROOT / 'prepare_slimpajama.py', '--source=stdlib', '--tokenizer=bytes', '--tokens=0']
 # Checkpoints are written and the whole validation split is evaluated so often that many a kill comes

@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import ROOT
 
-import tasks
+from lib import tasks
 
 PUBLISHED = ROOT.parent / 'shared' / 'data' / 'eval'
 needs_published = pytest.mark.skipif(

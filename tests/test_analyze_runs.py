@@ -18,8 +18,8 @@ from programs import assert_one_line, program
 from runs import good, newest
 from test_analyze import KINDS, analyzed, assert_close, every_kind
 
-import tokenizer
-from machine import Machine
+from lib import tokenizer
+from lib.machine import Machine
 from model import GPT, GPTConfig
 from paper import analyze
 
@@ -82,7 +82,7 @@ def run_model(name):
 
 
 def validation_windows(T):
-    """All sequences of T tokens of the validation split, by domain, read without data.py."""
+    """All sequences of T tokens of the validation split, by domain, read without lib/data.py."""
     windows = []
     for domain in VALIDATION:
         ids = np.fromfile(f'data/bytes/validation/{domain}.bin', dtype='<u2')
@@ -240,7 +240,7 @@ def hub_model(transformers, folder):
     config = transformers.LlamaConfig(**SIZES, attn_implementation='eager')
     theirs = reference.perturb(transformers.LlamaForCausalLM(config)).eval()
     theirs.save_pretrained(folder)
-    (folder / 'tokenizer.json').write_text(json.dumps(BYTES.json(), ensure_ascii=False))
+    (folder / 'tokenizer.json').write_bytes(BYTES.as_file())
     settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': tokenizer.EOT}
     (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
     return theirs

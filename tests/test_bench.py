@@ -15,7 +15,7 @@ from runs import ranks
 import bench
 from configurator import configure
 from hub.convert import llama_settings
-from machine import Machine
+from lib.machine import Machine
 from model import GPTConfig
 from train import TrainConfig
 

@@ -31,7 +31,7 @@ from comparison.assemble import compare_runs, group_name
 from comparison.plan import Plan, Run, code_state, parse_arms
 from comparison.results import Results, next_rate
 from comparison.runs import State, named_runs, read_state
-from files import locked
+from lib.files import locked
 
 place = comparisons.place
 
@@ -354,13 +354,14 @@ def test_a_plan_knows_its_data(place):
 
 
 def test_a_run_says_which_data_it_saw(place):
+    one_step = ('--max_iters=1', '--warmup_iters=0')
     for name, seed in (('a', 2), ('b', 7)):
         splits = {
             'train': {'A': chain(20_000, 1), 'B': chain(10_000, seed)},
             'validation': {'A': chain(700, 3), 'B': chain(300, 4)},
         }
         write_dataset(place / 'data' / 'chain', splits)
-        status, _ = runs.call(train.main, 'small.py', '--max_iters=1', f'--out_dir=out/{name}')
+        status, _ = runs.call(train.main, 'small.py', *one_step, f'--out_dir=out/{name}')
         assert status == 0
     assert runs.read_config('out/a')['data'] != runs.read_config('out/b')['data']
 

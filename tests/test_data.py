@@ -1,4 +1,4 @@
-"""data.py: a row is a pure function of (seed, row number); what meta.json belies is refused."""
+"""lib/data.py: a row is a pure function of (seed, row number); what meta.json belies is refused."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import Dataset, Loader, TrainingRows, validation_batches, windows
+from lib.data import Dataset, Loader, TrainingRows, validation_batches, windows
 
 BLOCK = 8
 SPLITS = {'train': {'A': 500, 'B': 300, 'C': 100}, 'validation': {'A': 200, 'B': 90, 'C': 5}}

@@ -17,11 +17,11 @@ from programs import program as call_program
 from runs import newest, ranks
 
 import evaluate
-from data import Dataset
 from hub.convert import export
-from machine import Machine
-from rundir import checkpoints
-from trained import load_run
+from lib.data import Dataset
+from lib.machine import Machine
+from lib.rundir import checkpoints
+from lib.trained import load_run
 
 trained = byte_runs.trained
 run = byte_runs.run

@@ -13,8 +13,8 @@ from torch import nn
 from variants import RES, SIZE, config_of, tokens
 
 import model as model_py
+from lib.rundir import load_weights
 from model import GPT, GPTConfig, make
-from rundir import load_weights
 from train import TrainConfig, make_optimizer
 
 B, T = 2, 11

@@ -1,4 +1,4 @@
-"""files.py: a file is there whole or not at all, and one process at a time writes a folder."""
+"""lib/files.py: a file is there whole or not at all, and one process at a time writes a folder."""
 
 import errno
 import fcntl
@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-import files
+from lib import files
 
 
 def test_a_file_is_written_whole_as_text_or_bytes(tmp_path):
@@ -56,7 +56,10 @@ def test_what_a_killed_process_left_is_overwritten_but_not_by_writers_that_share
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
-    lines = ['import files', f'with files.locked({str(tmp_path)!r}, ""): print(1), input()']
+    lines = [
+        'from lib import files',
+        f'with files.locked({str(tmp_path)!r}, ""): print(1), input()',
+    ]
     command = [sys.executable, '-u', '-c', '\n'.join(lines)]
     pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:

@@ -9,7 +9,7 @@ from runs import finish, log, start
 from variants import VARIANTS
 
 from bench import DecodeConfig
-from machine import Machine
+from lib.machine import Machine
 from model import GPT, GPTConfig, attend
 from train import checkpoint_blocks
 

@@ -21,7 +21,6 @@ FOLDERS = {
     'paper': {'lib', 'hub', 'comparison'},
 }
 FOLDERS_OF_ROOT = {
-    'trained': {'hub'},
     'train': {'hub'},
     'bench': {'hub'},  # the peer that it times is transformers' Llama
     'compare': {'comparison'},

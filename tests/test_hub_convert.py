@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import GPT2, RES, SV
 
-import tokenizer
 from hub import convert
 from hub.convert import export, load
-from trained import load_run
+from lib import tokenizer
+from lib.trained import load_run
 
 quiet = checkpoints.quiet
 trained = programs.trained
@@ -122,7 +122,7 @@ import torch
 from reference import perturb
 from hub.convert import export
 from model import GPT, GPTConfig
-from tokenizer import load
+from lib.tokenizer import load
 idx = torch.load(f'{to}/idx')
 for arch in ('llama', 'gpt2'):
     for my_gate in (False, True):
@@ -139,7 +139,8 @@ def fork(tmp_path_factory):
     folder = tmp_path_factory.mktemp('fork')
     for path in ROOT.glob('*.py'):
         shutil.copy(path, folder)
-    shutil.copytree(ROOT / 'hub', folder / 'hub')
+    for name in ('hub', 'lib'):
+        shutil.copytree(ROOT / name, folder / name)
     source = (folder / 'model.py').read_text()
     for old, new in FORK.items():
         assert source.count(old) == 1, f'model.py has changed: give FORK another line than {old!r}'

@@ -10,8 +10,8 @@ from programs import BYTES
 from runs import evaluations, good, here, newest, refused
 
 import hub.convert
+from lib.rundir import checkpoints as checkpoints_of
 from model import GPT, GPTConfig
-from rundir import checkpoints as checkpoints_of
 
 quiet = checkpoints.quiet
 

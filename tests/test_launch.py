@@ -17,7 +17,7 @@ from conftest import ROOT
 
 import compare
 from comparison import launch
-from files import locked
+from lib.files import locked
 
 place = comparisons.place
 

@@ -1,4 +1,4 @@
-"""machine.py: device and precision, agreement between processes, and signals."""
+"""lib/machine.py: device and precision, agreement between processes, and signals."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import pytest
 import torch
 from runs import ranks
 
-from machine import Machine, Signals, check_compiler
+from lib.machine import Machine, Signals, check_compiler
 
 # --- device and precision ------------------------------------------------------------------------
 

@@ -32,10 +32,9 @@ from documents import (
 )
 
 import prepare_slimpajama
-import sources
-import tokenizer
+from lib import sources, tokenizer
+from lib.sources import TABLE_2
 from prepare_slimpajama import prepare
-from sources import TABLE_2
 
 SHARED = ROOT.parent / 'shared' / 'data'
 

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 import train
-from files import locked
+from lib.files import locked
 
 # --- the same run --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""rundir.py: its checkpoints, its log, and what produced a run."""
+"""lib/rundir.py: its checkpoints, its log, and what produced a run."""
 
 import json
 import math
@@ -11,12 +11,12 @@ import torch
 from conftest import ROOT
 from runs import command_line
 
-import rundir
 from configurator import configure
-from data import Dataset
-from machine import Machine
+from lib import rundir
+from lib.data import Dataset
+from lib.machine import Machine
+from lib.rundir import Log, check_resume, load_checkpoint, name_misfits, provenance, read_log
 from model import GPTConfig
-from rundir import Log, check_resume, load_checkpoint, name_misfits, provenance, read_log
 from train import TrainConfig
 
 

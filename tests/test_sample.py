@@ -21,9 +21,9 @@ import sample
 from configurator import configure
 from hub import convert
 from hub.convert import export
+from lib.rundir import checkpoints
+from lib.trained import load_run
 from model import GPT, GPTConfig
-from rundir import checkpoints
-from trained import load_run
 
 trained = programs.trained
 

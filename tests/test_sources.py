@@ -1,4 +1,4 @@
-"""sources.py: which files of a source are read, as which split and domain, and how the hub is read."""
+"""lib/sources.py: which files of a source are read, as which split and domain, and how the hub is read."""
 
 import errno
 import os
@@ -9,8 +9,8 @@ import pytest
 from conftest import contents
 from documents import make_source, read_meta, settings, texts_of, write_rows
 
-import sources
-from data import Dataset
+from lib import sources
+from lib.data import Dataset
 from prepare_slimpajama import prepare
 
 # ---- Folders -------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from programs import program as call_program
 from task_items import ITEMS, PUBLISHED, needs_published
 
 import evaluate
-import tasks
 from hub.convert import export
-from machine import Machine
+from lib import tasks
+from lib.machine import Machine
 
 harness = task_items.harness
 published = task_items.published

@@ -1,5 +1,5 @@
 """
-tokenizer.py: ids equal those of Hugging Face `tokenizers` one by one, text comes back in NFC, and
+lib/tokenizer.py: ids equal those of Hugging Face `tokenizers` one by one, text comes back in NFC, and
 look-alikes are refused.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-import tokenizer
-from files import sha256_of
+from lib import tokenizer
+from lib.files import sha256_of
 
 hf = pytest.importorskip('tokenizers')
 

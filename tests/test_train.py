@@ -31,10 +31,10 @@ from runs import (
 from variants import tokens
 
 import train
-from data import Dataset
-from machine import Machine, Signals
+from lib.data import Dataset
+from lib.machine import Machine, Signals
+from lib.rundir import FACTS
 from model import GPT, GPTConfig
-from rundir import FACTS
 
 # --- what a run writes ---------------------------------------------------------------------------
 

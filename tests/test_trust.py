@@ -33,9 +33,9 @@ from runs import (
 )
 
 import train
-from files import locked
-from machine import INTERRUPTED, Signals
-from rundir import Log, checkpoints, read_log
+from lib.files import locked
+from lib.machine import INTERRUPTED, Signals
+from lib.rundir import Log, checkpoints, read_log
 
 # --- kills ---------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ def test_nothing_in_a_folder_is_taken_over_before_it_is_locked(half, whole, monk
         shutil.copytree(whole, folder, dirs_exist_ok=True)
         return locked(folder, *args)
 
-    monkeypatch.setattr('rundir.locked', locked_late)
+    monkeypatch.setattr('lib.rundir.locked', locked_late)
     good(name, init_from='auto')
     # Trained again, they would have another speed.
     assert training_steps(name) == training_steps(whole)

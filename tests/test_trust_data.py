@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
 
-import sources
-import tokenizer
-from data import Dataset, TrainingRows
+from lib import sources, tokenizer
+from lib.data import Dataset, TrainingRows
 from prepare_slimpajama import Settings, prepare
 
 META = {'redpajama_set_name': 'RedPajamaC4'}

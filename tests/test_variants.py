@@ -31,7 +31,7 @@ def batch(targets_seed=1):
 
 def loss_and_gradients(model, call=None):
     model.zero_grad(set_to_none=True)
-    _, loss = (call or model)(*batch())
+    _, loss = (model if call is None else call)(*batch())
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -171,10 +171,10 @@ def test_parameters_are_the_documented_ones_and_matrices_decay(name):
 
 
 def blocks(model, of=lambda p: p):
-    """{name: tensor} of each parameter, c_attn's matrix in its blocks of q, k and v rows."""
+    """{name: tensor} of each parameter, those of c_attn in their blocks of q, k and v rows."""
     tensors = {}
     for key, p in model.named_parameters():
-        if not key.endswith('c_attn.weight'):
+        if '.c_attn.' not in key:
             tensors[key] = of(p)
             continue
         n = int(key.split('.')[2])

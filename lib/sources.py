@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configurator import first_line
-from tokenizer import HUB_ID
+from lib.tokenizer import HUB_ID
 
 # The paper's Table 2, as printed.
 TABLE_2 = {

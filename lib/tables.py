@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from files import write_json
+from lib.files import write_json
 
 
 def markdown_table(head, rows, text_columns=(0,)):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 # The version of the format of data/<dataset>/meta.json and of the token files beside it.
-# prepare_slimpajama.py writes them, and data.py reads them.
+# prepare_slimpajama.py writes them, and lib/data.py reads them.
 DATASET_FORMAT = 1
 
 

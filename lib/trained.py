@@ -6,12 +6,11 @@ A trained model for use: of a run's folder, of one of its checkpoints, or of a H
 
 from pathlib import Path
 
-import tokenizer as tokenizers
-from data import dataset_folder
 from hub.read import holds_weights
 from hub.read import load as load_hub
-from model import GPT
-from rundir import (
+from lib import tokenizer as tokenizers
+from lib.data import dataset_folder
+from lib.rundir import (
     build_config,
     check_tokenizer,
     checkpoints,
@@ -19,6 +18,7 @@ from rundir import (
     name_misfits,
     no_checkpoint,
 )
+from model import GPT
 
 
 def load_run(path, tokenizer=''):

@@ -6,7 +6,7 @@ log.jsonl        one JSON object per line: training steps, evaluations; where th
                  changed settings and the provenance, before and after
 config.json      settings, GPTConfig, origin (scratch, or whose weights came first) and provenance
 
-For use, trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
+For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
 """
 
 import collections
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from configurator import first_line
-from files import locked, whole_file, write_whole
+from lib.files import locked, whole_file, write_whole
 from model import BASE, SHAPE, GPTConfig
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -255,11 +255,14 @@ def load_weights(model, checkpoint):
     the shapes of the tensors alone do not show.
     """
     path = checkpoint['path']
-    flags = []
-    for name, (value, _) in differences(checkpoint, model.config).items():
-        # block_size only limits positions; wpe, where there is one, has a shape.
-        if name in {*SHAPE, *BASE} - {'block_size'}:
-            flags.append(f'--{name}={value}')
+    # block_size only limits positions; wpe, where there is one, has a shape.
+    needed = differences(checkpoint, model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
+    # Where they are not given, these follow from the width and the heads.
+    for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
+        if name in needed:
+            needed.add(follows)
+    theirs = spelled_out(build_config(checkpoint['model_config'], path))
+    flags = [f'--{name}={value}' for name, value in theirs.items() if name in needed]
     if flags:
         raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 

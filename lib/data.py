@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from files import DATASET_FORMAT, sha256_of, write_whole
+from lib.files import DATASET_FORMAT, sha256_of, write_whole
 
 # The fields that meta.json has for the tokenizer and for each token file, with their types.
 TOKENIZER_FIELDS = {'name': str, 'sha256': str, 'n_vocab': int}
