@@ -520,7 +520,7 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     contrast, arm = comparison['contrasts']['Res-vanilla'], comparison['arms']['Res']
     losses = [scatter(seed, 'Res') - 0.2 for seed in range(1, 7)]
     assert f'Validation loss {statistics.fmean(losses):.4f} against' in text
-    assert f'{statistics.stdev(losses):.4f}' in text and arm['rate'] == 0.02
+    assert f'between seeds {statistics.stdev(losses):.4f} and' in text and arm['rate'] == 0.02
     assert contrast['low_holm'] < contrast['low'] and 'both after Holm' in text
     assert f'{report.signed(contrast["low_holm"])} to' in text
     assert 'by flips of signs' in text
