@@ -27,7 +27,7 @@ from comparison.verdict import describe, half_width
 from configurator import choose, one_line_errors
 from lib.tables import markdown_table
 from paper import figures, losses, wiring
-from paper.figures import CLA, DENSEFORMER, GQA, NEUTRENO, R, S, V
+from paper.figures import R, S, V
 
 SIZE = (7.4, 3.7)  # of a panel, in inches: in a README, its letters are as large as the text's
 
@@ -37,10 +37,10 @@ COLORS = {
     V: '#000000',
     R: '#D55E00',
     S: '#0072B2',
-    NEUTRENO: '#009E73',
-    DENSEFORMER: '#CC79A7',
-    CLA: '#56B4E9',
-    GQA: '#E69F00',
+    'neutreno': '#009E73',
+    'denseformer': '#CC79A7',
+    'cla': '#56B4E9',
+    'gqa': '#E69F00',
 }
 OTHERS = ('#882255', '#999933', *list(COLORS.values())[3:], '#888888')
 DASHES = ('-', '--', ':', '-.')

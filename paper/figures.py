@@ -144,7 +144,7 @@ class Arm:
 
     def baseline(self):
         """The arm whose loss is the zero of its curves."""
-        return replace(self, model=GPT2 if self.model.startswith(GPT2) else V)
+        return replace(self, model='gpt2' if self.model.startswith('gpt2') else V)
 
     def settings(self, scale):
         """{name: value} of train.py's settings; those after a + of the model are text."""
@@ -178,57 +178,48 @@ def wiring_of(model):
 
 
 V, R, S = 'vanilla', 'resformer', 'svformer'
-NEUTRENO, DENSEFORMER, CLA, GQA = 'neutreno', 'denseformer', 'cla', 'gqa'
-BOTH = 'neutreno_resformer'
-KEYS_OF_2, VALUES_OF_2 = 'vanilla+share_k=True+share_k_every=2', 'svformer+share_v_every=2'
-ON_QUERIES, ON_KEYS = 'vanilla+q_residual=True', 'vanilla+k_residual=True'
-IDENTITY, CROSS = 'resformer+residual_map=identity', 'resformer+residual_map=cross'
-EQ_6 = 'resformer+residual_map=identity+residual_from=all'
-PREVIOUS, ALL = 'resformer+residual_from=previous', 'resformer+residual_from=all'
-LEARNED, CONSTANT, SPARSE = 'learned_resformer', 'constant_resformer', 'sparse_resformer'
-LAMBDA_02 = 'resformer+residual_lambda=(0.2,1.0)'
-LAMBDA_1 = 'resformer+residual_lambda=(1.0,1.0)'
-LAMBDA_5 = 'resformer+residual_lambda=(5.0,1.0)'
-FIRST_QUERIES, FIRST_KEYS = 'vanilla+share_q=True', 'vanilla+share_k=True'
-TWO_ANCHORS, FOUR_ANCHORS = 'svformer+share_v_every=4', VALUES_OF_2
-GPT2, GPT2_R, GPT2_S = 'gpt2', 'gpt2+v_residual=True', 'gpt2+share_v=True'
-EIGHTH = ('svformer_gqa', 'mqa', 'cla_gqa')
 
 # What a reader calls each model.
 NAMES = {
-    V: 'vanilla',
-    R: 'ResFormer',
-    S: 'SVFormer',
-    NEUTRENO: 'NeuTRENO',
-    BOTH: 'NeuTRENO + ResFormer',
-    DENSEFORMER: 'DenseFormer',
-    GQA: 'GQA',
-    CLA: 'CLA',
-    ON_QUERIES: 'residual on queries',
-    ON_KEYS: 'residual on keys',
-    IDENTITY: 'identity map',
-    EQ_6: 'identity map of all sources (Eq. 6)',
-    CROSS: 'cross-layer attention',
-    PREVIOUS: 'source: previous layer',
-    ALL: 'source: all earlier layers',
-    LAMBDA_02: 'V_n + 0.2 V_1',
-    LAMBDA_1: 'V_n + 1 V_1',
-    CONSTANT: 'V_n + 2 V_1',
-    LAMBDA_5: 'V_n + 5 V_1',
-    LEARNED: 'ResFormer, learned weights',
-    SPARSE: 'ResFormer, sparse with 5',
-    KEYS_OF_2: 'keys shared by twos',
-    VALUES_OF_2: 'values shared by twos',
-    TWO_ANCHORS: 'SVFormer, two anchors',
-    FIRST_QUERIES: "all share the first layer's queries",
-    FIRST_KEYS: "all share the first layer's keys",
+    'vanilla': 'vanilla',
+    'resformer': 'ResFormer',
+    'svformer': 'SVFormer',
+    'neutreno': 'NeuTRENO',
+    'neutreno_resformer': 'NeuTRENO + ResFormer',
+    'denseformer': 'DenseFormer',
+    'gqa': 'GQA',
+    'cla': 'CLA',
+    'vanilla+q_residual=True': 'residual on queries',
+    'vanilla+k_residual=True': 'residual on keys',
+    'resformer+residual_map=identity': 'identity map',
+    'resformer+residual_map=identity+residual_from=all': 'identity map of all sources (Eq. 6)',
+    'resformer+residual_map=cross': 'cross-layer attention',
+    'resformer+residual_from=previous': 'source: previous layer',
+    'resformer+residual_from=all': 'source: all earlier layers',
+    'resformer+residual_lambda=(0.2,1.0)': 'V_n + 0.2 V_1',
+    'resformer+residual_lambda=(1.0,1.0)': 'V_n + 1 V_1',
+    'constant_resformer': 'V_n + 2 V_1',
+    'resformer+residual_lambda=(5.0,1.0)': 'V_n + 5 V_1',
+    'learned_resformer': 'ResFormer, learned weights',
+    'sparse_resformer': 'ResFormer, sparse with 5',
+    'vanilla+share_k=True+share_k_every=2': 'keys shared by twos',
+    'svformer+share_v_every=2': 'values shared by twos',
+    'svformer+share_v_every=4': 'SVFormer, two anchors',
+    'vanilla+share_q=True': "all share the first layer's queries",
+    'vanilla+share_k=True': "all share the first layer's keys",
     'svformer_gqa': 'SVFormer, two KV heads',
     'mqa': 'MQA',
     'cla_gqa': 'CLA, two KV heads',
-    GPT2: 'GPT-2',
-    GPT2_R: 'ResFormer on GPT-2',
-    GPT2_S: 'SVFormer on GPT-2',
+    'gpt2': 'GPT-2',
+    'gpt2+v_residual=True': 'ResFormer on GPT-2',
+    'gpt2+share_v=True': 'SVFormer on GPT-2',
 }
+
+
+def arms_of(models, **at):
+    """[Arm] of some models, 'vanilla resformer', at each value of a setting: length=LENGTHS."""
+    places = [dict(zip(at, values, strict=True)) for values in itertools.product(*at.values())]
+    return [Arm(model, **place) for place in places for model in models.split()]
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -242,6 +233,7 @@ class Panel:
     how: str
     arms: list
     title: str = ''  # what is seen, where the figure has several panels
+    names: dict = field(default_factory=dict)  # {model: its name here}, in place of NAMES
 
     def runs(self):
         """Each arm that must be trained, once, baselines first."""
@@ -257,41 +249,36 @@ class Panel:
 class Figure:
     title: str  # what is seen
     panels: list
-    names: dict = field(default_factory=dict)  # {model: its name here}, in place of NAMES
     has_outside_panel: bool = False  # about checkpoints from elsewhere, which is left out here
 
     def runs(self):
         return list(dict.fromkeys(arm for panel in self.panels for arm in panel.runs()))
 
 
-def arms_of(*models, **more):
-    return [Arm(model, **more) for model in models]
+def curves(names):
+    """The one panel of a figure that shows the curves of {model: its name here}."""
+    return [Panel('curves', arms_of(' '.join(names)), names=names)]
 
 
-def at_each(setting, values, *models):
-    """The models at each value of a setting: size, length, rate or warmup."""
-    return [arm for value in values for arm in arms_of(*models, **{setting: value})]
-
-
-def curves(*models):
-    return [Panel('curves', arms_of(*models))]
-
-
-BY_SIZE = at_each('size', SIZES, V, R)
+BY_SIZE = arms_of('vanilla resformer', size=SIZES)
 SOME_LENGTHS = (2048, 32000, LONGEST)  # of Fig. 5
 
 FIGURES = {
     'table1': Figure(
-        'Zero-shot tasks', [Panel('tasks', arms_of(V, R) + arms_of(V, R, length=LONGEST))]
+        'Zero-shot tasks', [Panel('tasks', arms_of('vanilla resformer', length=(2048, LONGEST)))]
     ),
     'table5': Figure('Validation loss, mean of the domains', [Panel('loss', BY_SIZE)]),
     'fig1': Figure(
         'Models compared, and attention entropy',
         [
-            Panel('curves', arms_of(R, NEUTRENO, BOTH, DENSEFORMER), 'Models compared'),
+            Panel(
+                'curves',
+                arms_of('resformer neutreno neutreno_resformer denseformer'),
+                'Models compared',
+            ),
             Panel(
                 'entropy',
-                arms_of(V, R, NEUTRENO, DENSEFORMER, S),
+                arms_of('vanilla resformer neutreno denseformer svformer'),
                 'How evenly attention is spread over tokens',
             ),
         ],
@@ -299,84 +286,131 @@ FIGURES = {
     ),
     'fig2': Figure(
         'Whose queries, keys and values a layer uses',
-        [Panel('wiring', arms_of(V, NEUTRENO, DENSEFORMER, R, S))],
+        [Panel('wiring', arms_of('vanilla neutreno denseformer resformer svformer'))],
     ),
     'fig3': Figure(
         'Cross-layer attention and its approximations',
-        [Panel('mapping', arms_of(V))],
+        [Panel('mapping', arms_of('vanilla'))],
         has_outside_panel=True,
     ),
     'fig4': Figure(
         'Sharing keys or values every two layers',
-        curves(KEYS_OF_2, VALUES_OF_2, CLA),
-        {KEYS_OF_2: 'keys shared', VALUES_OF_2: 'values shared', CLA: 'both shared (CLA)'},
+        curves(
+            {
+                'vanilla+share_k=True+share_k_every=2': 'keys shared',
+                'svformer+share_v_every=2': 'values shared',
+                'cla': 'both shared (CLA)',
+            }
+        ),
     ),
     'fig5': Figure(
         'ResFormer by sequence length and by size',
         [
-            Panel('curves', at_each('length', SOME_LENGTHS, R), 'ResFormer by sequence length'),
+            Panel(
+                'curves', arms_of('resformer', length=SOME_LENGTHS), 'ResFormer by sequence length'
+            ),
             Panel('scaling', BY_SIZE, 'Loss by size'),
-            Panel('curves', at_each('size', SIZES, R), 'ResFormer by size'),
+            Panel('curves', arms_of('resformer', size=SIZES), 'ResFormer by size'),
         ],
     ),
     'fig6': Figure(
         'Residual on queries, keys or values',
-        curves(ON_QUERIES, ON_KEYS, R),
-        {ON_QUERIES: 'queries', ON_KEYS: 'keys', R: 'values (ResFormer)'},
+        curves(
+            {
+                'vanilla+q_residual=True': 'queries',
+                'vanilla+k_residual=True': 'keys',
+                'resformer': 'values (ResFormer)',
+            }
+        ),
     ),
     'fig7': Figure(
         'How the source values are mapped',
-        curves(R, IDENTITY, EQ_6, CROSS),
-        {
-            R: 'current (ResFormer)',
-            IDENTITY: 'identity',
-            EQ_6: 'identity, all layers',
-            CROSS: 'cross',
-        },
+        curves(
+            {
+                'resformer': 'current (ResFormer)',
+                'resformer+residual_map=identity': 'identity',
+                'resformer+residual_map=identity+residual_from=all': 'identity, all layers',
+                'resformer+residual_map=cross': 'cross',
+            }
+        ),
     ),
     'fig8': Figure(
         'Which layers are the source',
-        curves(R, PREVIOUS, ALL),
-        {R: 'first (ResFormer)', PREVIOUS: 'previous', ALL: 'all earlier'},
+        curves(
+            {
+                'resformer': 'first (ResFormer)',
+                'resformer+residual_from=previous': 'previous',
+                'resformer+residual_from=all': 'all earlier',
+            }
+        ),
     ),
-    'fig9': Figure('Spectra of the values', [Panel('spectrum', arms_of(V, R))]),
+    'fig9': Figure('Spectra of the values', [Panel('spectrum', arms_of('vanilla resformer'))]),
     'fig10': Figure(
         'Less KV cache: half, and an eighth',
         [
             Panel(
                 'curves',
-                arms_of(S, GQA, CLA) + arms_of(S, GQA, CLA, length=LONGEST),
+                arms_of('svformer gqa cla', length=(2048, LONGEST)),
                 'Half the KV cache',
             ),
-            Panel('curves', arms_of(*EIGHTH, length=LONGEST), 'An eighth of the KV cache'),
+            Panel(
+                'curves',
+                arms_of('svformer_gqa mqa cla_gqa', length=[LONGEST]),
+                'An eighth of the KV cache',
+                {'svformer_gqa': 'SVFormer', 'cla_gqa': 'CLA'},
+            ),
         ],
-        dict(zip(EIGHTH, ('SVFormer', 'MQA', 'CLA'), strict=True)),
     ),
     'fig11': Figure(
         'SVFormer by sequence length',
         [
-            Panel('curves', at_each('length', LENGTHS, S), 'SVFormer by sequence length'),
-            Panel('critical', at_each('length', LENGTHS, S), 'Whether vanilla overtakes SVFormer'),
+            Panel('curves', arms_of('svformer', length=LENGTHS), 'SVFormer by sequence length'),
+            Panel(
+                'critical',
+                arms_of('svformer', length=LENGTHS),
+                'Whether vanilla overtakes SVFormer',
+            ),
         ],
     ),
-    'fig12a': Figure('SVFormer by learning rate', [Panel('curves', at_each('rate', (0, 1, 2), S))]),
-    'fig12b': Figure('SVFormer by warm-up', [Panel('curves', at_each('warmup', (0, 1), S))]),
-    'fig12c': Figure('SVFormer by size', [Panel('curves', at_each('size', SIZES, S))]),
+    'fig12a': Figure(
+        'SVFormer by learning rate', [Panel('curves', arms_of('svformer', rate=(0, 1, 2)))]
+    ),
+    'fig12b': Figure('SVFormer by warm-up', [Panel('curves', arms_of('svformer', warmup=(0, 1)))]),
+    'fig12c': Figure('SVFormer by size', [Panel('curves', arms_of('svformer', size=SIZES))]),
     'fig12d': Figure(
-        "On GPT-2's architecture", curves(S, GPT2_S, GPT2_R), {S: 'SVFormer on Llama'}
+        "On GPT-2's architecture",
+        [
+            Panel(
+                'curves',
+                arms_of('svformer gpt2+share_v=True gpt2+v_residual=True'),
+                names={'svformer': 'SVFormer on Llama'},
+            )
+        ],
     ),
     'fig13': Figure(
         "All layers use the first layer's queries, keys or values",
-        curves(FIRST_QUERIES, FIRST_KEYS, S),
-        {FIRST_QUERIES: 'queries', FIRST_KEYS: 'keys', S: 'values (SVFormer)'},
+        curves(
+            {
+                'vanilla+share_q=True': 'queries',
+                'vanilla+share_k=True': 'keys',
+                'svformer': 'values (SVFormer)',
+            }
+        ),
     ),
     'fig14': Figure(
         "SVFormer's anchors: layers that have their own values",
-        curves(FOUR_ANCHORS, TWO_ANCHORS, S),
-        {FOUR_ANCHORS: 'four anchors', TWO_ANCHORS: 'two anchors', S: 'one anchor'},
+        curves(
+            {
+                'svformer+share_v_every=2': 'four anchors',
+                'svformer+share_v_every=4': 'two anchors',
+                'svformer': 'one anchor',
+            }
+        ),
     ),
     'fig15': Figure(
-        'Similarity of tokens', [Panel('similarity', arms_of(V, R, S))], has_outside_panel=True
+        'Similarity of tokens',
+        [Panel('similarity', arms_of('vanilla resformer svformer'))],
+        has_outside_panel=True,
     ),
 }
 
@@ -429,16 +463,17 @@ class Claim:
     caveat: str = ''  # why a verdict would say too much, whatever p is
 
 
-def statement(figure, where, says, *contrasts, metric='final loss', caveat='', **more):
-    """A Claim for each contrast (ours, sign, theirs) of one statement of the paper.
+def statement(figure, where, says, contrasts, metric='final loss', caveat='', **at):
+    """A Claim for each contrast of one statement of the paper, at each value of a setting.
 
-    Ours and theirs are Arms, or models at the size or length in `more`.
+    contrasts: two models and the sign between them, as in 'resformer < vanilla', and ; between two.
     """
-    result = []
-    for ours, sign, theirs in contrasts:
-        pair = [arm if isinstance(arm, Arm) else Arm(arm, **more) for arm in (ours, theirs)]
-        result.append(Claim(figure, where, says, pair[0], sign, pair[1], metric, caveat))
-    return result
+    claims = []
+    for contrast in contrasts.split(';'):
+        ours, sign, theirs = contrast.split()
+        for pair in zip(arms_of(ours, **at), arms_of(theirs, **at), strict=True):
+            claims.append(Claim(figure, where, says, pair[0], sign, pair[1], metric, caveat))
+    return claims
 
 
 CLAIMS = [
@@ -447,205 +482,204 @@ CLAIMS = [
         'table1',
         'Table 1',
         'ResFormer answers 0.355 of the questions, vanilla 0.333',
-        (R, '>', V),
-        metric='accuracy',
+        'resformer > vanilla',
+        'accuracy',
     ),
     *statement(
         'table1',
         'Table 1',
         'ResFormer answers 0.350 of the questions, vanilla 0.328, trained at length 64,000',
-        (R, '>', V),
-        metric='accuracy',
-        length=LONGEST,
+        'resformer > vanilla',
+        'accuracy',
+        length=[LONGEST],
     ),
     *statement(
         'fig1',
         'abstract, Section 4.2, Fig. 1 left',
         'ResFormer is better than vanilla, NeuTRENO and DenseFormer',
-        (R, '<', V),
-        (R, '<', NEUTRENO),
-        (R, '<', DENSEFORMER),
+        'resformer < vanilla; resformer < neutreno; resformer < denseformer',
     ),
     *statement(
         'fig1',
         'Section 4.2, Fig. 1 left',
         'NeuTRENO on top of ResFormer is better still',
-        (BOTH, '<', R),
+        'neutreno_resformer < resformer',
     ),
     *statement(
         'table5',
         'Table 5',
         'ResFormer is below vanilla at every size, and in every domain: 2.7117 and 2.7389 at 82M, 2.4692 '
         'and 2.5015 at 180M, 2.2537 and 2.2806 at 468M',
-        *[(Arm(R, size), '<', Arm(V, size)) for size in ('82m', '180m', '468m')],
-        metric='validation loss',
+        'resformer < vanilla',
+        'validation loss',
+        size=SIZES[1:],
     ),
     *statement(
         'fig5',
         'Section 4.2, Fig. 5 left',
         'ResFormer is below vanilla throughout training, so also at the end, at every sequence length',
-        *[(Arm(R, length=T), '<', Arm(V, length=T)) for T in SOME_LENGTHS],
+        'resformer < vanilla',
+        length=SOME_LENGTHS,
     ),
     # attention concentration and what goes with it
     *statement(
         'fig1',
         'Section 4.5, Fig. 1 middle',
         'attention concentrates more and more with depth in vanilla',
-        (V, '<', V),
-        metric='entropy with depth',
+        'vanilla < vanilla',
+        'entropy with depth',
     ),
     *statement(
         'fig1',
         'abstract, Section 4.5, Fig. 1 middle',
         'attention concentrates less in ResFormer than in vanilla',
-        (V, '<', R),
-        metric='entropy',
+        'vanilla < resformer',
+        'entropy',
     ),
     *statement(
         'fig3',
         'Section 3.2, Fig. 3',
         "the layer's own attention matrix approximates cross-layer attention better than the identity",
-        (V, '<', V),
-        metric='mapping',
+        'vanilla < vanilla',
+        'mapping',
     ),
     *statement(
         'fig9',
         'Section 4.5, Fig. 9',
         'the values of most layers have larger eigenvalues in ResFormer',
-        (R, '>', V),
-        metric='eigenvalue, attended',
-        caveat='this metric was chosen after the first look at the runs',
+        'resformer > vanilla',
+        'eigenvalue, attended',
+        'this metric was chosen after the first look at the runs',
     ),
     *statement(
         'fig9',
         'Section 4.5, Fig. 9',
         'the values of most layers have larger eigenvalues in ResFormer',
-        (R, '>', V),
-        metric='eigenvalue, projected',
+        'resformer > vanilla',
+        'eigenvalue, projected',
     ),
     *statement(
         'fig15',
         'Fig. 15 left, which no sentence states',
         'tokens are less alike in ResFormer than in vanilla',
-        (R, '<', V),
-        metric='similarity',
+        'resformer < vanilla',
+        'similarity',
     ),
     # ablations of ResFormer
     *statement(
         'fig6',
         'Section 4.3, Fig. 6',
         'only a residual on values helps',
-        (R, '<', V),
-        (R, '<', ON_QUERIES),
-        (R, '<', ON_KEYS),
-        (ON_QUERIES, '>=', V),
-        (ON_KEYS, '>=', V),
+        'resformer < vanilla; resformer < vanilla+q_residual=True; resformer < vanilla+k_residual=True; '
+        'vanilla+q_residual=True >= vanilla; vanilla+k_residual=True >= vanilla',
     ),
     *statement(
         'fig7',
         'Section 4.3, Fig. 7',
         'the identity map does poorly (source: the first layer; Eq. 6 as printed)',
-        (R, '<', IDENTITY),
-        (R, '<', EQ_6),
+        'resformer < resformer+residual_map=identity; '
+        'resformer < resformer+residual_map=identity+residual_from=all',
     ),
     *statement(
         'fig7',
         'Section 4.3, Fig. 7',
         'ResFormer ends even below cross-layer attention',
-        (R, '<', CROSS),
+        'resformer < resformer+residual_map=cross',
     ),
     *statement(
         'fig8',
         'Section 4.3, Fig. 8',
         'the first layer is a better source than the previous one or all earlier ones',
-        (R, '<', PREVIOUS),
-        (R, '<', ALL),
+        'resformer < resformer+residual_from=previous; resformer < resformer+residual_from=all',
     ),
     *statement(
         'the revision',
         'the revision, Fig. 8 and Section 4.2',
         'V_n + lambda V_1 is better than vanilla at any lambda, and best at 2',
-        (LAMBDA_02, '<', V),
-        (CONSTANT, '<', LAMBDA_1),
-        (CONSTANT, '<', LAMBDA_5),
+        'resformer+residual_lambda=(0.2,1.0) < vanilla; '
+        'constant_resformer < resformer+residual_lambda=(1.0,1.0); '
+        'constant_resformer < resformer+residual_lambda=(5.0,1.0)',
     ),
     *statement(
         'v5',
         'v5, validation losses at 82M: 2.712, 2.705, 2.700, 2.687',
         'learned weights are better than uniform ones, constant (2, 1) better, sparse with 5 best',
-        (LEARNED, '<', R),
-        (CONSTANT, '<', LEARNED),
-        (SPARSE, '<', CONSTANT),
-        metric='validation loss',
+        'learned_resformer < resformer; constant_resformer < learned_resformer; '
+        'sparse_resformer < constant_resformer',
+        'validation loss',
     ),
     # SVFormer
     *statement(
         'fig4',
         'Section 3.5, Fig. 4',
         'sharing the values of every two layers costs less than sharing their keys',
-        (VALUES_OF_2, '<', KEYS_OF_2),
+        'svformer+share_v_every=2 < vanilla+share_k=True+share_k_every=2',
     ),
     *statement(
         'fig10',
         'abstract, Section 4.6, Fig. 10',
         'at length 64,000 SVFormer is better than GQA and CLA',
-        (S, '<', GQA),
-        (S, '<', CLA),
-        length=LONGEST,
+        'svformer < gqa; svformer < cla',
+        length=[LONGEST],
     ),
     *statement(
         'fig10',
         'Section 4.6, Fig. 10',
         'at length 2,048 SVFormer is worse than GQA',
-        (S, '>', GQA),
+        'svformer > gqa',
         caveat='runs too short to say whether vanilla overtakes SVFormer are too short for this',
     ),
     *statement(
         'fig11',
         'abstract, Section 4.6, Fig. 11 left',
         'SVFormer learns faster than vanilla at first',
-        *[(Arm(S, length=T), '<', Arm(V, length=T)) for T in LENGTHS],
-        metric='early loss',
+        'svformer < vanilla',
+        'early loss',
+        length=LENGTHS,
     ),
     *statement(
         'fig11',
         'Section 4.6, Fig. 11',
         'SVFormer is overtaken by vanilla in the end (at length 64,000: predicted, after training)',
-        *[(Arm(S, length=T), '>', Arm(V, length=T)) for T in LENGTHS[:-1]],
-        metric='overtaken',
+        'svformer > vanilla',
+        'overtaken',
+        length=LENGTHS[:-1],
     ),
-    *statement(
-        'fig11',
-        'Section 4.6, Fig. 11 right',
-        'the longer the sequence, the later is SVFormer overtaken',
-        *[
-            (Arm(S, length=shorter), '<', Arm(S, length=longer))
-            for shorter, longer in itertools.pairwise(LENGTHS)
-        ],
-        metric='critical step',
-    ),
-    *statement(
-        'fig12a',
-        'Section 4.7, Fig. 12a',
-        'SVFormer gains more from a smaller learning rate than vanilla does',
-        (Arm(S, rate=1), '<', Arm(S)),
-        (Arm(S, rate=2), '<', Arm(S, rate=1)),
-        metric='lead',
-    ),
+    *[
+        Claim(
+            'fig11',
+            'Section 4.6, Fig. 11 right',
+            'the longer the sequence, the later is SVFormer overtaken',
+            shorter,
+            '<',
+            longer,
+            'critical step',
+        )
+        for shorter, longer in itertools.pairwise(arms_of('svformer', length=LENGTHS))
+    ],
+    *[
+        Claim(
+            'fig12a',
+            'Section 4.7, Fig. 12a',
+            'SVFormer gains more from a smaller learning rate than vanilla does',
+            smaller,
+            '<',
+            larger,
+            'lead',
+        )
+        for larger, smaller in itertools.pairwise(arms_of('svformer', rate=(0, 1, 2)))
+    ],
     *statement(
         'fig13',
         'Section 4.8, Fig. 13',
         "sharing all of the first layer's queries or keys costs much; similar to Fig. 4",
-        (FIRST_QUERIES, '>', V),
-        (FIRST_KEYS, '>', V),
-        (S, '<', FIRST_QUERIES),
-        (S, '<', FIRST_KEYS),
+        'vanilla+share_q=True > vanilla; vanilla+share_k=True > vanilla; '
+        'svformer < vanilla+share_q=True; svformer < vanilla+share_k=True',
     ),
     *statement(
         'fig14',
         'Section 4.8, Fig. 14',
         'the more anchors, the better is SVFormer',
-        (TWO_ANCHORS, '<', S),
-        (FOUR_ANCHORS, '<', TWO_ANCHORS),
+        'svformer+share_v_every=4 < svformer; svformer+share_v_every=2 < svformer+share_v_every=4',
     ),
 ]

@@ -224,7 +224,7 @@ def curves_of(figure, panel, numbers, scale, title):
     baselines = {NAMES[arm.baseline().model] for arm in arms.values()}
     baseline = baselines.pop() if len(baselines) == 1 else 'its own baseline'
     told = {name for arm in arms.values() for name in arm.unusual()}
-    names = NAMES | figure.names
+    names = NAMES | panel.names
     labels = {name: arm.words(scale, names, told) for name, arm in arms.items()}
     return draw.curves_picture(numbers, labels, look, baseline, scale.window // 2, title)
 

@@ -58,7 +58,7 @@ def test_every_arm_of_every_scale_is_one_that_train_accepts(scale):
     assert len({json.dumps(own, sort_keys=True) for own in by_name.values()}) == len(ARMS)
     for figure in FIGURES.values():
         for panel in figure.panels:
-            labels = {arm.words(scale, figures.NAMES | figure.names) for arm in panel.arms}
+            labels = {arm.words(scale, figures.NAMES | panel.names) for arm in panel.arms}
             assert len(labels) == len(panel.arms)
 
 
