@@ -14,7 +14,6 @@ anything else is a comparison of another --name. The report is out/compare/<name
 it are report.md, report.json and forest.svg. The exit status is 1 where a run has not finished.
 """
 
-import json
 import shlex
 import sys
 from dataclasses import dataclass, fields
@@ -27,7 +26,7 @@ from comparison.results import Results, train
 from comparison.runs import as_json, named_runs
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors, sort_arguments
-from lib.files import locked, write_whole
+from lib.files import locked, write_json, write_whole
 from model import GPTConfig
 from train import TrainConfig
 
@@ -153,8 +152,8 @@ def write_report(folder, comparison):
     """Write report.md, .html and .json, and forest.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: value for name, value in comparison.items() if name != 'curves'}
+    write_json(folder / 'report.json', as_json(numbers))
     texts = {
-        'report.json': json.dumps(as_json(numbers), indent=1) + '\n',
         'report.md': report.markdown(comparison),
         'report.html': report.html(comparison),
         'forest.svg': report.forest_svg(comparison),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from comparison import measures
 from comparison.plan import TEXT, all_contrasts, changes, contrast_name, parse_contrasts
-from comparison.runs import ROUNDING, difference, gpt_config, read_state
+from comparison.runs import ROUNDING, difference, gpt_config, read_state, same_but_seeds
 from comparison.verdict import describe, judge, paired_differences
 from model import GPTConfig
 
@@ -208,15 +208,9 @@ def compare_runs(folders, title, contrasts=''):
 
 def group_runs(states, but=()):
     """[[State]] of the same facts, but for their seeds and what only a pair of them must share."""
-    groups = []
-    for state in states:
-        for group in groups:
-            if not difference(group[0].facts, state.facts, ('seed', 'resumed', 'data', *but)):
-                group.append(state)
-                break
-        else:
-            groups.append([state])
-    return groups
+    facts = {number: state.facts for number, state in enumerate(states)}
+    groups = same_but_seeds(facts, ('resumed', 'data', *but)).values()
+    return [[states[number] for number in group] for group in groups]
 
 
 def group_name(states, others):

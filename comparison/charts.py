@@ -96,27 +96,35 @@ def forest(contrasts, arms):
     rows = [c for c in contrasts.values() if c['seeds']]
     if not rows:
         return ''
-    size = WIDTH, 0.95 + 0.5 * len(rows)
-    drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
+    drawing, axes = rows_of((WIDTH, 0.95 + 0.5 * len(rows)), len(rows))
     axes.set_title('Difference of validation loss (nats)')
     axes.grid(linewidth=0.6)
-    zero_line(axes, vertical=True)
     for y, c in enumerate(rows):
-        shade = color(arms.index(c['ours']))
-        values = list(c['differences'].values())
-        axes.plot(values, [y + 0.2] * len(values), 'o', color=shade, markersize=3, alpha=0.6)
-        ends = [c['low_holm'], c['high_holm']]
-        if None not in ends:
-            axes.plot(ends, [y, y], color=shade, linewidth=2)
-        axes.plot(c['mean'], y, 'D', color=shade, markersize=6)
+        draw_row(axes, y, c, color(arms.index(c['ours'])), (c['low_holm'], c['high_holm']))
         # Above its row, where a long name takes nothing from the plot.
         name = f'{c["ours"]} {MINUS} {c["theirs"]}'
         axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9)
     axes.set_yticks([])
-    axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.locator_params(axis='x', nbins=5)
     axes.set_xlabel('below 0 is better; small dots are seeds')
     return svg(drawing, 'Differences with intervals')
+
+
+def rows_of(size, count):
+    """(figure, its axes) for draw_row(), with a line at 0 and the first row at the top."""
+    drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
+    zero_line(axes, vertical=True)
+    axes.set_ylim(count - 0.5, -0.6)
+    return drawing, axes
+
+
+def draw_row(axes, y, numbers, shade, interval, sign=1, label=None):
+    """A dot per seed, the interval and the mean of verdict.describe()'s numbers."""
+    dots = [sign * value for value in numbers['differences'].values()]
+    axes.plot(dots, [y + 0.2] * len(dots), 'o', color=shade, markersize=3, alpha=0.6)
+    if None not in interval:
+        axes.plot([sign * end for end in interval], [y, y], color=shade, linewidth=2)
+    axes.plot(sign * numbers['mean'], y, 'D', color=shade, markersize=6, label=label)
 
 
 def panels(count, title):

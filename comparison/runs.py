@@ -30,13 +30,12 @@ import io
 import json
 import lzma
 import math
-import statistics
 import tarfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from configurator import first_line
-from lib.rundir import FACTS, build_config, name_misfits
+from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
 from model import GPTConfig
 from train import INCIDENTAL, NOT_FINITE, TrainConfig
 
@@ -208,6 +207,16 @@ def difference(a, b, but=()):
     return None
 
 
+def same_but_seeds(facts, but=()):
+    """{run: [runs]} of runs that differ in nothing but their seeds and what is in `but`, under the first
+    of them. facts: {run: its facts}."""
+    groups = {}
+    for run, own in facts.items():
+        alike = (one for one in groups if not difference(facts[one], own, ('seed', *but)))
+        groups.setdefault(next(alike, run), []).append(run)
+    return groups
+
+
 def same_value(a, b):
     """Whether two settings are the same, but for the last bits of a float."""
     both_numbers = isinstance(a, int | float) and isinstance(b, int | float)
@@ -322,16 +331,7 @@ def final_losses(entries, steps):
     """The last evaluation, {domain: loss, ..., 'mean': ...}; {} where it is not there yet."""
     for entry in reversed(entries):
         if 'val' in entry and entry['step'] == steps:
-            losses = entry['val']
-            if not isinstance(losses, dict) or 'mean' not in losses or not has_its_mean(losses):
+            if not has_its_mean(entry['val']):
                 raise ValueError(f'the evaluation at step {steps} is damaged')
-            return losses
+            return entry['val']
     return {}
-
-
-def has_its_mean(losses):
-    """Whether the mean of an evaluation is that of its domains, as far as they are finite numbers."""
-    domains = [loss for name, loss in losses.items() if name != 'mean']
-    if not domains or None in losses.values():
-        return True
-    return math.isclose(losses['mean'], statistics.fmean(domains), rel_tol=1e-6)

@@ -312,7 +312,8 @@ def read_log(path, step=math.inf, warn=print):
             entry = json.loads(line)
             # Evaluations and what is said of a resume come before the step itself.
             stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
-            check_mean(entry)
+            if 'val' in entry and not has_its_mean(entry['val']):
+                raise ValueError
         except (ValueError, TypeError, LookupError, AttributeError):
             # It may be half a line, written when the run died.
             warn(f'warning: {path} had a damaged line, left out now: {line[:60]}')
@@ -322,16 +323,17 @@ def read_log(path, step=math.inf, warn=print):
     return entries
 
 
-def check_mean(entry):
-    """ValueError where the mean of an evaluation is not that of its domains."""
-    if 'val' not in entry:
-        return
-    losses = {**entry['val']}
-    mean = losses.pop('mean')
-    if None in losses.values():  # a loss that was not finite
-        return
-    if losses and not math.isclose(mean, statistics.mean(losses.values()), rel_tol=1e-6):
-        raise ValueError
+def has_its_mean(losses):
+    """Whether the mean of an evaluation, {domain: loss, ..., 'mean': mean}, is that of its domains. Of a
+    loss that was not finite, which is None in a log, and of a mean without domains, it is."""
+    try:
+        domains = {**losses}
+        mean = domains.pop('mean')
+        if not domains or None in losses.values():
+            return True
+        return math.isclose(mean, statistics.fmean(domains.values()), rel_tol=1e-6)
+    except (TypeError, LookupError):  # no numbers
+        return False
 
 
 class Log:

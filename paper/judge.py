@@ -416,29 +416,22 @@ def forest(rows):
     tested = [row for row in in_order(rows) if row.numbers and row.metric not in INSIDE]
     if not tested:
         return ''
-    size = (7.2, 0.3 * len(tested) + 0.9)
-    drawing, axes = charts.pyplot().subplots(figsize=size, layout='constrained')
+    drawing, axes = charts.rows_of((7.2, 0.3 * len(tested) + 0.9), len(tested))
     draw_rows(axes, tested)
     drawing.suptitle(headline(rows), x=0.01, ha='left', fontsize=10)
     return charts.svg(drawing, 'Claims of the paper and what the runs say')
 
 
 def draw_rows(axes, rows):
-    axes.axvline(0, color=charts.INK, linewidth=1.0)
     axes.grid(axis='x', linewidth=0.6)
+    labels = dict(zip(VERDICTS, VERDICTS, strict=True))  # each of them once
     for y, row in enumerate(rows):
-        numbers, shade = row.numbers, charts.color(COLORS[row.verdict])
+        interval = row.numbers['low'], row.numbers['high']
         sign = -1 if row.sign == '<' else 1
-        dots = [sign * value for value in numbers['differences'].values()]
-        axes.plot(dots, [y + 0.22] * len(dots), 'o', color=shade, markersize=2.5, alpha=0.6)
-        if numbers['low'] is not None:
-            axes.plot([sign * numbers['low'], sign * numbers['high']], [y, y], color=shade)
-        is_first = [other.verdict for other in rows].index(row.verdict) == y
-        label = row.verdict if is_first else None
-        axes.plot(sign * numbers['mean'], y, 'D', color=shade, markersize=5, label=label)
+        shade, label = charts.color(COLORS[row.verdict]), labels.pop(row.verdict, None)
+        charts.draw_row(axes, y, row.numbers, shade, interval, sign, label)
     names = [f'{row.label()}, {seeds_text(row.numbers["seeds"])}' for row in rows]
     axes.set_yticks(range(len(rows)), [textwrap.fill(name, 60) for name in names])
-    axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.tick_params(axis='y', length=0)
     left, right = '\N{LEFTWARDS ARROW} against the paper', 'as printed \N{RIGHTWARDS ARROW}'
     axes.set_xlabel(f'{left}      {right}\ndifference of losses (nats)')

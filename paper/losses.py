@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from comparison.runs import difference
+from comparison.runs import difference, same_but_seeds
 from comparison.verdict import LEVEL, distributions
 from model import GPT, GPTConfig
 
@@ -38,13 +38,12 @@ def arms_of(facts):
     facts: {run: its facts}. Raises ValueError for two runs of one seed.
     """
     arms = {}
-    for run, own in facts.items():
-        alike = (one for one in arms if not difference(own, facts[one], ('seed',)))
-        seeds = arms.setdefault(next(alike, run), {})
-        if own['seed'] in seeds:
-            other = seeds[own['seed']]
-            raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
-        seeds[own['seed']] = run
+    for first, runs in same_but_seeds(facts).items():
+        seeds = arms[first] = {}
+        for run in runs:
+            other = seeds.setdefault(facts[run]['seed'], run)
+            if other != run:
+                raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
     return arms
 
 

@@ -278,13 +278,12 @@ def write_claims(pool, settings):
     rows = judge.rows_of(CLAIMS, pool, judge.read_reports(settings.analyses))
     table, picture = judge.markdown(rows), judge.forest(rows)
     numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
-    texts = {'.json': json.dumps(numbers, indent=1) + '\n', '.md': table}
-    if picture:
-        texts['.svg'] = standalone(picture)
     out = Path(settings.out or 'verdicts')
     out.parent.mkdir(parents=True, exist_ok=True)
-    for ending, text in texts.items():
-        write_whole(out.with_suffix(ending), text)
+    write_json(out.with_suffix('.json'), numbers)
+    write_whole(out.with_suffix('.md'), table)
+    if picture:
+        write_whole(out.with_suffix('.svg'), standalone(picture))
     print(f'{table}\n{judge.loss_table(pool)}\n\n{judge.difference_table(pool)}')
 
 
