@@ -1,20 +1,23 @@
 """
 What happens inside a model: the paper's analyses (Figs. 1, 3, 9, 15) of runs, or of a Hugging Face
-checkpoint.
+checkpoint, and one of our own.
 
 $ python -m paper.analyze entropy out/vanilla_82m out/resformer_82m out/svformer_82m
 $ python -m paper.analyze similarity --hf=FOLDER_OR_HUB_ID --text=book.txt --sequences=100
 $ python -m paper.analyze spectrum out/vanilla_82m out/resformer_82m --sequences=100
 $ python -m paper.analyze mapping out/vanilla_82m --out=results/fig3
+$ python -m paper.analyze tokens out/vanilla_82m
 
 entropy     of token importance, the column means of the attention matrix over heads and queries
-            (Eq. 11), in nats
+            (Eq. 11), in nats; its JSON also has the importance of a sequence's first token
 similarity  mean cosine of pairs of tokens, of each layer's hidden states, keys and values as attended
             with (Eq. 13)
 spectrum    eigenvalues of V^T V / T, heads concatenated, of projected values and of those attended
             with (Eq. 12)
 mapping     cosine of attention over the keys of this and the previous layer (Eq. 2) to
             A_n (V_n + V_n-1) (Eq. 3) and to A_n V_n + V_n-1 (Eq. 6), heads concatenated, before c_proj
+tokens      how much of each layer's projected values the token alone explains: R^2 of the tokens' mean
+            values, heads concatenated. Half of the sequences give the means, the others are judged
 
 Everything is computed per sequence, in float32 without TF32, then averaged over sequences. With
 --seeds=True, the runs of a model are one curve, and its error is over seeds. Writes <out>.json and
@@ -113,14 +116,16 @@ def stack(by_layer, model):
 
 
 def entropy(model, idx):
-    entropies = {}
+    entropies, first = {}, {}
 
     def see(layer, q, keys, values):
-        entropies[layer] = torch.special.entr(importance(q, keys)).sum(dim=1)
+        columns = importance(q, keys)
+        entropies[layer] = torch.special.entr(columns).sum(dim=1)
+        first[layer] = columns[:, 0]
 
     with watch(model, see):
         model(idx, last_only=True)
-    return {'entropy': stack(entropies, model)}
+    return {'entropy': stack(entropies, model), 'first token': stack(first, model)}
 
 
 def importance(q, keys):
@@ -181,20 +186,28 @@ PROJECTED, ATTENDED = 'projected values', 'values attended with'
 
 
 def spectrum(model, idx):
-    series = {PROJECTED: {}, ATTENDED: {}}
+    attended = {}
+
+    def see(layer, q, keys, values):
+        attended[layer] = eigenvalues(join_heads(values[-1]))
+
+    projected = {n: eigenvalues(v) for n, v in projected_values(model, idx, see).items()}
+    return {PROJECTED: stack(projected, model), ATTENDED: stack(attended, model)}
+
+
+def projected_values(model, idx, see=lambda *attention: None):
+    """{layer: its values, (B, T, C)}, heads concatenated, before any are mixed in; see as in watch()."""
+    values = {}
 
     def see_projection(layer, output):
         attn = model.transformer.h[layer].attn
         if 'v' in attn.rows:  # its rows are the last
-            series[PROJECTED][layer] = eigenvalues(output[..., -attn.rows['v'] :])
-
-    def see(layer, q, keys, values):
-        series[ATTENDED][layer] = eigenvalues(join_heads(values[-1]))
+            values[layer] = output[..., -attn.rows['v'] :].clone()  # the rest is let go
 
     projections = [block.attn.c_attn for block in model.transformer.h]
     with watch(model, see, projections, see_projection):
         model(idx, last_only=True)
-    return {name: stack(layers, model) for name, layers in series.items()}
+    return values
 
 
 def eigenvalues(v):
@@ -241,6 +254,61 @@ ANALYSES = {
     'spectrum': spectrum,
     'mapping': mapping,
 }
+
+# --- the fifth, of all sequences: half of them say what the other half is measured by -------------
+
+OFTEN = 20  # a token has a mean if it occurs that often
+EXPLAINED, COVERED = 'R^2', 'share of positions'
+
+
+def tokens(model, rows, batch_size, label=''):
+    """{series: (half of the rows, ...)}: R^2 by layer, and the share of the positions that it is about.
+
+    In every second row, the first one included, each token that occurs there OFTEN times gets the mean
+    of its values, and all these tokens together get one mean. In the other rows, over the positions of
+    these tokens, R^2 = 1 - sum |v - the token's mean|^2 / sum |v - the one mean|^2. The mean over rows
+    is this R^2, and the standard error is that of a ratio of sums.
+    """
+    fitted, held_out = rows[::2], rows[1::2]
+    device = model.lm_head.weight.device
+    counts = np.bincount(np.concatenate(fitted), minlength=model.config.vocab_size)
+    counts = torch.from_numpy(counts).to(device)
+    often = counts >= OFTEN  # (vocabulary,)
+    if often.sum() < 2 or not held_out:
+        raise ValueError(
+            f'of the tokens, fewer than two occur {OFTEN} times in half of the sequences; '
+            'give more --sequences'
+        )
+    place = often.cumsum(0) - 1  # among the tokens that occur often
+    counts = counts[often, None]
+
+    sums = {}  # {layer: (tokens that occur often, C)}
+    for idx in batches(model, fitted, batch_size, f'{label}, means'):
+        known = often[idx]  # (B, T)
+        for n, v in projected_values(model, idx).items():
+            sums.setdefault(n, torch.zeros(len(counts), v.size(2), dtype=torch.float64).to(device))
+            sums[n].index_add_(0, place[idx[known]], v[known].double())
+
+    parts = []  # of each batch: what the tokens leave, what there is, which positions are judged
+    for idx in batches(model, held_out, batch_size, label):
+        known = often[idx]
+        left, total = {}, {}
+        for n, v in projected_values(model, idx).items():
+            means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
+            left[n] = squares(v - means[place[idx]], known)
+            total[n] = squares(v - mean, known)
+        parts.append([stack(left, model), stack(total, model), known.double().mean(dim=1)])
+
+    left, total, covered = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
+    ratio = left.sum(axis=0) / total.sum(axis=0)
+    explained = 1 - ratio - (left - ratio * total) / total.mean(axis=0)
+    return {EXPLAINED: explained, COVERED: covered}
+
+
+def squares(t, known):
+    """The sum of t^2 over the known positions of each sequence: (B, T, C), (B, T) -> (B,)"""
+    return (t.square().sum(dim=2) * known).sum(dim=1)
+
 
 # --- models and the sequences that they read ------------------------------------------------------
 
@@ -334,14 +402,17 @@ def analyze(kind, settings, machine):
 @torch.no_grad()
 def measure(kind, model, rows, batch_size, label=''):
     """{series: (sequences, layers, ...)} of an analysis, on the model's device."""
-    device = model.lm_head.weight.device
-    batches = []
+    if kind == 'tokens':
+        return tokens(model, rows, batch_size, label)
+    parts = [ANALYSES[kind](model, idx) for idx in batches(model, rows, batch_size, label)]
+    return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+
+
+def batches(model, rows, batch_size, label):
+    """The rows as (B, T) on the model's device, with a bar of progress."""
     for first in tqdm(range(0, len(rows), batch_size), desc=label, unit='batch'):
-        idx = torch.from_numpy(np.stack(rows[first : first + batch_size])).to(device)
-        batches.append(ANALYSES[kind](model, idx))
-    return {
-        name: torch.cat([batch[name] for batch in batches]).cpu().numpy() for name in batches[0]
-    }
+        some = np.stack(rows[first : first + batch_size])
+        yield torch.from_numpy(some).to(model.lm_head.weight.device)
 
 
 def summary(values):
@@ -394,6 +465,11 @@ PANELS = {
         'Eigenvalues of the values',
         'largest eigenvalue',
         {FIRST_LAYER: [PROJECTED], PROJECTED: [PROJECTED], ATTENDED: [ATTENDED]},
+    ),
+    'tokens': (
+        'How much of the values the token alone explains',
+        'R² on sequences that gave no means',
+        {'': [EXPLAINED]},
     ),
 }
 
@@ -448,7 +524,7 @@ def curve_of(kind, panel, series):
 
 def main():
     with one_line_errors(ValueError, OSError):
-        modes = dict.fromkeys(ANALYSES, (AnalyzeConfig,))
+        modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
         numbers = analyze(kind, settings, Machine(settings.device))
         out = Path(settings.out or f'results/{kind}')

@@ -112,7 +112,7 @@ def heads_of(config):
 
 
 def slow_entropy(config, hidden, raw, attended):
-    result = []
+    result = {'entropy': [], 'first token': []}
     for n in range(config.n_layer):
         heads = []
         for h, g in heads_of(config):
@@ -120,8 +120,9 @@ def slow_entropy(config, hidden, raw, attended):
             heads.append(attention(attended['q'][n][h], keys))
         importance = torch.stack(heads).sum(dim=2).mean(dim=(0, 1))
         assert importance.sum() == pytest.approx(1)
-        result.append(-(importance * importance.log()).sum())
-    return {'entropy': result}
+        result['entropy'].append(-(importance * importance.log()).sum())
+        result['first token'].append(importance[0])
+    return result
 
 
 def cosine(a, b):
@@ -221,6 +222,55 @@ def test_layers_that_own_fewer_heads_have_fewer_eigenvalues(tmp_path):
     draw.save(analyze.figure_of(numbers), tmp_path / 'x.png')
 
 
+# --- tokens: means over loops, and the weight of a sequence by its effect -------------------------
+
+
+@pytest.mark.parametrize('name', ['vanilla', 'gpt2 ResFormer GQA', 'CLA'])
+def test_tokens_equals_its_direct_formula(name):
+    """The last layers' values are almost noise to the tokens' means: R^2 may be below 0."""
+    model = small(name)
+    tokens = np.random.default_rng(0).geometric(0.2, size=(15, T))  # many of few
+    fitted, held_out = list(tokens[::2]), list(tokens[1::2])
+    values = {id(row): inside(model, torch.from_numpy(row))[1]['v'] for row in fitted + held_out}
+
+    def vectors(row, n):
+        return torch.cat(values[id(row)][n], dim=1).numpy()
+
+    count = {t: sum((row == t).sum() for row in fitted) for t in range(SIZE['vocab_size'])}
+    often = {t for t in count if count[t] >= 20}
+    assert often and len(often) < len([t for t in count if count[t]])
+
+    result = {'R^2': [], 'share of positions': []}
+    for n in range(SIZE['n_layer']):
+        of_token = {t: [] for t in often}
+        for row in fitted:
+            for t, v in zip(row, vectors(row, n), strict=True):
+                if t in often:
+                    of_token[t].append(v)
+        every = np.concatenate(list(of_token.values())).mean(axis=0)
+        left, total = np.zeros(len(held_out)), np.zeros(len(held_out))
+        for i, row in enumerate(held_out):
+            for t, v in zip(row, vectors(row, n), strict=True):
+                if t in often:
+                    left[i] += ((v - np.mean(of_token[t], axis=0)) ** 2).sum()
+                    total[i] += ((v - every) ** 2).sum()
+        r2 = 1 - left.sum() / total.sum()
+        # How R^2 moves if a sequence is there a little more than once.
+        more = 1 + 1e-6 * np.eye(len(held_out))
+        moved = (1 - more @ left / (more @ total) - r2) / 1e-6
+        nobody = reference.owner(model.config, 'v', n) != n
+        result['R^2'].append(np.full(len(moved), np.nan) if nobody else r2 + len(moved) * moved)
+    result['R^2'] = np.transpose(result['R^2'])
+    result['share of positions'] = [np.mean([t in often for t in row]) for row in held_out]
+
+    for batch_size in (1, 4):
+        with torch.no_grad():
+            actual = analyze.tokens(model, list(tokens), batch_size)
+        assert_close(actual, result)
+    is_of_token_alone = model.config.arch == 'llama'  # gpt2 adds the position
+    assert np.allclose(actual['R^2'][:, 0], 1, atol=1e-9) == is_of_token_alone
+
+
 # --- uniform attention ----------------------------------------------------------------------------
 
 
@@ -235,7 +285,7 @@ def test_a_model_without_queries_has_the_entropy_of_uniform_attention(name):
         for block in model.transformer.h:
             for p in block.attn.c_attn.parameters():
                 p[: SIZE['n_embd']] = 0
-    expected = {'entropy': np.full((B, 3), uniform)}
+    expected = {'entropy': np.full((B, 3), uniform), 'first token': np.full((B, 3), columns[0])}
     assert_close(analyzed('entropy', model.eval(), tokens()), expected)
 
 

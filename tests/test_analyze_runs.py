@@ -268,6 +268,20 @@ def test_a_folders_entropy_is_that_of_transformers_attentions(kind, transformers
     assert_close(one['series']['entropy'], summary(values))
 
 
+def test_tokens_are_explained_and_drawn_of_each_run(at, tmp_path):
+    """In layer 1 the token explains everything."""
+    (tmp_path / 'text.txt').write_text(4 * TEXT)
+    words = [f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x', '--device=cpu']
+    assert program(analyze.main, 'tokens', 'out/vanilla_seed0', 'out/resformer', *words)[0] == 0
+    numbers = json.loads((tmp_path / 'x.json').read_text())
+    figure = analyze.figure_of(numbers)
+    for line, one in zip(figure.axes[0].get_lines(), numbers['runs'].values(), strict=True):
+        mean = one['series']['R^2']['mean']
+        assert mean[0] == pytest.approx(1) and max(mean[1:]) < 0.99
+        assert line.get_ydata().tolist() == mean
+        assert 0.8 < one['series']['share of positions']['mean'] < 1
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -285,6 +299,8 @@ def test_a_folders_entropy_is_that_of_transformers_attentions(kind, transformers
         ('entropy', ['out/flat', '--text=short.txt'], ['short.txt', '16', '--length']),
         ('entropy', ['--hf=hf', '--text=short.txt'], ['hf']),
         ('mapping', ['out/flat', '--sequences=2'], ['layer']),
+        ('tokens', ['out/flat', '--sequences=1'], ['20 times', '--sequences']),
+        ('tokens', ['out/flat'], ['20 times', '--sequences']),  # but for a single one
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(kind, arguments, words, at):
