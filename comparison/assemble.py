@@ -59,26 +59,23 @@ def compare_plan(results, record, timing):
         reasons += [f'{run.name} is {problems[run.name]}' for run in runs if run.name in problems]
         if reasons:
             incomplete[contrast_name(*pair)] = reasons[0]
-    states = {run.name: results.state(run) for run in results.all_runs()}
-    return assemble(arms, plan.contrasts, incomplete, timing) | {
-        'title': str(plan.folder.name),
-        'plan': record,
-        'tuning': {arm: results.tune(arm) for arm in plan.arms} if plan.rates else {},
-        'problems': problems,
-        'replaced': plan.replaced,
-        'seconds': sum(measures.seconds_of(state) for state in states.values()),
-        'provenance': origins(states.values()),
-    }
+    states = [results.state(run) for run in results.all_runs()]
+    title = plan.folder.name
+    comparison = assemble(title, arms, plan.contrasts, incomplete, timing, problems, states)
+    tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
+    return comparison | {'plan': record, 'tuning': tuning, 'replaced': plan.replaced}
 
 
-def assemble(arms, contrasts, incomplete, timing):
+def assemble(title, arms, contrasts, incomplete, timing, problems, states):
     """Losses, verdicts, domains, costs and curves of arms, {name: ArmRuns}.
 
-    incomplete: {contrast: why it has no verdict}.
+    incomplete: {contrast: why it has no verdict}. problems: {run or arm: why it has not finished}.
+    states: of all runs, also of those that no arm has.
     """
     baseline = next(iter(arms))
     differences, domains = {}, {}
-    names = {name: True for arm in arms.values() for x in arm.states.values() for name in x.losses}
+    finished = [state for arm in arms.values() for state in arm.states.values()]
+    names = dict.fromkeys(name for state in finished for name in state.losses)
     for ours, theirs in contrasts:
         key = contrast_name(ours, theirs)
         by_domain = {}
@@ -97,6 +94,13 @@ def assemble(arms, contrasts, incomplete, timing):
     for name in table:
         table[name] |= measures.step_time(timing, name, baseline)
     return {
+        'title': title,
+        'plan': None,
+        'tuning': {},
+        'replaced': None,
+        'problems': problems,
+        'seconds': sum(map(measures.seconds_of, states)),
+        'provenance': origins(states),
         'baseline': baseline,
         'arms': table,
         'contrasts': verdicts,
@@ -195,15 +199,8 @@ def compare_runs(folders, title, contrasts=''):
         reason = why_incomparable(arms[ours], arms[theirs])
         if reason:
             incomplete[contrast_name(ours, theirs)] = reason
-    return assemble(arms, pairs, incomplete, measures.logged_times(arms)) | {
-        'title': title,
-        'plan': None,
-        'tuning': {},
-        'problems': problems,
-        'replaced': None,
-        'seconds': sum(measures.seconds_of(state) for state in states),
-        'provenance': origins(states),
-    }
+    timing = measures.logged_times(arms)
+    return assemble(title, arms, pairs, incomplete, timing, problems, states)
 
 
 def group_runs(states, but=()):
@@ -239,10 +236,10 @@ def why_incomparable(ours, theirs):
         for state in pair:
             if state.kind != 'finished':
                 return f'{state.folder} is {state.kind}: {state.detail}'
-        one, other = ({name: state.facts[name] for name in SHARED} for state in pair)
-        first = {name: pairs[0][0].facts[name] for name in SHARED}
+        one, other = (state.facts for state in pair)
         # Every pair is alike in how it was resumed; in all else, all runs are.
-        found = difference(one, other) or difference(first, other, ['resumed'])
+        found = difference(one, other, only=SHARED)
+        found = found or difference(pairs[0][0].facts, other, ['resumed'], SHARED)
         if found:
             folders = ' and '.join(str(state.folder) for state in pair)
             name, value, other_value = found

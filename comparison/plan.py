@@ -167,13 +167,16 @@ class Plan:
         self.check_numbers()
         self.check_names(arms)
         self.baseline = next(iter(arms))
-        self.offsets = {name: offset_of(name, settings) for name, settings in arms.items()}
-        self.arms = {name: without_offset(settings) for name, settings in arms.items()}
+        self.arms = {name: dict(settings) for name, settings in arms.items()}
+        self.offsets = {name: take_offset(name, own) for name, own in self.arms.items()}
         self.contrasts = all_contrasts(arms, contrasts)
 
         # The config files are read here alone: somebody may edit them while the runs are trained.
         self.settings, self.config = self.configure({})
-        self.own = {name: self.configure_arm(name) for name in self.arms}
+        self.own = {}
+        for name, own in self.arms.items():
+            with of_arm(name):
+                self.own[name] = self.configure(own)
         self.check_arms()
         self.check_seeds()
 
@@ -181,12 +184,6 @@ class Plan:
         """(TrainConfig, GPTConfig) of all arms' settings, and of some on top."""
         flags = [f'--{name}={value}' for name, value in (self.common | settings).items()]
         return configure(TrainConfig, GPTConfig, argv=[*self.files, *flags])
-
-    def configure_arm(self, name):
-        try:
-            return self.configure(self.arms[name])
-        except (ValueError, OSError) as error:
-            raise type(error)(f'arm {name}: {error}') from error
 
     # --- what is refused ---
 
@@ -234,9 +231,8 @@ class Plan:
     def check_arms(self):
         """Refuse arms that are the same, and arms whose losses are those of different texts."""
         every = {name: self.facts(self.example(name)) for name in self.arms}
-        base = {name: every[self.baseline][name] for name in TEXT}
         for name, own in every.items():
-            other = difference({fact: own[fact] for fact in TEXT}, base)
+            other = difference(own, every[self.baseline], only=TEXT)
             if other:
                 key, value, expected = other
                 raise ValueError(
@@ -273,13 +269,11 @@ class Plan:
     def check_training(self, gpus):
         """Refuse what every training would refuse."""
         for name in self.arms:
-            try:
+            with of_arm(name):
                 settings, _ = self.configs(self.example(name))
                 Dataset(settings.dataset)
                 share_of_micro_steps(settings, gpus)
                 check_schedule(settings)
-            except (ValueError, OSError) as error:
-                raise type(error)(f'arm {name}: {error}') from error
 
     # --- what train.py is told ---
 
@@ -350,10 +344,6 @@ class Plan:
         with contextlib.suppress(ValueError, OSError):
             return Dataset(self.settings.dataset).fingerprint()
 
-    def max_iters(self, arm):
-        settings, _ = self.own[arm]
-        return settings.max_iters
-
     def run_folder(self, run):
         return self.folder / run.name
 
@@ -411,17 +401,23 @@ class Plan:
         return plan
 
 
-def offset_of(arm, settings):
-    offset = settings.get('seed_offset', 0)
+@contextlib.contextmanager
+def of_arm(name):
+    """Let a mistake say in which arm it is."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise type(error)(f'arm {name}: {error}') from error
+
+
+def take_offset(arm, settings):
+    """The seed_offset of an arm, which its settings then lack."""
+    offset = settings.pop('seed_offset', 0)
     if not str(offset).isdecimal():
         raise ValueError(
             f'arm {arm}: seed_offset={offset} must be a whole number, which is added to every test seed'
         )
     return int(offset)
-
-
-def without_offset(settings):
-    return {name: value for name, value in settings.items() if name != 'seed_offset'}
 
 
 def changes(own, base):
@@ -434,16 +430,19 @@ def read_plan(path):
     """What a plan.json holds; None where there is none. ValueError if it is damaged."""
     if not path.exists():
         return None
-    kinds = {'baseline': str, 'arms': dict, 'contrasts': list, 'seeds': list, 'settings': dict}
-    try:
+    plan = None
+    with contextlib.suppress(ValueError):
         plan = json.loads(path.read_text())
-        whole = all(isinstance(plan['plan'][name], kind) for name, kind in kinds.items())
-        whole = whole and all(plan[name] is not None for name in ('hash', 'date', 'commit', 'diff'))
-    except (ValueError, LookupError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f'{path} is damaged; move it away, to write the plan again')
-    return plan
+    match plan:
+        case {
+            'plan': {'arms': dict(), 'contrasts': list(), 'seeds': list(), 'settings': dict()},
+            'hash': str(),
+            'date': str(),
+            'commit': str(),
+            'diff': str(),
+        }:
+            return plan
+    raise ValueError(f'{path} is damaged; move it away, to write the plan again')
 
 
 def check_same_plan(old, new, path):

@@ -280,7 +280,7 @@ def tuning_table(comparison):
         for rate in rates:
             trial = sweep['trials'].get(rate)
             text = ''
-            if trial and not trial['complete']:
+            if trial and trial['mean'] is None:
                 text = f'{len(trial["losses"])} finished'
             elif trial:
                 text = plain(trial['mean']) if math.isfinite(trial['mean']) else 'diverged'

@@ -48,7 +48,7 @@ class Results:
         return [Run(arm, rate, seed) for seed in self.plan.tuning_seeds]
 
     def try_rate(self, arm, rate):
-        """{'losses': {seed: loss}, 'mean': ..., 'complete': whether all are there}.
+        """{'losses': {seed: loss}, 'mean': their mean, None unless all are there}.
 
         A run that diverged has an infinite loss. One that was killed, or that is another's, says
         nothing about its rate.
@@ -60,9 +60,9 @@ class Results:
                 losses[run.seed] = state.loss
             elif state.has_diverged:
                 losses[run.seed] = math.inf
-        complete = len(losses) == len(self.plan.tuning_seeds)
-        mean = statistics.fmean(losses.values()) if complete else None
-        return {'losses': losses, 'mean': mean, 'complete': complete}
+        is_complete = len(losses) == len(self.plan.tuning_seeds)
+        mean = statistics.fmean(losses.values()) if is_complete else None
+        return {'losses': losses, 'mean': mean}
 
     def tune(self, arm):
         """An arm's rates and the best of them, or None where the rates are given.
@@ -80,7 +80,6 @@ class Results:
             best = best_rate(trials)
         return {
             'trials': dict(sorted(trials.items())),
-            'complete': all(trial['complete'] for trial in trials.values()),
             'best': best,
             'edge': best in (min(trials), max(trials)),
         }
@@ -148,10 +147,11 @@ class Results:
 
 def best_rate(trials):
     """The rate of the lowest mean loss; None while a run is missing, or if every rate diverged."""
-    if not all(result['complete'] for result in trials.values()):
+    means = [(trial['mean'], rate) for rate, trial in trials.items()]
+    if None in dict(means):
         return None
-    best = min(trials, key=lambda rate: (trials[rate]['mean'], rate))
-    return best if math.isfinite(trials[best]['mean']) else None
+    mean, best = min(means)
+    return best if math.isfinite(mean) else None
 
 
 def next_rate(rates, edge):
@@ -208,4 +208,4 @@ def train(results, jobs=0, gpus=1, ended=lambda: None):
 def planned_steps(plan):
     """The steps of each run of a plan, as far as they can be foreseen: a grid of rates may be extended."""
     each = len(plan.rates) * len(plan.tuning_seeds) + len(plan.seeds)
-    return [plan.max_iters(arm) for arm in plan.arms for _ in range(each)]
+    return [settings.max_iters for settings, _ in plan.own.values() for _ in range(each)]

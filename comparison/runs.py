@@ -43,23 +43,14 @@ from train import INCIDENTAL, NOT_FINITE, TrainConfig
 
 
 def read_text(run, name):
-    """The text of a file of a run, from its folder or a pack. Raises OSError where there is none."""
+    """The text of a file of a run, from its folder or from a pack beside it; None where there is none."""
     path = Path(run, name)
-    text = '' if path.exists() else packed(path)
-    return text or path.read_text(errors='replace')
-
-
-def has_file(run, name):
-    path = Path(run, name)
-    return path.exists() or bool(packed(path))
-
-
-def packed(path):
-    """The text of a run's file in a pack beside the run's folder, '' where there is none."""
+    if path.exists():
+        return path.read_text(errors='replace')
     files = {}
     for pack in path.parent.parent.glob('runs_*.tar.xz'):
         files |= read_pack(pack)
-    return files.get(f'{path.parent.name}/{path.name}', '')
+    return files.get(f'{path.parent.name}/{name}')
 
 
 @functools.cache  # a pack is never rewritten
@@ -107,10 +98,13 @@ def read_run_config(run, *needed):
     """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
     of those `needed` is missing."""
     path = Path(run, 'config.json')
-    if not has_file(run, 'config.json') and not needed:
+    text = read_text(run, 'config.json')
+    if text is None:
+        if needed:
+            raise FileNotFoundError(f'there is no {path}')
         return {}
     try:
-        config = json.loads(read_text(run, 'config.json'))
+        config = json.loads(text)
     except ValueError:
         raise ValueError(f'{path}: not JSON') from None
     if not isinstance(config, dict):
@@ -193,12 +187,12 @@ def changes_on_the_way(entries):
     return words
 
 
-def difference(a, b, but=()):
+def difference(a, b, but=(), only=()):
     """The first (name, value, other value) in which two runs' facts differ, or None.
 
-    a, b: {name: value}, all facts or some of them. but: names of facts that may differ.
+    a, b: {name: value}. but: names of facts that may differ. only: those that count; (): all.
     """
-    for name in {**a, **b}:  # in this order
+    for name in only or {**a, **b}:  # in this order
         value, other = a.get(name), b.get(name)
         is_unrecorded = name in RECORDED and None in (value, other)
         if name in but or is_unrecorded or same_value(value, other):
@@ -232,20 +226,21 @@ def as_json(value):
 
 # --- what a run's folder holds --------------------------------------------------------------------
 
-# The kinds of State, besides `finished`: its last evaluation is in the log, and train.py saves before
-# it evaluates.
-# missing, unfinished: it has not begun, or not reached its last evaluation. damaged: its log cannot
-# be read; training resumes such a run, too, and leaves out the damaged line.
-WAITING = ('missing', 'unfinished', 'damaged')
-# failed: training ended with an error. diverged: its last evaluation is not finite. foreign: it is
-# not the run that was wanted.
-BROKEN = ('failed', 'diverged', 'damaged', 'foreign')
-
 
 @dataclass
 class State:
+    """kind: one of these.
+
+    finished             its last evaluation is in the log, and train.py saves before it evaluates
+    missing, unfinished  it has not begun, or not reached its last evaluation
+    damaged              its log cannot be read; training resumes it, and leaves out the damaged line
+    failed               training ended with an error
+    diverged             its last evaluation is not finite
+    foreign              it is not the run that was wanted
+    """
+
     folder: Path
-    kind: str  # finished, or of WAITING or BROKEN
+    kind: str
     detail: str = ''
     entries: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
@@ -287,8 +282,8 @@ class State:
 def read_state(folder, wanted=None, but=()):
     """The State of a run. wanted: the facts that it must have, but for those named in `but`."""
     folder = Path(folder)
-    failed = read_text(folder, 'failed.txt').strip() if has_file(folder, 'failed.txt') else ''
-    if not has_file(folder, 'log.jsonl'):
+    failed = (read_text(folder, 'failed.txt') or '').strip()
+    if read_text(folder, 'log.jsonl') is None:
         return State(folder, 'failed' if failed else 'missing', failed)
     state = State(folder, 'unfinished')
     losses = {}

@@ -77,24 +77,27 @@ class AnalyzeConfig:
 # --- watching a forward pass ----------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def watch(model, see, modules=(), see_output=None):
-    """Call see(layer, q, keys, values) where a layer attends, shapes as in model.attend_cross(), and
-    see_output(layer, output) after each of the modules, one per layer."""
-    layers = itertools.cycle(range(model.config.n_layer))
+def watch(model, idx):
+    """What the layers of a model do with a batch idx (B, T), three lists with an entry for each layer:
+    what it attends with, (q, keys, values) in the shapes of model.attend_cross(); what its c_attn
+    projects; and what the block gives."""
+    attended, projected, outputs = [], [], []
 
     def spy(q, keys, values, *args):
-        see(next(layers), q, keys, values)
+        attended.append((q, keys, values))
         return attend_cross(q, keys, values, *args)
-
-    def hook(layer):
-        return lambda module, args, output: see_output(layer, output)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
-        for n, module in enumerate(modules):
-            stack.callback(module.register_forward_hook(hook(n)).remove)
-        yield
+        for block in model.transformer.h:
+            for module, results in ((block.attn.c_attn, projected), (block, outputs)):
+                stack.callback(module.register_forward_hook(appending_to(results)).remove)
+        model(idx, last_only=True)
+    return attended, projected, outputs
+
+
+def appending_to(results):
+    return lambda module, args, output: results.append(output)
 
 
 def join_heads(t):
@@ -102,13 +105,14 @@ def join_heads(t):
     return t.transpose(1, 2).flatten(2)
 
 
-def stack(by_layer, model):
-    """{layer: (B, ...)} -> (B, layers, ...), NaN where a layer has none, or fewer than another."""
-    shape = max(values.shape for values in by_layer.values())
-    first = next(iter(by_layer.values()))
-    result = first.new_full((shape[0], model.config.n_layer, *shape[1:]), torch.nan)
-    for n, values in by_layer.items():
-        result[:, n][tuple(map(slice, values.shape))] = values
+def stack(layers):
+    """[(B, ...), or None] -> (B, layers, ...), NaN where a layer has none, or fewer than another."""
+    known = [values for values in layers if values is not None]
+    batch, *shape = max(values.shape for values in known)
+    result = known[0].new_full((batch, len(layers), *shape), torch.nan)
+    for n, values in enumerate(layers):
+        if values is not None:
+            result[:, n][tuple(map(slice, values.shape))] = values
     return result
 
 
@@ -116,16 +120,12 @@ def stack(by_layer, model):
 
 
 def entropy(model, idx):
-    entropies, first = {}, {}
-
-    def see(layer, q, keys, values):
-        columns = importance(q, keys)
-        entropies[layer] = torch.special.entr(columns).sum(dim=1)
-        first[layer] = columns[:, 0]
-
-    with watch(model, see):
-        model(idx, last_only=True)
-    return {'entropy': stack(entropies, model), 'first token': stack(first, model)}
+    attended, _, _ = watch(model, idx)
+    columns = [importance(q, keys) for q, keys, _ in attended]
+    return {
+        'entropy': stack([torch.special.entr(each).sum(dim=1) for each in columns]),
+        'first token': stack([each[:, 0] for each in columns]),
+    }
 
 
 def importance(q, keys):
@@ -157,19 +157,12 @@ def uniform_entropy(T):
 
 
 def similarity(model, idx):
-    series = {'hidden states': {}, 'keys': {}, 'values': {}}
-
-    def see(layer, q, keys, values):
-        series['keys'][layer] = mean_cosine(join_heads(keys[-1]))
-        series['values'][layer] = mean_cosine(join_heads(values[-1]))
-
-    def see_output(layer, output):
-        x, _, _ = output
-        series['hidden states'][layer] = mean_cosine(x)
-
-    with watch(model, see, model.transformer.h, see_output):
-        model(idx, last_only=True)
-    return {name: stack(layers, model) for name, layers in series.items()}
+    attended, _, outputs = watch(model, idx)
+    return {
+        'hidden states': stack([mean_cosine(x) for x, _, _ in outputs]),
+        'keys': stack([mean_cosine(join_heads(keys[-1])) for _, keys, _ in attended]),
+        'values': stack([mean_cosine(join_heads(values[-1])) for _, _, values in attended]),
+    }
 
 
 def mean_cosine(x):
@@ -186,28 +179,18 @@ PROJECTED, ATTENDED = 'projected values', 'values attended with'
 
 
 def spectrum(model, idx):
-    attended = {}
-
-    def see(layer, q, keys, values):
-        attended[layer] = eigenvalues(join_heads(values[-1]))
-
-    projected = {n: eigenvalues(v) for n, v in projected_values(model, idx, see).items()}
-    return {PROJECTED: stack(projected, model), ATTENDED: stack(attended, model)}
+    attended, projected, _ = watch(model, idx)
+    values = own_values(model, projected)
+    own = [v if v is None else eigenvalues(v) for v in values]
+    used = [eigenvalues(join_heads(values[-1])) for _, _, values in attended]
+    return {PROJECTED: stack(own), ATTENDED: stack(used)}
 
 
-def projected_values(model, idx, see=lambda *attention: None):
-    """{layer: its values, (B, T, C)}, heads concatenated, before any are mixed in; see as in watch()."""
-    values = {}
-
-    def see_projection(layer, output):
-        attn = model.transformer.h[layer].attn
-        if 'v' in attn.rows:  # its rows are the last
-            values[layer] = output[..., -attn.rows['v'] :].clone()  # the rest is let go
-
-    projections = [block.attn.c_attn for block in model.transformer.h]
-    with watch(model, see, projections, see_projection):
-        model(idx, last_only=True)
-    return values
+def own_values(model, projected):
+    """[a layer's values (B, T, C), heads concatenated, before any are mixed in; None if it borrows them]
+    of what watch() says the layers project."""
+    rows = [block.attn.rows.get('v') for block in model.transformer.h]  # the last ones
+    return [t[..., -n:] if n else None for n, t in zip(rows, projected, strict=True)]
 
 
 def eigenvalues(v):
@@ -224,28 +207,19 @@ def mapping(model, idx):
         raise ValueError(
             'mapping compares a layer with the one before: the model has a single layer'
         )
-    series = {EQ_3: {}, EQ_6: {}}
-    before = None  # k and v of the previous layer
-
-    def see(layer, q, keys, values):
-        nonlocal before
-        k, v = keys[-1], values[-1]
-        if before:
-            k_before, v_before = before
-            cross = join_heads(attend_cross(q, [k_before, k], [v_before, v])).double()
-            identity = to_query_heads(v_before, q)
-            approximations = {
-                EQ_3: attend(q, k, v + v_before),
-                EQ_6: attend(q, k, v) + identity,
-            }
-            for name, y in approximations.items():
-                cosines = F.cosine_similarity(cross, join_heads(y).double(), dim=2)
-                series[name][layer] = cosines.mean(dim=1)
-        before = k, v
-
-    with watch(model, see):
-        model(idx, last_only=True)
-    return {name: stack(layers, model) for name, layers in series.items()}
+    attended, _, _ = watch(model, idx)
+    by_equation = {EQ_3: [None], EQ_6: [None]}
+    for (_, keys_before, values_before), (q, keys, values) in itertools.pairwise(attended):
+        k, v, v_before = keys[-1], values[-1], values_before[-1]
+        cross = join_heads(attend_cross(q, [keys_before[-1], k], [v_before, v])).double()
+        approximations = {
+            EQ_3: attend(q, k, v + v_before),
+            EQ_6: attend(q, k, v) + to_query_heads(v_before, q),
+        }
+        for name, y in approximations.items():
+            cosines = F.cosine_similarity(cross, join_heads(y).double(), dim=2)
+            by_equation[name].append(cosines.mean(dim=1))
+    return {name: stack(layers) for name, layers in by_equation.items()}
 
 
 ANALYSES = {
@@ -285,19 +259,21 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in projected_values(model, idx).items():
-            sums.setdefault(n, torch.zeros(len(counts), v.size(2), dtype=torch.float64).to(device))
-            sums[n].index_add_(0, place[idx[known]], v[known].double())
+        for n, v in enumerate(own_values(model, watch(model, idx)[1])):
+            if v is not None:
+                zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
+                sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
 
     parts = []  # of each batch: what the tokens leave, what there is, which positions are judged
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
-        left, total = {}, {}
-        for n, v in projected_values(model, idx).items():
-            means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
-            left[n] = squares(v - means[place[idx]], known)
-            total[n] = squares(v - mean, known)
-        parts.append([stack(left, model), stack(total, model), known.double().mean(dim=1)])
+        left, total = [None] * model.config.n_layer, [None] * model.config.n_layer
+        for n, v in enumerate(own_values(model, watch(model, idx)[1])):
+            if v is not None:
+                means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
+                left[n] = squares(v - means[place[idx]], known)
+                total[n] = squares(v - mean, known)
+        parts.append([stack(left), stack(total), known.double().mean(dim=1)])
 
     left, total, covered = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
     ratio = left.sum(axis=0) / total.sum(axis=0)
@@ -479,36 +455,35 @@ def figure_of(numbers, title=''):
     kind, reports = numbers['analysis'], numbers['runs']
     usual, y_label, panels = PANELS[kind]
     labels, look = draw.labels_and_looks(reports)
-    figure = draw.pyplot().figure(figsize=(3.1 * max(len(panels), 2), 4.2), layout='constrained')
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    if kind == 'spectrum':  # one quantity has one axis
-        axes[2].sharey(axes[1])
+    seeds = max(report.get('seeds', 1) for report in reports.values())
+    over = 'sequences' if seeds == 1 else seeds_text(seeds)
+    title = f'{title or usual}\nbands: one standard error over {over}'
+    size = (3.1 * max(len(panels), 2), 4.2)
+    figure, grid = draw.picture(title, size, ncols=len(panels), squeeze=False)
+    axes = grid[0]
+    if kind == 'spectrum':
+        axes[2].sharey(axes[1])  # one quantity has one axis
+        for ax in axes:
+            ax.set_yscale('log')
     for ax, (panel, series) in zip(axes, panels.items(), strict=True):
         for run, report in reports.items():
             for name, marker in zip(series, '.x', strict=False):
                 mean, error = curve_of(kind, panel, report['series'][name])
-                words = [labels[run]] + [name] * (len(series) > 1)
+                label = labels[run] if len(series) == 1 else f'{labels[run]}: {name}'
                 x = np.arange(1, len(mean) + 1)
-                line = {'marker': marker, 'markersize': 4, 'label': ': '.join(words), **look[run]}
-                ax.plot(x, mean, **line)
+                ax.plot(x, mean, marker=marker, markersize=4, label=label, **look[run])
                 band = {'color': look[run]['color'], 'alpha': 0.2, 'linewidth': 0}
                 ax.fill_between(x, mean - error, mean + error, **band)
         ax.set_title(panel, fontsize=10)
         ax.set_xlabel('index of the eigenvalue' if panel == FIRST_LAYER else 'layer')
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.grid(alpha=0.3)
-        if kind == 'spectrum':
-            ax.set_yscale('log')
     axes[0].set_ylabel(y_label)
     if kind == 'entropy':
         for T in sorted({report['length'] for report in reports.values()}):
             label = f'uniform attention, {T} tokens'
             axes[0].axhline(uniform_entropy(T), color='#BBBBBB', linewidth=1, label=label)
-    place = {'loc': 'outside lower center', 'ncols': 2, 'frameon': False}
-    figure.legend(*axes[0].get_legend_handles_labels(), **place)
-    counts = {report.get('seeds', 1) for report in reports.values()}
-    over = 'sequences' if counts == {1} else f'{seeds_text(max(counts))}'
-    figure.suptitle(f'{title or usual}\nbands: one standard error over {over}', fontsize=11)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc='outside lower center', ncols=2, frameon=False)
     return figure
 
 

@@ -260,9 +260,9 @@ def pyplot():
     return plot
 
 
-def picture(title, **options):
+def picture(title, size=SIZE, **options):
     """(figure, its axes), as many as the options of matplotlib's subplots() say."""
-    figure, axes = pyplot().subplots(figsize=SIZE, layout='constrained', **options)
+    figure, axes = pyplot().subplots(figsize=size, layout='constrained', **options)
     figure.suptitle(title, fontsize=11)
     for ax in np.ravel(axes):
         ax.grid(alpha=0.3)

@@ -124,7 +124,7 @@ def series_of(reports, kind, run):
         return None
     stated = report.get('settings', report['config'])  # older ones state their model alone
     steps = run.facts['max_iters']
-    found = difference(stated, {name: run.facts.get(name) for name in stated}, ('resumed',))
+    found = difference(stated, run.facts, ('resumed',), stated)
     if not found and report.get('step', steps) != steps:
         found = 'step', report['step'], steps
     if found:

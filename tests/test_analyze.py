@@ -207,10 +207,8 @@ def test_only_layers_that_project_values_have_a_spectrum_of_projected_values():
 
 def test_layers_that_own_fewer_heads_have_fewer_eigenvalues(tmp_path):
     """In a fork, a layer may project the values of some heads alone, and attend with others'."""
-    config = GPTConfig(**SIZE)
-    model = GPT(config).eval()
-    layers = {0: torch.rand(2, 16).double(), 1: torch.rand(2, 8).double()}
-    values = analyze.stack(layers, model)
+    layers = [torch.rand(2, 16).double(), torch.rand(2, 8).double(), None]
+    values = analyze.stack(layers)
     assert values.shape == (2, 3, 16)
     assert torch.equal(values[:, 1, :8], layers[1]) and values[:, 1, 8:].isnan().all()
     assert values[:, 2].isnan().all()
