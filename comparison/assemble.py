@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from comparison import measures
 from comparison.plan import TEXT, all_contrasts, changes, contrast_name, parse_contrasts
 from comparison.runs import ROUNDING, difference, gpt_config, read_state, same_but_seeds
-from comparison.verdict import describe, judge, paired_differences
+from comparison.verdict import describe, judge, paired, paired_differences
 from model import GPTConfig
 
 # --- the comparison -------------------------------------------------------------------------------
@@ -87,9 +87,9 @@ def assemble(title, arms, contrasts, incomplete, timing, problems, states):
     verdicts = judge(differences, incomplete)
     for ours, theirs in contrasts:
         verdict = verdicts[contrast_name(ours, theirs)]
-        losses = [arms[name].losses() for name in (ours, theirs)]
-        pairs = [[each[seed] for seed in verdict['differences']] for each in losses]
-        verdict |= {'ours': ours, 'theirs': theirs, 'losses': [mean_and_sd(each) for each in pairs]}
+        pairs = paired(arms[ours].losses(), arms[theirs].losses()).values()
+        losses = [mean_and_sd(each) for each in zip(*pairs, strict=True)]
+        verdict |= {'ours': ours, 'theirs': theirs, 'losses': losses}
     table = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
     for name in table:
         table[name] |= measures.step_time(timing, name, baseline)
@@ -231,7 +231,7 @@ SHARED = (*TEXT, 'max_iters', 'data', 'resumed')
 
 def why_incomparable(ours, theirs):
     """Why two arms of existing runs have no verdict, or ''."""
-    pairs = [(x, theirs.states[seed]) for seed, x in ours.states.items() if seed in theirs.states]
+    pairs = list(paired(ours.states, theirs.states).values())
     for pair in pairs:
         for state in pair:
             if state.kind != 'finished':

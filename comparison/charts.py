@@ -7,13 +7,17 @@ axes, --faint for grids, --c0 for the baseline and --c1, --c2, ... for the other
 
 import functools
 import io
-import math
 import re
+
+import numpy as np
+
+from comparison.verdict import describe, half_width
 
 INK, FAINT = '#010101', '#020202'
 MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
 COLORS = 9  # --c0 to --c8; more arms begin again, dashed
-WIDTH, HEIGHT = 4.2, 3.0  # inches; the page scales them
+WIDTH = 4.2  # inches; the page scales them
+SIZE = (7.4, 3.7)  # of curves: in a README, their letters are as large as the text's
 STYLE = {
     'svg.fonttype': 'none',
     'svg.hashsalt': 'comparison',  # the same drawing is the same text
@@ -29,7 +33,6 @@ STYLE = {
     'grid.color': FAINT,
     'font.size': 10,
     'axes.formatter.useoffset': False,
-    'axes.formatter.min_exponent': 3,
 }
 
 
@@ -39,6 +42,7 @@ def pyplot():
     except ImportError:
         raise OSError('drawing needs matplotlib: pip install matplotlib') from None
     matplotlib.use('Agg')
+    matplotlib.rcParams['axes.formatter.min_exponent'] = 3  # a log axis says 2.5, not 2.5 x 10^0
     import matplotlib.pyplot
 
     return matplotlib.pyplot
@@ -87,6 +91,14 @@ def line_style(index):
     return {'color': color(index), 'linestyle': '-' if index < COLORS else '--'}
 
 
+def signed(value, digits=4):
+    return '' if value is None else f'{value:+.{digits}f}'.replace('-', MINUS)
+
+
+def seeds_text(count):
+    return '1 seed' if count == 1 else f'{count} seeds'
+
+
 # --- the plots ------------------------------------------------------------------------------------
 
 
@@ -127,75 +139,96 @@ def draw_row(axes, y, numbers, shade, interval, sign=1, label=None):
     axes.plot(sign * numbers['mean'], y, 'D', color=shade, markersize=6, label=label)
 
 
-def panels(count, title):
-    """(figure, grid of axes), two in a row at most, with one title; axes that are not used are gone."""
-    rows, columns = math.ceil(count / 2), min(2, count)
-    drawing, grid = pyplot().subplots(
-        rows,
-        columns,
-        figsize=(WIDTH, HEIGHT if rows == 1 else 0.6 + 1.7 * rows),
-        layout='constrained',
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
-    drawing.suptitle(title, x=0.02, ha='left', fontsize=10)
-    for axes in grid.flat:
-        axes.grid(linewidth=0.6)
-        axes.tick_params(labelbottom=True)
-    for axes in grid.flat[count:]:
-        axes.remove()
-    return drawing, grid
+def picture(title, size=SIZE, **options):
+    """(figure, its axes), as many as the options of matplotlib's subplots() say."""
+    figure, axes = pyplot().subplots(figsize=size, layout='constrained', **options)
+    figure.suptitle(title, fontsize=11)
+    for ax in np.ravel(axes):
+        ax.grid(linewidth=0.4)
+    return figure, axes
+
+
+# Of a legend beside the axes, where it hides nothing.
+BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.05, 0.5), 'frameon': False}
+
+
+def curves_picture(arms, labels, look, baseline, smooth, title=''):
+    """The curve of each seed, thin, and the mean; beside them where they end, with 95% intervals.
+
+    arms: from curves.measure_curves(). labels, look: {name: ...}. baseline: what the zero line is.
+    """
+    figure, (left, right) = picture(title, ncols=2, width_ratios=(5, 1), sharey=True)
+    left.axhline(0, color=INK, linewidth=1)
+    right.axhline(0, color=INK, linewidth=1, label=baseline)
+    for column, (name, arm) in enumerate(arms.items()):
+        each = list(arm['curves'].values())
+        if len(each) > 1:
+            left.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
+        left.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, **look[name])
+        draw_end(right, column, describe(arm['ends']), labels[name], look[name])
+    left.set_ylim(limits_of(arms.values()))
+    left.margins(x=0)
+    left.set_xlabel(f'step (curves: mean of {smooth} steps)')
+    left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
+    left.set_title('training loss', fontsize=10)
+    right.set_title(next(iter(arms.values()))['end'], fontsize=10)
+    counts = sorted({len(arm['ends']) for arm in arms.values()})
+    right.set_xlabel(' or '.join(map(seeds_text, counts)))
+    right.set_xlim(-0.7, len(arms) - 0.3)
+    right.set_xticks([])
+    right.legend(**BESIDE)
+    return figure
+
+
+def draw_end(axes, x, end, label, look):
+    """Seeds, mean and interval in a column of their own; end: from verdict.describe()."""
+    words = signed(end['mean'], 3)
+    if end['low'] is not None:
+        words += f' ± {half_width(end):.3f}'
+        axes.plot([x, x], [end['low'], end['high']], color=look['color'])
+    dots = list(end['differences'].values())
+    axes.plot([x - 0.25] * len(dots), dots, 'o', color=look['color'], markersize=2.5, alpha=0.6)
+    axes.plot(x, end['mean'], 'D', markersize=4, color=look['color'])
+    axes.plot([], [], label=f'{words}  {label}', **look)
+
+
+def limits_of(arms):
+    """The limits of an axis of curves and ends. The first tenth of the steps, where losses differ by more
+    than they ever will again, does not count."""
+    shown = [0.0]
+    for arm in arms:
+        for curve in arm['curves'].values():
+            shown += curve[len(curve) // 10 :]
+        shown += arm['ends'].values()
+    margin = 0.1 * (max(shown) - min(shown)) or 1.0
+    return min(shown) - margin, max(shown) + margin
 
 
 @styled
-def relative_curves(curves, arms):
-    """Training loss minus the baseline's: seeds thin, mean thick, its 95% interval as a band.
-
-    A panel for each arm.
-    """
+def relative_curves(curves, arms, smooth):
+    """curves_picture() of a comparison's arms, of which the first is the baseline."""
     if not curves:
         return ''
-    title = 'Training loss minus the baseline\N{RIGHT SINGLE QUOTATION MARK}s (nats)'
-    drawing, grid = panels(len(curves), title)
-    late = [0.0]
-    for axes, (name, curve) in zip(grid.flat, curves.items(), strict=False):
-        style, steps = line_style(arms.index(name)), curve['steps']
-        zero_line(axes)
-        if curve['half']:
-            pairs = list(zip(curve['mean'], curve['half'], strict=True))
-            low, high = [m - h for m, h in pairs], [m + h for m, h in pairs]
-            axes.fill_between(steps, low, high, color=style['color'], alpha=0.18, linewidth=0)
-        for values in curve['seeds'].values():
-            axes.plot(steps, values, linewidth=0.6, alpha=0.5, **style)
-            # The first steps, where losses fall by nats, must not squeeze the rest.
-            late += [
-                value for step, value in zip(steps, values, strict=True) if step > steps[-1] / 10
-            ]
-        axes.plot(steps, curve['mean'], linewidth=1.8, **style)
-        axes.set_title(name, fontsize=9)
-        axes.set_xscale('log')
-        axes.xaxis.set_major_formatter(lambda x, position: f'{x:,g}')
-        axes.set_xlabel('step')
-    margin = 0.08 * (max(late) - min(late)) or 0.01
-    axes.set_ylim(min(late) - margin, max(late) + margin)
+    look = {name: line_style(arms.index(name)) for name in curves}
+    drawing = curves_picture(curves, dict(zip(curves, curves, strict=True)), look, arms[0], smooth)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
 
 
 @styled
 def mixing_weights(mixing, arms):
-    """The mixing weights that layers have learned: a panel per arm, a line per seed."""
+    """The mixing weights that layers have learned: a color per arm, a line per seed."""
     mixing = {name: seeds for name, seeds in mixing.items() if seeds}
     if not mixing:
         return ''
-    drawing, grid = panels(len(mixing), 'Learned mixing weights (dots: sources, squares: own)')
-    for axes, (name, seeds) in zip(grid.flat, mixing.items(), strict=False):
-        shade = color(arms.index(name))
+    drawing, axes = picture('Learned mixing weights (dots: sources, squares: own)')
+    for name, seeds in mixing.items():
+        look = {'color': color(arms.index(name)), 'markersize': 3, 'linewidth': 1}
+        axes.plot([], [], label=name, **look)
         for layers in seeds.values():
             sources, own = zip(*layers.values(), strict=True)
-            axes.plot(list(layers), sources, '-o', color=shade, markersize=3, linewidth=1)
-            axes.plot(list(layers), own, '--s', color=color(0), markersize=3, linewidth=1)
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel('layer')
-        axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.plot(list(layers), sources, '-o', **look)
+            axes.plot(list(layers), own, '--s', **look)
+    axes.set_xlabel('layer')
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(**BESIDE)
     return svg(drawing, 'Learned mixing weights by layer, a line per seed')

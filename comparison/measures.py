@@ -11,18 +11,16 @@ import statistics
 import sys
 import time
 
-import numpy as np
 import torch
 
 from bench import Row, attempt, compile_rows_apart
-from comparison.verdict import LEAST_SEEDS, t_test
+from comparison.curves import measure_curves, smoothing
+from comparison.verdict import paired
 from lib.files import write_json
 from lib.machine import Machine
 from model import GPT
 
 WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and time for all of them
-POINTS = 150  # of a curve that is drawn
-WINDOW = 0.02  # of a run's steps: over so many of them, curves are smoothed
 
 # --- cost -----------------------------------------------------------------------------------------
 
@@ -161,48 +159,15 @@ def trouble(states):
     return {'skipped': skipped, 'spikes': spikes}
 
 
-def smooth_losses(state, shares):
-    """A run's training loss at shares of its steps, each a mean over WINDOW before it."""
-    losses = state.training()
-    steps, values = np.array(list(losses)), np.array(list(losses.values()))
-    window = max(1, round(WINDOW * len(steps)))
-    means = np.convolve(values, np.ones(window) / window, mode='valid')
-    ends = (steps[window - 1 :] + 1) / state.config['max_iters']
-    return np.interp(shares, ends, means)
-
-
 def relative_curves(arms, baseline):
-    """{arm: curve} of the training loss minus the baseline's of the same seed, of finished runs.
-
-    A curve: {'steps': of the baseline, 'seeds': {seed: [...]}, 'mean', 'half': half width of the 95%
-    t interval or None}. An arm of another number of steps is taken at the same share of them.
-    """
-    shares = np.geomspace(WINDOW, 1, POINTS)
-    losses = {name: finished_losses(arm, shares) for name, arm in arms.items()}
-    steps = (shares * arms[baseline].facts['max_iters']).tolist()
-    curves = {}
-    for name in arms:
-        seeds = losses[name].keys() & losses[baseline].keys() if name != baseline else ()
-        each = {seed: losses[name][seed] - losses[baseline][seed] for seed in sorted(seeds)}
-        if not each:
-            continue
-        values = np.array(list(each.values()))
-        half = t_test(values.T)[2].tolist() if len(values) >= LEAST_SEEDS else None
-        curves[name] = {
-            'steps': steps,
-            'seeds': {seed: curve.tolist() for seed, curve in each.items()},
-            'mean': values.mean(axis=0).tolist(),
-            'half': half,
-        }
-    return curves
-
-
-def finished_losses(arm, shares):
-    """{seed: smooth_losses()} of an arm's finished runs."""
-    states = {seed: state for seed, state in arm.states.items() if state.kind == 'finished'}
-    return {
-        seed: smooth_losses(state, shares) for seed, state in states.items() if state.training()
-    }
+    """measure_curves() of the finished runs of all arms but the baseline."""
+    finished = {}
+    for name, arm in arms.items():
+        states = arm.states.items()
+        finished[name] = {s: x for s, x in states if x.kind == 'finished' and x.training()}
+    zero = finished.pop(baseline)
+    pairs = {name: paired(own, zero) for name, own in finished.items() if own.keys() & zero.keys()}
+    return measure_curves(pairs, smoothing(arms[baseline].facts['max_iters']))
 
 
 def mixing_weights(arm):

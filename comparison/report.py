@@ -9,17 +9,12 @@ import html as escaping
 import math
 
 from comparison import charts
-from comparison.charts import MINUS, TIMES
+from comparison.charts import MINUS, TIMES, seeds_text, signed
+from comparison.curves import smoothing
 from comparison.verdict import half_width
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
-
-
-def signed(value, digits=4):
-    if value is None:
-        return ''
-    return f'{value:+.{digits}f}'.replace('-', MINUS)
 
 
 def plain(value, digits=4):
@@ -35,10 +30,6 @@ def p_text(p):
 def interval(contrast):
     low, high = contrast['low_holm'], contrast['high_holm']
     return '' if low is None else f'{signed(low)} to {signed(high)}'
-
-
-def seeds_text(count):
-    return '1 seed' if count == 1 else f'{count} seeds'
 
 
 def listed(values):
@@ -365,9 +356,9 @@ p.summary { margin: 0 0 14px; font-size: 1.1rem; font-weight: 600; }
 .verdict p + p { color: var(--soft); }
 .better { border-color: var(--better); } .better b { color: var(--better); }
 .worse { border-color: var(--worse); } .worse b { color: var(--worse); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr));
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr));
   gap: 18px 28px; align-items: start; margin-top: 16px; }
-.plots svg { width: 100%; height: auto; max-width: 520px; }
+.plots svg { width: 100%; height: auto; max-width: 720px; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; background: linear-gradient(to right, var(--paper) 40%, transparent) local,
   linear-gradient(to left, var(--paper) 40%, transparent) right local,
@@ -444,8 +435,9 @@ def html_row(tag, cells):
 def plots(comparison):
     """The SVGs that have something to show, below the forest."""
     arms = list(comparison['arms'])
+    steps = comparison['arms'][comparison['baseline']]['steps']
     drawings = [
-        charts.relative_curves(comparison['curves'], arms),
+        charts.relative_curves(comparison['curves'], arms, smoothing(steps)),
         charts.mixing_weights(comparison['mixing'], arms),
     ]
     return ''.join(f'<div>{drawing}</div>' for drawing in drawings if drawing)

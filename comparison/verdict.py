@@ -55,9 +55,13 @@ def distributions():
 # --- the test -------------------------------------------------------------------------------------
 
 
+def paired(ours, theirs):
+    """{seed: (ours, theirs)} of the seeds that both have; ours, theirs: {seed: anything}."""
+    return {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
+
+
 def paired_differences(ours, theirs):
-    """{seed: ours - theirs} of the seeds that both have; ours, theirs: {seed: loss}."""
-    return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+    return {seed: a - b for seed, (a, b) in paired(ours, theirs).items()}
 
 
 def t_test(differences, level=LEVEL):

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import model as architecture
-from comparison.report import seeds_text
+from comparison.charts import seeds_text
 from comparison.runs import as_json, facts
 from configurator import choose, first_line, one_line_errors
 from hub.read import load as load_hub

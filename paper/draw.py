@@ -20,16 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from comparison import charts
-from comparison.report import seeds_text, signed
+from comparison.charts import BESIDE, curves_picture, picture, pyplot
+from comparison.curves import measure_curves
 from comparison.runs import gpt_config, named_runs, read_run_config, read_state
-from comparison.verdict import describe, half_width
+from comparison.verdict import paired
 from configurator import choose, one_line_errors
 from lib.tables import markdown_table
 from paper import figures, losses, wiring
 from paper.figures import R, S, V
-
-SIZE = (7.4, 3.7)  # of a panel, in inches: in a README, its letters are as large as the text's
 
 # Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart. A model that several
 # figures show has the same one in each.
@@ -80,87 +78,6 @@ def labels_and_looks(runs):
 
 
 # --- curves ---------------------------------------------------------------------------------------
-
-
-def measure_curves(pairs, smooth):
-    """What draw_curves() shows, ready for JSON; pairs: {name: {seed: (ours, theirs)}}.
-
-    {name: {'steps', 'curves': {seed: [...]}, 'end': what the ends are, 'ends': {seed: difference}}}; a
-    point of a curve is a mean of `smooth` steps.
-    """
-    result = {}
-    for name, of_seeds in pairs.items():
-        curves, ends = {}, {}
-        for seed, pair in of_seeds.items():
-            steps, values = losses.smoothed(*losses.pair_series(*pair), smooth)
-            curves[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
-            ends[seed] = losses.validation_difference(*pair, 0)
-        # All take the same steps, but may have logged others of them.
-        common = sorted(set.intersection(*map(set, curves.values())))
-        each = {seed: [curve[step] for step in common] for seed, curve in curves.items()}
-        result[name] = {'steps': common, 'curves': each, 'end': 'validation loss', 'ends': ends}
-    return result
-
-
-def curves_picture(arms, labels, look, baseline, smooth, title=''):
-    """The curve of each seed, thin, and the mean; beside them where they end, with 95% intervals.
-
-    arms: from measure_curves(). labels, look: {name: ...}. baseline: what the zero line is.
-    """
-    figure, (left, right) = picture(title, ncols=2, width_ratios=(5, 1), sharey=True)
-    left.axhline(0, color=COLORS[V], linewidth=1)
-    right.axhline(0, color=COLORS[V], linewidth=1, label=baseline)
-    for column, (name, arm) in enumerate(arms.items()):
-        each = list(arm['curves'].values())
-        if len(each) > 1:
-            left.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
-        left.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, **look[name])
-        draw_end(right, column, describe(arm['ends']), labels[name], look[name])
-    left.set_ylim(limits_of(arms.values()))
-    left.margins(x=0)
-    left.set_xlabel(f'step (curves: mean of {smooth} steps)')
-    left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
-    left.set_title('training loss', fontsize=10)
-    right.set_title(next(iter(arms.values()))['end'], fontsize=10)
-    counts = sorted({len(arm['ends']) for arm in arms.values()})
-    right.set_xlabel(' or '.join(map(seeds_text, counts)))
-    right.set_xlim(-0.7, len(arms) - 0.3)
-    right.set_xticks([])
-    right.legend(**BESIDE)
-    return figure
-
-
-# Of a legend beside the axes, where it hides nothing.
-BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.05, 0.5), 'frameon': False}
-
-
-def draw_end(axes, x, end, label, look):
-    """Seeds, mean and interval in a column of their own; end: from verdict.describe()."""
-    words = signed(end['mean'], 3)
-    if end['low'] is not None:
-        words += f' ± {half_width(end):.3f}'
-        axes.plot([x, x], [end['low'], end['high']], color=look['color'])
-    dots = list(end['differences'].values())
-    axes.plot([x - 0.25] * len(dots), dots, 'o', color=look['color'], markersize=2.5, alpha=0.6)
-    axes.plot(x, end['mean'], 'D', markersize=4, color=look['color'])
-    axes.plot([], [], label=f'{words}  {label}', **look)
-
-
-def limits_of(arms):
-    """The limits of an axis of curves and ends. The first steps, where losses differ by more than they
-    ever will again, do not count: of a mean, the first fiftieth, of a seed, the first fifth."""
-    shown = [0.0]
-    for arm in arms:
-        each = np.array(list(arm['curves'].values()))
-        steps = each.shape[1]
-        parts = [
-            each[:, steps // 5 :],
-            each.mean(axis=0)[steps // 50 :],
-            list(arm['ends'].values()),
-        ]
-        shown += [bound for part in parts for bound in (np.min(part), np.max(part))]
-    margin = 0.1 * (max(shown) - min(shown)) or 1.0
-    return min(shown) - margin, max(shown) + margin
 
 
 def print_curves(arms):
@@ -254,21 +171,6 @@ def measure_critical(pairs, smooth):
 # --- matplotlib -----------------------------------------------------------------------------------
 
 
-def pyplot():
-    plot = charts.pyplot()
-    plot.rcParams['axes.formatter.min_exponent'] = 2  # a log axis says 2.5, not 2.5 x 10^0
-    return plot
-
-
-def picture(title, size=SIZE, **options):
-    """(figure, its axes), as many as the options of matplotlib's subplots() say."""
-    figure, axes = pyplot().subplots(figsize=size, layout='constrained', **options)
-    figure.suptitle(title, fontsize=11)
-    for ax in np.ravel(axes):
-        ax.grid(alpha=0.3)
-    return figure, axes
-
-
 def save(figure, out):
     """Write a picture; without an ending, it is a PNG."""
     out = Path(out)
@@ -306,12 +208,10 @@ def draw_relative(settings):
     pairs = {}
     for name in others:
         losses.check_pair(runs[name], runs[baseline], {'seed'})
-        common = [seed for seed in arms[name] if seed in arms[baseline]]
-        if not common:
+        both = paired(arms[name], arms[baseline])
+        if not both:
             raise ValueError(f'{name} and {baseline} have no seed in common')
-        pairs[name] = {
-            seed: (runs[arms[name][seed]], runs[arms[baseline][seed]]) for seed in common
-        }
+        pairs[name] = {seed: (runs[ours], runs[theirs]) for seed, (ours, theirs) in both.items()}
     if not pairs:
         raise ValueError('relative needs a baseline and at least one other model')
     curves = measure_curves(pairs, settings.window)

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from comparison import charts
-from comparison.report import seeds_text
+from comparison.charts import seeds_text
 from comparison.runs import difference, read_state
-from comparison.verdict import describe, half_width, judge
+from comparison.verdict import describe, half_width, judge, paired
 from configurator import first_line
 from lib.tables import markdown_table
 from paper import losses
@@ -92,11 +92,10 @@ def key_of(config):
 def pairs_of(pool, ours, theirs, but=()):
     """{seed: (our run, theirs)} of the seeds that both arms have. Raises ValueError where the two differ
     in more than their models, learning rates and what is in `but`."""
-    a, b = pool.get(ours, {}), pool.get(theirs, {})
-    pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())}
+    pairs = paired(pool.get(ours, {}), pool.get(theirs, {}))
     for pair in pairs.values():
         losses.check_pair(*pair, but)
-    return pairs
+    return dict(sorted(pairs.items()))
 
 
 def read_reports(folder):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from comparison.curves import pair_series, smoothed, validation_difference
 from comparison.runs import difference, same_but_seeds
 from comparison.verdict import LEVEL, distributions
 from model import GPT, GPTConfig
@@ -48,29 +49,6 @@ def arms_of(facts):
 
 
 # --- training losses ------------------------------------------------------------------------------
-
-
-def pair_series(ours, theirs):
-    """(steps, ours - theirs) of the steps that both have logged."""
-    a, b = ours.training(), theirs.training()
-    steps = sorted(a.keys() & b.keys())
-    if not steps:
-        raise ValueError(f'{ours.folder} and {theirs.folder} have no step in common')
-    return np.array(steps), np.array([a[step] - b[step] for step in steps])
-
-
-def points_in(steps, window):
-    """How many of the logged steps lie in `window` steps: fewer where not every step was logged."""
-    interval = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    return max(1, window // interval)
-
-
-def smoothed(steps, values, window):
-    """(steps, means over `window` steps). A mean belongs to its last step: it uses no later ones."""
-    points = points_in(steps, window)
-    if len(steps) < points:
-        raise ValueError(f'there are {len(steps)} steps, fewer than the {window} of a mean')
-    return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
 
 
 def late_difference(ours, theirs, window):
@@ -272,16 +250,6 @@ def block_interval(values):
 def standard_error(means):
     """Of the mean over the last dimension."""
     return means.std(axis=-1, ddof=1) / np.sqrt(means.shape[-1])
-
-
-def validation_difference(ours, theirs, last):
-    """Validation loss minus the baseline's, of the same step, `last` or later; None without one."""
-    a, b = ours.evaluations(), theirs.evaluations()
-    for step in sorted(a.keys() & b.keys(), reverse=True):
-        losses = a[step]['mean'], b[step]['mean']
-        if step >= last and None not in losses:
-            return losses[0] - losses[1]
-    return None
 
 
 def first_step_behind(steps, difference):

@@ -1,0 +1,82 @@
+"""
+Curves: the training loss of runs minus that of their baselines, and the difference at their ends.
+
+A pair is (a run, its baseline), two States of comparison/runs.py. Losses are in nats per token.
+"""
+
+import numpy as np
+
+POINTS = 500  # of a curve, at most
+
+
+def pair_series(ours, theirs):
+    """(steps, ours - theirs) of the steps that both have logged.
+
+    A baseline of another number of steps is taken at the same share of them.
+    """
+    a, b = ours.training(), theirs.training()
+    ratio = theirs.config['max_iters'] / ours.config['max_iters']
+    if ratio != 1:
+        shares = np.interp(ratio * np.array(list(a)), list(b), list(b.values()))
+        b = dict(zip(a, shares, strict=True))
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        raise ValueError(f'{ours.folder} and {theirs.folder} have no step in common')
+    return np.array(steps), np.array([a[step] - b[step] for step in steps])
+
+
+def points_in(steps, window):
+    """How many of the logged steps lie in `window` steps: fewer where not every step was logged."""
+    interval = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    return max(1, window // interval)
+
+
+def smoothed(steps, values, window):
+    """(steps, means over `window` steps). A mean belongs to its last step: it uses no later ones."""
+    points = points_in(steps, window)
+    if len(steps) < points:
+        raise ValueError(f'there are {len(steps)} steps, fewer than the {window} of a mean')
+    return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
+
+
+def validation_difference(ours, theirs, last):
+    """Validation loss minus the baseline's, of the same step, `last` or later; None without one."""
+    a, b = ours.evaluations(), theirs.evaluations()
+    for step in sorted(a.keys() & b.keys(), reverse=True):
+        losses = a[step]['mean'], b[step]['mean']
+        if step >= last and None not in losses:
+            return losses[0] - losses[1]
+    return None
+
+
+def end_of(ours, theirs):
+    """The difference of the validation losses at the end; None where it is not known."""
+    if ours.loss is None or theirs.loss is None:
+        return validation_difference(ours, theirs, 0)
+    return ours.loss - theirs.loss
+
+
+def smoothing(steps):
+    """Over how many of its steps the curves of a comparison are smoothed."""
+    return max(1, steps // 50)
+
+
+def measure_curves(pairs, smooth):
+    """What charts.curves_picture() shows, ready for JSON; pairs: {name: {seed: (ours, theirs)}}.
+
+    {name: {'steps', 'curves': {seed: [...]}, 'end': what the ends are, 'ends': {seed: difference}}}; a
+    point of a curve is a mean of `smooth` steps.
+    """
+    result = {}
+    for name, of_seeds in pairs.items():
+        curves, ends = {}, {}
+        for seed, pair in of_seeds.items():
+            steps, values = smoothed(*pair_series(*pair), smooth)
+            curves[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
+            ends[seed] = end_of(*pair)
+        # All take the same steps, but may have logged others of them.
+        common = sorted(set.intersection(*map(set, curves.values())))
+        common = common[:: -max(1, len(common) // POINTS)][::-1]  # with the last one
+        each = {seed: [curve[step] for step in common] for seed, curve in curves.items()}
+        result[name] = {'steps': common, 'curves': each, 'end': 'validation loss', 'ends': ends}
+    return result
