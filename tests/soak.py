@@ -1,94 +1,175 @@
 """
-Preparation, training and comparison, killed and damaged at random, by hand: nothing that was saved may
-be lost, the end must be the same as without, and exit statuses must be true.
+A comparison, killed and damaged at random, by hand: nothing that was saved may be lost, the end must be
+the same as without, and exit statuses must be true.
 
-$ python tests/soak.py --kills=200 --cuts=50 --disks=20 --seed=1    # hours; the defaults take minutes
+$ python tests/soak.py --kills=200 --cuts=50 --disks=20 --seed=1    # an hour; the defaults: minutes
 
-A failure prints the seed and keeps the folder. Needs Linux, and root for the full disks.
+A failure prints what was found, and keeps the folder. Needs Linux, and root for the full disks.
 """
 
 import ctypes
+import multiprocessing
 import os
 import random
+import re
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-from conftest import ROOT
-from runs import TINY, history, newest, same, snapshot
+from conftest import ROOT, write_dataset
+from runs import FORKS, TINY, finish, fork, newest, same
 
+from comparison import launch
+from comparison.runs import read_state
 from configurator import configure
 from lib.machine import INTERRUPTED
-from lib.rundir import steps_of
+from lib.rundir import checkpoints, read_checkpoint, read_log, steps_of
 
-PREPARE = [ROOT / 'prepare_slimpajama.py', '--source=stdlib', '--tokenizer=bytes', '--tokens=0']
 # Checkpoints are written and the whole validation split is evaluated so often that many a kill comes
 # in the middle of one of them.
 SETTINGS = dict(
     TINY,
-    dataset='whole',
-    vocab_size=320,
     dropout=0.1,
-    max_iters=120,
-    lr_decay_iters=120,
-    save_interval=15,
-    eval_interval=40,
-    eval_iters=100,
+    max_iters=60,
+    lr_decay_iters=60,
+    gradient_accumulation_steps=2,
+    save_interval=3,
+    eval_interval=10,
+    eval_iters=0,
     save_steps=(),
 )
+WHOLE = Path('out/compare/whole')
+TRAINING = 'soak training'  # its name among the processes
+RUNS = 2  # two arms, one seed
 
 
 @dataclass
 class Soak:
-    kills: int = 6  # of preparation, and again of a comparison
+    kills: int = 6  # of a comparison
     cuts: int = 4  # log and checkpoint files that are cut off
     disks: int = 2  # comparisons on a disk that is too small
     seed: int = 0  # of what happens, and when; 0: another one each time
 
 
-def compare(name):
-    """The command of a comparison of two arms with two seeds."""
-    arms = '--arms=vanilla; resformer: v_residual=True'
+# --- processes that have nothing to import -------------------------------------------------------
+
+
+def run_program(path, words):
+    """A program as from the command line; compare.py forks its trainings."""
+    sys.argv = [path, *words]
+    launch.subprocess = SimpleNamespace(Popen=Training, STDOUT=None)
+    runpy.run_path(str(ROOT / path), run_name='__main__')
+
+
+def start(name):
+    """Start or continue a comparison."""
     flags = [f'--{key}={value}' for key, value in SETTINGS.items()]
-    return [ROOT / 'compare.py', arms, '--seeds=2', f'--name={name}', '--timing=False', *flags]
+    flags += ['--arms=vanilla; resformer: v_residual=True', '--seeds=1', '--jobs=1']
+    return fork(run_program, 'compare.py', [f'--name={name}', '--timing=False', *flags])
 
 
-def start(command):
-    words = [sys.executable, *map(str, command)]
-    return subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+class Training:
+    """What compare.py asks of a subprocess.Popen."""
+
+    def __init__(self, words, env, stdout, **options):
+        multiprocessing.current_process().daemon = False  # it may have children
+        args = (words[2:], env, stdout.fileno())
+        self.process = multiprocessing.get_context('fork').Process(target=train, args=args)
+        self.process.start()
+        self.terminate, self.wait = self.process.terminate, self.process.join
+
+    def poll(self):
+        return self.process.exitcode
+
+    returncode = property(poll)
 
 
-def run(command, expected=0):
-    """Run a command to its end. Returns how many seconds it took."""
-    began = time.time()
-    process = start(command)
-    _, err = process.communicate()
-    if process.returncode != expected:
-        raise SystemExit(f'exit status {process.returncode}, not {expected}: {err.decode()}')
-    return time.time() - began
+def train(words, env, log):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
+    Path('/proc/self/comm').write_text(TRAINING)
+    os.environ.update(env)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.closerange(3, 999)  # among them the lock of the comparison
+    run_program('train.py', words)
+
+
+# --- what must hold after whatever happened ------------------------------------------------------
+
+
+def lines(run, step):
+    """The log of a run up to a step, without its speed and without how it was interrupted."""
+    entries = read_log(Path(run, 'log.jsonl'), step, warn=lambda message: None)
+    varying = ('tok_per_s', 'mfu', 'seconds')
+    return [
+        {key: value for key, value in entry.items() if key not in varying}
+        for entry in entries
+        if 'changed' not in entry
+    ]
+
+
+def saved(folder):
+    """{run: the step that it has reached on the disk}"""
+    runs = {path.parent.name for path in folder.glob('*/ckpt_*.pt')}
+    return {run: max(steps_of(folder / run).values()) for run in runs}
+
+
+def check(folder, status, before=()):
+    """Whatever a comparison's folder holds is whole and true. Returns saved().
+
+    before: saved() of earlier; status: how the comparison ended.
+    """
+    now = saved(folder)
+    for run, step in dict(before).items():
+        assert now.get(run, -1) >= step, f'{run} was saved at step {step}, and is at {now.get(run)}'
+    for run, step in now.items():
+        for path in checkpoints(folder / run):
+            read_checkpoint(path)
+        said = (folder / run / 'train.log').read_text()
+        for claim in re.findall(r'(?:interrupted|finished) at step (\d+)', said):
+            assert step >= int(claim), f'{run} said that it was saved at step {claim}'
+        ours, theirs = lines(folder / run, step), lines(WHOLE / run, step)
+        unevaluated = [entry for entry in theirs if entry['step'] < step]
+        assert ours in (theirs, unevaluated), f'the log of {run} is not what it was'
+    if status == 0:
+        assert len(finished(folder)) == RUNS, 'status 0, and not all runs have finished'
+        for run in now:
+            assert_same_weights(folder / run)
+    return now
+
+
+def finished(folder):
+    return [run for run in saved(folder) if read_state(folder / run).kind == 'finished']
+
+
+def assert_same_weights(run):
+    ours, theirs = newest(run), newest(WHOLE / run.name)
+    for part in ('model', 'optimizer', 'step'):
+        assert same(ours[part], theirs[part]), f'{part} of {run}'
 
 
 # --- kills ---------------------------------------------------------------------------------------
 
 
-def others():
-    """The processes that work in this folder, besides this one: {pid: its command line}."""
-    result = {}
+def trainings():
+    """The process ids of the trainings in this folder."""
+    pids = []
     for path in Path('/proc').glob('[0-9]*'):
         try:
-            if os.readlink(path / 'cwd') == os.getcwd() and int(path.name) != os.getpid():
-                result[int(path.name)] = (path / 'cmdline').read_text()
+            here = os.readlink(path / 'cwd') == os.getcwd()
+            if here and (path / 'comm').read_text().strip() == TRAINING:
+                pids.append(int(path.name))
         except OSError:  # it has ended
             continue
-    return result
+    return pids
 
 
 def send(number, pids):
@@ -100,127 +181,128 @@ def send(number, pids):
 
 
 def strike(process):
-    """Stop a program in one of three ways. Returns the exit statuses that are then true."""
-    way = random.choice(['the machine', 'the program', 'a training'])
-    trainings = [pid for pid, words in others().items() if 'train.py' in words]
-    if way == 'the machine':
-        send(signal.SIGKILL, others())
-        return (-signal.SIGKILL,)
-    if way == 'the program' or not trainings:
+    """Stop a comparison in one of four ways. Returns (the way, the exit statuses that are then true)."""
+    running = trainings()
+    way = random.choice(['all', 'compare alone', 'SIGTERM', 'a training'])
+    if way == 'SIGTERM' or (way == 'a training' and not running):
         send(signal.SIGTERM, [process.pid])
-        return INTERRUPTED, -signal.SIGTERM
-    send(signal.SIGKILL, [random.choice(trainings)])
-    return (1,)
+        return 'SIGTERM', (INTERRUPTED, -signal.SIGTERM)
+    if way == 'a training':
+        send(signal.SIGKILL, running)
+        return way, (1,)
+    send(signal.SIGKILL, [process.pid, *(running if way == 'all' else [])])
+    return way, (-signal.SIGKILL,)
 
 
-def saved(out):
-    """The step that each run in a folder has reached on the disk."""
-    runs = {path.parent for path in Path(out).glob('*/ckpt_*.pt')}
-    return {run: max(steps_of(run).values()) for run in runs}
+def moment(folder, began):
+    """What the training that wrote last was doing."""
+    recent = [path for path in folder.glob('*/*') if path.stat().st_mtime > began]
+    if any(path.suffix == '.tmp' for path in recent):
+        return 'saving'
+    logs = [path for path in recent if path.name == 'log.jsonl']
+    if not logs:
+        return 'starting'
+    run = max(logs, key=lambda path: path.stat().st_mtime).parent
+    *_, last = [{}, *lines(run, SETTINGS['max_iters'])]
+    due = 'loss' not in last or (last['step'] + 1) % SETTINGS['eval_interval'] == 0
+    return 'evaluating' if due and 'val' not in last else 'training'
 
 
-def survive(command, kills, longest, out):
-    """Run a command until it ends by itself, having been struck `kills` times, each time within
-    `longest` seconds after its start. Returns {exit status: how often}."""
-    statuses = Counter()
-    struck = 0
+def soak_kills(kills, longest):
+    """Kill a comparison within `longest` seconds after each of its starts; it is begun anew whenever
+    it has finished."""
+    folder = Path('out/compare/killed')
+    statuses, moments = Counter(), Counter()
     before = {}
-    while True:
-        process = start(command)
-        allowed = (0,)
-        if struck < kills:
-            time.sleep(random.uniform(0.2, longest))
-            if process.poll() is None:
-                allowed = (0, *strike(process))  # 0: it had just ended
-                struck += 1
-        _, err = process.communicate()
-        send(signal.SIGKILL, others())
-        while others():
-            time.sleep(0.1)
-        status = process.returncode
+    while sum(moments.values()) < kills:
+        began = time.time()
+        process = start('killed')
+        while not (process.folder / 'err').exists():
+            time.sleep(0.01)  # it is being forked
+        time.sleep(random.uniform(0, longest))
+        way, allowed = strike(process)
+        when = moment(folder, began)
+        status, _, err = finish(process)
         statuses[status] += 1
-        if status not in allowed:
-            raise SystemExit(f'exit status {status}, not one of {allowed}: {err.decode()}')
-        after = saved(out)
-        for path, step in before.items():
-            assert after[path] >= step, f'{path} was saved at step {step}, and is at {after[path]}'
-        before = after
-        if status == 0 and struck >= kills:
-            return dict(statuses)
+        if status:
+            moments[when] += 1
+        # 0: it had just ended, or the training that was killed had.
+        assert status in (0, *allowed), f'{way}: status {status}: {err}'
+        assert way == 'compare alone' or not trainings(), f'{way}: a training goes on'
+        if not trainings():
+            before = check(folder, status, before)
+            if status == 1:
+                assert len(finished(folder)) < RUNS, 'status 1, and all runs have finished'
         if status == 0:
-            shutil.rmtree(out)  # too quick for the number of kills: from the start again
+            shutil.rmtree(folder)
             before = {}
+    finish_comparison('killed', before)
+    print(f'{kills} kills: statuses {dict(statuses)}, in the middle of {dict(moments)}', flush=True)
 
 
-def soak_preparation(kills):
-    seconds = run([*PREPARE, '--out=data/whole'])
-    statuses = survive([*PREPARE, '--out=data/killed'], kills, seconds, 'data/killed')
-    whole, killed = snapshot('data/whole'), snapshot('data/killed')
-    assert whole == killed
-    print(f'preparation: exit statuses {statuses}: the same {len(whole)} files', flush=True)
-
-
-def assert_same(run, whole):
-    """The same log and weights; a log that was cut may lack lines."""
-    ours, theirs = history(run), history(whole)
-    assert all(entry in theirs for entry in ours), run
-    assert ours[-1] == theirs[-1], run
-    for part in ('model', 'optimizer', 'step'):
-        assert same(newest(run)[part], newest(whole)[part]), run
-    return len(theirs) - len(ours)
-
-
-def soak_comparison(kills):
-    seconds = run(compare('whole'))
-    statuses = survive(compare('killed'), kills, seconds / 2, 'out/compare/killed')
-    for run_folder in saved('out/compare/whole'):
-        assert not assert_same(Path('out/compare/killed', run_folder.name), run_folder)
-    print(f'comparison: exit statuses {statuses}: the same logs and weights', flush=True)
+def finish_comparison(name, before):
+    """Continue a comparison to its end."""
+    status, _, err = finish(start(name))
+    assert status == 0, err
+    check(Path('out/compare', name), status, before)
 
 
 # --- damage and full disks -----------------------------------------------------------------------
 
 
 def soak_cuts(cuts):
-    """Cut a file of a finished comparison, continue its run, and compare again."""
+    """Cut a file of a finished comparison, and resume its run, which then is as before, but for lines
+    that the cut has taken."""
+    folder = Path('out/compare/cut')
     for _ in range(cuts):
-        shutil.rmtree('out/compare/cut', ignore_errors=True)
-        shutil.copytree('out/compare/whole', 'out/compare/cut')
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(WHOLE, folder)
         kind = random.choice(['log.jsonl', 'ckpt_*.pt'])
-        path = random.choice(sorted(Path('out/compare/cut').glob(f'*/{kind}')))
-        size = random.randrange(path.stat().st_size)
+        path = random.choice(sorted(folder.glob(f'*/{kind}')))
+        content = path.read_bytes()
+        size = random.randrange(len(content))
         os.truncate(path, size)
-        run([ROOT / 'train.py', '--init_from=resume', f'--out_dir={path.parent}'])
-        lost = assert_same(path.parent, Path('out/compare/whole', path.parent.name))
-        run(compare('cut'))
-        print(f'{path.parent.name}/{path.name} cut to {size} bytes: {lost} lines lost', flush=True)
+        words = ['--init_from=resume', f'--out_dir={path.parent}']
+        status, _, err = finish(fork(run_program, 'train.py', words))
+        assert status == 0, err
+
+        run, end = path.parent, SETTINGS['max_iters']
+        ours, theirs = lines(run, end), lines(WHOLE / run.name, end)
+        cut = content[size:].count(b'\n') if path.suffix == '.jsonl' else 0
+        assert ours[-1] == theirs[-1] and all(entry in theirs for entry in ours), path
+        assert len(theirs) - len(ours) <= max(0, cut - 1), path  # the evaluation is made again
+        assert_same_weights(run)
+        status, _, err = finish(start('cut'))
+        assert status == 0, err
+    print(f'{cuts} cuts: every run ended as before', flush=True)
 
 
-def mount(folder, megabytes, flags=0):
-    data = f'size={megabytes}m'.encode()
-    if ctypes.CDLL(None).mount(b'tmpfs', bytes(folder.absolute()), b'tmpfs', flags, data):
-        raise SystemExit('cannot mount a small file system here: run as root')
+def mount(folder, kilobytes, flags=0):
+    data = f'size={kilobytes}k'.encode()
+    return ctypes.CDLL(None).mount(b'tmpfs', bytes(folder.absolute()), b'tmpfs', flags, data) == 0
 
 
-REMOUNT = 32  # MS_REMOUNT
+REMOUNT, DETACH = 32, 2  # MS_REMOUNT, MNT_DETACH
 
 
 def soak_disks(disks):
+    """A comparison on a disk that is too small; then it has room, and goes on."""
     folder = Path('out/compare/full')
     folder.mkdir()
     for _ in range(disks):
-        megabytes = random.randint(1, 6)
-        mount(folder, megabytes)
-        run(compare('full'), expected=1)
-        before = saved(folder)
-        mount(folder, 64, REMOUNT)
-        run(compare('full'))
-        for path, step in before.items():
-            assert saved(folder)[path] >= step
-        for whole in saved('out/compare/whole'):
-            assert not assert_same(folder / whole.name, whole)
-        ctypes.CDLL(None).umount2(bytes(folder.absolute()), 0)
-        print(f'a disk of {megabytes} MB: status 1, and then the same logs and weights', flush=True)
+        kilobytes = random.randint(50, 3000)
+        if not mount(folder, kilobytes):
+            print('no full disks: a small file system cannot be mounted here; run as root')
+            return
+        try:
+            status, _, err = finish(start('full'))
+            assert status == 1 and 'Traceback' not in err, f'{kilobytes} kB: {status}: {err}'
+            before = check(folder, status)
+            mount(folder, 2**16, REMOUNT)
+            finish_comparison('full', before)
+        finally:
+            ctypes.CDLL(None).umount2(bytes(folder.absolute()), DETACH)
+    print(f'{disks} full disks: status 1, and then the same logs and weights', flush=True)
 
 
 def main():
@@ -229,12 +311,21 @@ def main():
     random.seed(seed)
     folder = tempfile.mkdtemp(prefix='soak')
     os.chdir(folder)
+    FORKS.set_forkserver_preload(['torch._dynamo', 'compare', 'scipy.stats', 'matplotlib.pyplot'])
     print(f'seed {seed}, {settings}, in {folder}', flush=True)
-    soak_preparation(settings.kills)
-    soak_comparison(settings.kills)
+    splits = {'train': {'A': 5000, 'B': 3000}, 'validation': {'A': 3000, 'B': 2000}}
+    write_dataset(Path('data/tiny'), splits)
+    began = time.time()
+    status, _, err = finish(start('whole'))
+    assert status == 0, err
+    seconds = time.time() - began
+    print(f'a comparison takes {seconds:.0f} s', flush=True)
+    soak_kills(settings.kills, seconds / 3)
     soak_cuts(settings.cuts)
     soak_disks(settings.disks)
+    os.chdir('/')
     shutil.rmtree(folder)
+    print(f'all of it in {(time.time() - began) / 60:.0f} minutes')
 
 
 if __name__ == '__main__':
