@@ -40,9 +40,19 @@ def whole_file(path, shared=False):
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def named(path):
+    """Let the error of a write that fails name its file: that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_whole(path, data, shared=False):
     """Write str or bytes to `path` as whole_file() does."""
-    with whole_file(path, shared) as file:
+    with named(path), whole_file(path, shared) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

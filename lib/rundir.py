@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from configurator import first_line
-from lib.files import locked, whole_file, write_whole
+from lib.files import locked, named, whole_file, write_whole
 from model import BASE, SHAPE, GPTConfig
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -340,6 +340,7 @@ class Log:
     """out_dir/log.jsonl, one object per line. entries: those that it begins with."""
 
     def __init__(self, path, entries=()):
+        self.path = path
         write_whole(path, ''.join(json.dumps(entry) + '\n' for entry in entries))
         self.recent = collections.deque((entry.get('loss') for entry in entries), maxlen=100)
         self.file = open(path, 'a', buffering=1)
@@ -355,7 +356,8 @@ class Log:
         # JSON has no NaN: it becomes null.
         entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
         self.recent.append(entry.get('loss'))
-        self.file.write(json.dumps(entry) + '\n')
+        with named(self.path):
+            self.file.write(json.dumps(entry) + '\n')
         return entry
 
     def flush(self):

@@ -190,22 +190,25 @@ def strike(process):
     if way == 'a training':
         send(signal.SIGKILL, running)
         return way, (1,)
-    send(signal.SIGKILL, [process.pid, *(running if way == 'all' else [])])
-    return way, (-signal.SIGKILL,)
+    send(signal.SIGKILL, [process.pid])
+    return way, (-signal.SIGKILL,)  # soak_kills() ends the trainings
 
 
 def moment(folder, began):
     """What the training that wrote last was doing."""
-    recent = [path for path in folder.glob('*/*') if path.stat().st_mtime > began]
-    if any(path.suffix == '.tmp' for path in recent):
+    if any(modified(path) > began for path in folder.glob('*/ckpt_*.tmp')):
         return 'saving'
-    logs = [path for path in recent if path.name == 'log.jsonl']
+    logs = [path for path in folder.glob('*/log.jsonl') if modified(path) > began]
     if not logs:
         return 'starting'
-    run = max(logs, key=lambda path: path.stat().st_mtime).parent
+    run = max(logs, key=modified).parent
     *_, last = [{}, *lines(run, SETTINGS['max_iters'])]
     due = 'loss' not in last or (last['step'] + 1) % SETTINGS['eval_interval'] == 0
     return 'evaluating' if due and 'val' not in last else 'training'
+
+
+def modified(path):
+    return path.stat().st_mtime if path.exists() else 0
 
 
 def soak_kills(kills, longest):
@@ -213,7 +216,7 @@ def soak_kills(kills, longest):
     it has finished."""
     folder = Path('out/compare/killed')
     statuses, moments = Counter(), Counter()
-    before = {}
+    before, orphans = {}, set()
     while sum(moments.values()) < kills:
         began = time.time()
         process = start('killed')
@@ -228,8 +231,14 @@ def soak_kills(kills, longest):
             moments[when] += 1
         # 0: it had just ended, or the training that was killed had.
         assert status in (0, *allowed), f'{way}: status {status}: {err}'
-        assert way == 'compare alone' or not trainings(), f'{way}: a training goes on'
-        if not trainings():
+        while way == 'all' and trainings():
+            send(signal.SIGKILL, trainings())
+        while status == 0 and trainings():  # one that is just leaving
+            time.sleep(0.01)
+        left = set(trainings()) - orphans
+        assert way == 'compare alone' or not left, f'{way}: a training goes on'
+        orphans = set(trainings())
+        if not orphans:
             before = check(folder, status, before)
             if status == 1:
                 assert len(finished(folder)) < RUNS, 'status 1, and all runs have finished'

@@ -35,6 +35,7 @@ def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):
         os.utime(folders[0] / 'log.jsonl', (0, 0))
     packs = sorted(tmp_path.glob('kept/runs_*'))
     assert len(packs) == 2
+    assert all(read_pack(path)['plan.json'] == '{}' for path in packs)
     assert [path.read_bytes() for path in packs] == [
         path.read_bytes() for path in sorted(tmp_path.glob('again/*'))
     ]

@@ -421,6 +421,21 @@ def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, 
     assert_same_run(out, whole)
 
 
+def test_a_log_that_cannot_grow_is_one_line_and_what_was_saved_goes_on(half, whole, monkeypatch):
+    class FullLog(Log):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.file = open('/dev/full', 'w', buffering=1)
+
+    name = half('out/full log')
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'Log', FullLog)
+        status, _ = here(name, init_from='resume')
+    assert status == f"error: [Errno 28] No space left on device: '{name}/log.jsonl'"
+    good(name, init_from='resume')
+    assert_same_run(name, whole)
+
+
 def test_ctrl_c_before_the_first_step_is_no_stack_trace(work):
     begun = (
         'import signal, os, data; data.Dataset = lambda name: os.kill(os.getpid(), signal.SIGINT)'
