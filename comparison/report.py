@@ -358,7 +358,7 @@ p.summary { margin: 0 0 14px; font-size: 1.1rem; font-weight: 600; }
 .worse { border-color: var(--worse); } .worse b { color: var(--worse); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr));
   gap: 18px 28px; align-items: start; margin-top: 16px; }
-.plots svg { width: 100%; height: auto; max-width: 720px; }
+.plots svg { width: 100%; height: auto; min-width: 560px; max-width: 720px; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; background: linear-gradient(to right, var(--paper) 40%, transparent) local,
   linear-gradient(to left, var(--paper) 40%, transparent) right local,
@@ -433,11 +433,11 @@ def html_row(tag, cells):
 
 
 def plots(comparison):
-    """The SVGs that have something to show, below the forest."""
+    """The SVGs that have something to show, below the forest; they scroll where they would be too small."""
     arms = list(comparison['arms'])
     steps = comparison['arms'][comparison['baseline']]['steps']
     drawings = [
         charts.relative_curves(comparison['curves'], arms, smoothing(steps)),
         charts.mixing_weights(comparison['mixing'], arms),
     ]
-    return ''.join(f'<div>{drawing}</div>' for drawing in drawings if drawing)
+    return ''.join(f'<div class="scroll">{drawing}</div>' for drawing in drawings if drawing)
