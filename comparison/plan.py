@@ -161,6 +161,10 @@ class Plan:
     ):
         self.folder = Path(folder)
         self.files, self.common = list(files), dict(common or {})
+        if isinstance(seeds, int) and seeds > 1000:
+            raise ValueError(
+                f'seeds={seeds} is how many seeds; for this one, write --seeds=({seeds},)'
+            )
         self.seeds = tuple(range(1, seeds + 1)) if isinstance(seeds, int) else tuple(seeds)
         self.rates = tuple(sorted(rates))
         self.tuning_seeds = tuple(tuning_seeds) if rates else ()
@@ -453,6 +457,7 @@ def check_same_plan(old, new, path):
     other = difference(decisive(old, settings) | {'seeds': old['seeds']}, ours)
     if other:
         name, before, now = other
+        now = new['seeds'] if name == 'seeds' else now
         raise ValueError(
             f'{path} is another plan: {name} was {before}, not {now}; give another --name'
         )

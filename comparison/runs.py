@@ -87,6 +87,7 @@ def read_entries(run):
             isinstance(entry, dict)
             and isinstance(entry.get('step'), int)
             and isinstance(entry.get('loss'), int | float | None)
+            and isinstance(entry.get('changed'), dict | None)
         )
         if not is_entry:
             raise ValueError(f'{path}, line {number}: not a line of a training log')
@@ -96,7 +97,7 @@ def read_entries(run):
 
 def read_run_config(run, *needed):
     """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
-    of those `needed` is missing."""
+    of those `needed` is missing or no number."""
     path = Path(run, 'config.json')
     text = read_text(run, 'config.json')
     if text is None:
@@ -110,7 +111,7 @@ def read_run_config(run, *needed):
     if not isinstance(config, dict):
         raise ValueError(f'{path} holds no settings')
     for name in needed:
-        if name not in config:
+        if not isinstance(config.get(name), int | float):
             raise ValueError(f'{path} does not say {name}')
     return config
 

@@ -110,6 +110,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         ([AMBIGUOUS, '--contrasts=a-b-c'], 'a against b-c, or a-b against c'),
         ([ARMS, '--seed=3'], 'seed'),
         ([ARMS, '--seeds=0'], 'seeds'),
+        ([ARMS, '--seeds=1337'], '--seeds=(1337,)'),
         ([ARMS, '--seeds=(1, 1)'], 'seeds=(1, 1)'),
         ([ARMS, '--rates=(1e-3,)'], 'learning_rate'),
         ([ARMS, '--rates=(1e-3, 2e-3)', '--learning_rate=1'], 'learning_rate'),
@@ -155,7 +156,7 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     assert before['runs_before'] == 0 and before['earlier_seeds'] == []
 
     for words, name in (
-        ([ARMS, '--seeds=1'], 'seeds'),
+        ([ARMS, '--seeds=(1, 3)'], 'seeds was [1, 2], not [1, 3]'),
         ([ARMS, '--seeds=2', '--weight_decay=0.3'], 'weight_decay'),
         ([ARMS, '--seeds=2', '--min_lr=0.0'], 'min_lr'),
         ([ARMS, '--seeds=2', '--contrasts=svformer-resformer'], 'contrasts'),

@@ -22,7 +22,16 @@ def write_log(tmp_path, text):
 
 @pytest.mark.parametrize(
     'line',
-    ['[1, 2]', '{"loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1, "lo', '', 'null', '\xff'],
+    [
+        '[1, 2]',
+        '{"loss": 1}',
+        '{"step": 1, "loss": "x"}',
+        '{"step": 1, "changed": 3}',
+        '{"step": 1, "lo',
+        '',
+        'null',
+        '\xff',
+    ],
 )
 def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
     text = f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}'
@@ -40,6 +49,7 @@ def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
     assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
     for text, needed, message in (
         ('{"seed": 3}', ['seed', 'n_layer'], 'config.json does not say n_layer'),
+        ('{"seed": "3"}', ['seed'], 'config.json does not say seed'),
         ('{', [], 'config.json: not JSON'),
         ('[]', [], 'config.json holds no settings'),
     ):

@@ -28,7 +28,6 @@ def write_runs(folder):
 def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):
     folders = write_runs(tmp_path / 'kept')
     before = [read_state(folder) for folder in folders]
-    (tmp_path / 'again').mkdir()
     monkeypatch.setattr(pack, 'LIMIT', 3000)  # so that one pack does not hold them all
     for to, given in (('kept', folders), ('again', reversed(folders))):
         assert runs.call(pack.main, *given, f'--to={tmp_path / to}')[0] == 0
