@@ -82,11 +82,6 @@ def svg(drawing, label):
     return re.sub(r'font: ([\d.]+px) [^;\"]*', r'font-size: \1; font-family: inherit', content)
 
 
-def zero_line(axes, vertical=False):
-    line = axes.axvline if vertical else axes.axhline
-    line(0, color=color(0), linewidth=1.2)
-
-
 def line_style(index):
     return {'color': color(index), 'linestyle': '-' if index < COLORS else '--'}
 
@@ -125,7 +120,7 @@ def forest(contrasts, arms):
 def rows_of(size, count):
     """(figure, its axes) for draw_row(), with a line at 0 and the first row at the top."""
     drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
-    zero_line(axes, vertical=True)
+    axes.axvline(0, color=color(0), linewidth=1.2)
     axes.set_ylim(count - 0.5, -0.6)
     return drawing, axes
 

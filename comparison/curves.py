@@ -25,15 +25,11 @@ def pair_series(ours, theirs):
     return np.array(steps), np.array([a[step] - b[step] for step in steps])
 
 
-def points_in(steps, window):
-    """How many of the logged steps lie in `window` steps: fewer where not every step was logged."""
-    interval = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    return max(1, window // interval)
-
-
 def smoothed(steps, values, window):
     """(steps, means over `window` steps). A mean belongs to its last step: it uses no later ones."""
-    points = points_in(steps, window)
+    # Fewer points lie in the window where not every step was logged.
+    interval = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    points = max(1, window // interval)
     if len(steps) < points:
         raise ValueError(f'there are {len(steps)} steps, fewer than the {window} of a mean')
     return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')

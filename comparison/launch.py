@@ -38,14 +38,13 @@ class Job:
     log_start: int = 0  # where this attempt begins in train.log
 
 
-def command(arguments, gpus=1):
+def command(arguments, gpus=1, python='python', program='train.py'):
     """The words of a shell command that trains with these arguments."""
-    start = ['python']
+    torchrun = ''
     if gpus > 1:
         # standalone: several of them on one machine must not share a port.
         torchrun = f'-m torch.distributed.run --standalone --nproc_per_node={gpus}'
-        start += torchrun.split()
-    return [*start, 'train.py', *arguments]
+    return [python, *torchrun.split(), program, *arguments]
 
 
 def shell_line(arguments, device, gpus=1):
@@ -171,16 +170,12 @@ def busy_elsewhere(folder):
 def start(job, environment, gpus):
     job.folder.mkdir(parents=True, exist_ok=True)
     failure_file(job.folder).unlink(missing_ok=True)
-    words = command(job.arguments, gpus)
-    words[0] = sys.executable
-    words[words.index('train.py')] = str(ROOT / 'train.py')
-
     # A file, because a training that writes to a pipe would die with this process. A session of
     # its own, so that Ctrl-C in a terminal reaches it once, from here.
     with open(job.folder / 'train.log', 'a') as log:
         job.log_start = log.tell()
         job.process = subprocess.Popen(
-            words,
+            command(job.arguments, gpus, sys.executable, str(ROOT / 'train.py')),
             env={**os.environ, **environment},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -251,11 +246,7 @@ def message_of(job):
 def last_step(folder):
     """The last step that a run's log tells of; 0 where there is none."""
     with contextlib.suppress(OSError):
-        with open(folder / 'log.jsonl', 'rb') as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 20_000))
-            lines = file.read().split(b'\n')
-        for line in reversed(lines):
+        for line in reversed((folder / 'log.jsonl').read_bytes().splitlines()):
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return int(json.loads(line)['step'])
     return 0

@@ -54,7 +54,7 @@ def measure_times(plan, gpus=1):
     training. What one of them computes in a step is timed, without the communication between them.
     """
     settings = plan.settings
-    machine = Machine(settings.device, settings.dtype, tf32=True, attention=settings.attention)
+    machine = Machine(settings.device, settings.dtype, tf32=True)
     if machine.kind == 'cpu':
         torch.set_num_threads(1)  # as the runs have
     print(f'measuring the step times of {", ".join(plan.arms)}', file=sys.stderr)
@@ -84,9 +84,8 @@ def time_steps(plan, machine, gpus):
     for arm, (settings, config) in plan.own.items():
         micro_steps = max(1, settings.gradient_accumulation_steps // gpus)
         row = Row(arm, settings, config, micro_steps=micro_steps)
-        # An arm may have a dtype and an attention kernel of its own.
-        device = str(machine.device)
-        own = Machine(device, settings.dtype, tf32=True, attention=settings.attention)
+        # An arm may have a dtype of its own.
+        own = Machine(str(machine.device), settings.dtype, tf32=True)
         attempt(row, row.build, own)
         rows.append(row)
         size = (2, settings.batch_size, config.block_size)

@@ -317,11 +317,7 @@ class Plan:
     def arguments(self, run):
         """The arguments of train.py for a run."""
         settings = self.common | self.arms[run.arm] | self.chosen_settings(run)
-        words = []
-        for name, value in settings.items():
-            text = f'{value:.12g}' if isinstance(value, float) else value
-            words.append(f'--{name}={text}')
-        return self.files + words
+        return self.files + [f'--{name}={value}' for name, value in settings.items()]
 
     def configs(self, run):
         """(TrainConfig, GPTConfig) of a run."""

@@ -226,7 +226,7 @@ def draw_wiring(settings):
     for word in settings.runs:
         config = wired_config(word)
         configs[word] = replace(config, n_layer=settings.layers or config.n_layer)
-    return wiring.figure_of(pyplot(), configs)
+    return wiring.figure_of(configs)
 
 
 def wired_config(word):

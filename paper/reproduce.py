@@ -201,7 +201,7 @@ def draw_panel(name, panel, numbers, scale, folder):
     if panel.how == 'wiring':
         configs = {NAMES[arm.model]: arm.configs(PAPER)[1] for arm in panel.arms}
         four = {label: replace(config, n_layer=4) for label, config in configs.items()}
-        picture = wiring.figure_of(draw.pyplot(), four, title.partition(' (')[0])
+        picture = wiring.figure_of(four, title.partition(' (')[0])
     elif panel.how in analyze.ANALYSES:
         is_several = len(numbers['runs']) > len(panel.arms)
         drawn = analyze.over_seeds(numbers) if is_several else numbers
@@ -251,10 +251,9 @@ def reproduce(name, pool, settings, machine):
 def redraw(name, scale):
     """Draw a figure from its JSON file."""
     path = Path('results', scale.name, f'{name}.json')
-    panels = {(panel.how, panel.title): panel for panel in FIGURES[name].panels}
     try:
-        for entry in json.loads(path.read_text())['panels']:
-            panel = panels[entry['how'], entry['title']]
+        entries = json.loads(path.read_text())['panels']
+        for panel, entry in zip(FIGURES[name].panels, entries, strict=True):
             draw_panel(name, panel, entry['numbers'], scale, path.parent)
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f'{path} does not hold what {name} draws today: {error!r}') from error

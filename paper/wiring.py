@@ -7,6 +7,7 @@ an arrow comes from its source. An open box is an output, of attention or of a b
 
 from dataclasses import dataclass
 
+from comparison.charts import picture
 from model import wire
 
 # What an arrow does: its line style, and its line in the legend.
@@ -68,25 +69,26 @@ def not_drawn(config):
 # --- the drawing ----------------------------------------------------------------------------------
 
 
-def figure_of(plt, configs, title=''):
-    """The figure of {name: GPTConfig}; plt: matplotlib.pyplot."""
+def figure_of(configs, title=''):
+    """The figure of {name: GPTConfig}."""
     depth = max(config.n_layer for config in configs.values())
     size = (2.1 * len(configs), 0.45 * depth + 1.9)
-    figure, grid = plt.subplots(1, len(configs), figsize=size, squeeze=False)
-    handles = {}
+    figure, grid = picture(title, size, ncols=len(configs), squeeze=False)
+    legend = {}
     for axes, (name, config) in zip(grid[0], configs.items(), strict=True):
         axes.set_axis_off()
-        draw_model(axes, config, handles)
+        draw_model(axes, config)
         axes.set_title('\n'.join([name, not_drawn(config)]).strip(), fontsize=10)
         axes.set_ylim(depth - 0.5, -1.6)
-    figure.legend(*[handles.values(), handles], loc='lower center', ncols=3, frameon=False)
-    figure.suptitle(title, fontsize=11)
-    figure.subplots_adjust(0.02, 0.7 / size[1], 0.98, 1 - 0.7 / size[1])
+        handles, labels = axes.get_legend_handles_labels()
+        legend = dict(zip(labels, handles, strict=True)) | legend
+    place = {'loc': 'outside lower center', 'ncols': 3, 'frameon': False}
+    figure.legend(legend.values(), legend, **place)
     return figure
 
 
-def draw_model(axes, config, handles):
-    """Draw a model, its first layer at the top; handles: {line of the legend: handle}, added to."""
+def draw_model(axes, config):
+    """Draw a model, its first layer at the top."""
     every = arrows(config)
     used = {'q', 'k', 'v', *(arrow.part for arrow in every)}
     used |= {GOALS[arrow.kind] for arrow in every if arrow.kind in GOALS}
@@ -95,19 +97,14 @@ def draw_model(axes, config, handles):
     for part, x in places.items():
         color = COLUMNS[part]
         axes.text(x, -1.2, part, ha='center', color=color)
-        boxes = [n for n in range(config.n_layer) if (part, n) not in borrowed]
-        face = color if part in ('q', 'k', 'v') else 'white'
-        box = {'marker': 's', 's': 110, 'edgecolor': color, 'zorder': 2}
-        axes.scatter([x] * len(boxes), boxes, facecolor=face, **box)
-        rings = [n for n in range(config.n_layer) if (part, n) in borrowed]
-        axes.scatter([x] * len(rings), rings, s=50, facecolor='white', edgecolor=color, zorder=3)
+        for n in range(config.n_layer):
+            box = {'marker': 's', 's': 110, 'facecolor': color if part in 'qkv' else 'white'}
+            ring = {'s': 50, 'facecolor': 'white', 'zorder': 3}
+            axes.scatter(x, n, edgecolor=color, **(ring if (part, n) in borrowed else box))
     for n in range(config.n_layer):
         axes.text(-0.6, n, n + 1, ha='right', va='center', color='#777777', fontsize=9)
     for arrow in every:
         draw_arrow(axes, places, arrow)
-        dashes, words = KINDS[arrow.kind]
-        look = {'color': COLUMNS[arrow.part], 'linestyle': dashes}
-        handles.setdefault(words, axes.plot([], [], **look)[0])
     axes.set_xlim(-0.9, len(COLUMNS))
 
 
@@ -120,8 +117,9 @@ def draw_arrow(axes, places, arrow):
         axes.text(x, row, arrow.source, ha='center', va='center', fontsize=8)
     if arrow.kind != 'borrow' and arrow.layer - row > 1 or arrow.kind == 'attend':
         bend = -0.35
-    dashes, _ = KINDS[arrow.kind]
-    look = {'color': COLUMNS[arrow.part], 'linestyle': dashes, 'shrinkA': 5, 'shrinkB': 5}
-    look |= {'arrowstyle': '-' if arrow.kind == 'borrow' else '-|>'}
+    dashes, words = KINDS[arrow.kind]
+    look = {'color': COLUMNS[arrow.part], 'linestyle': dashes}
+    axes.plot([], [], label=words, **look)  # for the legend
+    look |= {'shrinkA': 5, 'shrinkB': 5, 'arrowstyle': '-' if arrow.kind == 'borrow' else '-|>'}
     look |= {'connectionstyle': f'arc3,rad={bend}'}
     axes.annotate('', xy=(goal, arrow.layer), xytext=(x, row), arrowprops=look)
