@@ -19,9 +19,11 @@ the step that train.py takes, with one micro-batch: forward, backward, scaler, c
 decoding, it times the prefill of all but the last tokens, which is never compiled, and then those
 tokens, one by one, by default in CUDA graphs.
 
+The names of the numbers are those of --out:
+
 spread      interquartile range / median of a row's times
 x NAME      speed relative to the row NAME, median over rounds
-peak GiB    of tensors; with CUDA graphs also the pool that all graphs of this process share
+peak_gib    of tensors; with CUDA graphs also the pool that all graphs of this process share
 
 --out is written after each round: if a bench is interrupted, it holds the rounds that have finished.
 --profile=FOLDER traces one more step of each row and prints its costliest kernels.
@@ -293,13 +295,13 @@ class Row:
     """
 
     COLUMNS = {
-        'row': ('name', ''),
-        'ms/step': ('ms_per_step', ',.1f'),
-        'spread': ('spread', '.1%'),
-        'first step s': ('first_step_s', '.1f'),
-        'tok/s': ('tok_per_s', ',.0f'),
-        'MFU': ('mfu', '.1%'),
-        'peak GiB': ('peak_gib', '.2f'),
+        'name': '',
+        'ms_per_step': ',.1f',
+        'spread': '.1%',
+        'first_step_s': '.1f',
+        'tok_per_s': ',.0f',
+        'mfu': '.1%',
+        'peak_gib': '.2f',
     }
 
     def __init__(self, name, settings, config, make=GPT, mode='default', micro_steps=1):
@@ -336,8 +338,8 @@ class Row:
             checkpoint_blocks(model)
         compiled = distribute(self.compiled(model), self.machine)
         self.parts = compiled, optimizer, self.machine.scaler()
-        with torch.device('meta'):
-            self.flops_per_token = GPT(self.config).flops_per_token(self.config.block_size)
+        counted = GPT.without_weights(self.config)
+        self.flops_per_token = counted.flops_per_token(self.config.block_size)
 
     def compiled(self, model):
         if not self.settings.compile:
@@ -427,15 +429,15 @@ class Decoder(Row):
     tokens. Its weights are in half precision on a GPU. settings: a DecodeConfig."""
 
     COLUMNS = {
-        'row': ('name', ''),
-        'batch': ('batch', ''),
-        'context': ('context', ','),
-        'eager prefill tok/s': ('prefill_tok_per_s', ',.0f'),
-        'ms/token': ('ms_per_token', '.2f'),
-        'spread': ('spread', '.1%'),
-        'tok/s': ('tok_per_s', ',.0f'),
-        'cache bytes': ('cache_bytes', ','),
-        'peak GiB': ('peak_gib', '.2f'),
+        'name': '',
+        'batch': '',
+        'context': ',',
+        'prefill_tok_per_s': ',.0f',
+        'ms_per_token': '.2f',
+        'spread': '.1%',
+        'tok_per_s': ',.0f',
+        'cache_bytes': ',',
+        'peak_gib': '.2f',
     }
 
     def __init__(self, name, settings, config, batch, context):
@@ -571,13 +573,13 @@ def compared(rows):
 
 
 def print_table(columns, reports):
-    """columns: {head: (name in a report, format)}; a row that failed has its problem instead."""
+    """columns: {name in a report: its format}; a row that failed has its problem instead."""
     for report in reports:
-        columns = columns | {name: (name, '.3f') for name in report if name.startswith('x ')}
+        columns = columns | {name: '.3f' for name in report if name.startswith('x ')}
     lines = []
     for report in reports:
         cells = []
-        for name, form in columns.values():
+        for name, form in columns.items():
             if name in report:
                 value = report[name]
                 cells.append('n/a' if value is None else format(value, form))

@@ -429,6 +429,12 @@ class GPT(nn.Module):
             self.needs[name] = getattr(p, 'needs', Needs())
         self.init_weights(seed)
 
+    @classmethod
+    def without_weights(cls, config):
+        """A model that takes no memory, to count what it has and what it computes."""
+        with torch.device('meta'):
+            return cls(config)
+
     @torch.no_grad()
     def init_weights(self, seed):
         """Draw what starts random; everything else is as its module made it.

@@ -402,8 +402,7 @@ def open_dataset(settings, config, machine):
 
 def check_memory(config, machine):
     """Refuse a model whose weights alone do not fit."""
-    with torch.device('meta'):
-        size = 4 * GPT(config).num_params(non_embedding=False)
+    size = 4 * GPT.without_weights(config).num_params(non_embedding=False)
     memory = machine.memory()
     refuse(
         size > memory,

@@ -27,9 +27,8 @@ WARMUP, ROUNDS, SECONDS = 2, 30, 30  # untimed steps, timed ones at most, and ti
 
 def of_model(config):
     """What an arm costs, counted: parameters, training FLOPs a token, bytes of KV cache a token."""
-    with torch.device('meta'):
-        model = GPT(config)
-        cache = model.new_cache(1, config.block_size, torch.float16)
+    model = GPT.without_weights(config)
+    cache = model.new_cache(1, config.block_size, torch.float16)
     return {
         'parameters': model.num_params(non_embedding=False),
         'flops_per_token': model.flops_per_token(config.block_size),

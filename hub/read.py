@@ -41,8 +41,7 @@ def load(path_or_hub_id):
     """
     folder = fetch(path_or_hub_id)
     kind, config = read_config(folder / 'config.json')
-    with torch.device('meta'):
-        model = GPT(config)
+    model = GPT.without_weights(config)
     shapes = {name: t.shape for name, t in model.state_dict().items()}
 
     tensors = read_tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.')
@@ -250,8 +249,7 @@ def layout(kind, config):
     not ours: a weight that only ours has, such as one that a fork adds, is not in it.
     """
     if kind == VARIANT:
-        with torch.device('meta'):
-            names = GPT(config).state_dict()
+        names = GPT.without_weights(config).state_dict()
         if config.tie_embeddings:
             del names['lm_head.weight']
         return {name: {f'model.{name}': None} for name in names}

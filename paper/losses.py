@@ -11,12 +11,11 @@ import math
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import torch
 
 from comparison.curves import pair_series, smoothed, validation_difference
 from comparison.runs import difference, same_but_seeds
 from comparison.verdict import LEVEL, distributions
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 # Runs that are compared may differ in their models, each at its own learning rate.
 OWN = {'learning_rate', *asdict(GPTConfig())} - GPTConfig().shape().keys()
@@ -78,12 +77,6 @@ def last_loss(run, window):
 def means_of(run, window):
     losses = run.training()
     return smoothed(np.array(list(losses)), list(losses.values()), window)[1]
-
-
-def without_weights(config):
-    """The model of a GPTConfig, to count what it has and what it computes."""
-    with torch.device('meta'):
-        return GPT(config)
 
 
 MIN_POINTS = 3  # of a fit: a curve of two parameters goes through any two points

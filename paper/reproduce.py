@@ -40,6 +40,7 @@ from lib.files import write_json, write_whole
 from lib.machine import Machine
 from lib.rundir import provenance
 from lib.tables import markdown_table
+from model import GPT
 from paper import analyze, draw, judge, losses, wiring
 from paper.figures import CLAIMS, FIGURES, NAMES, PAPER, SCALES, R, V, number_of
 
@@ -166,7 +167,7 @@ def measure_scaling(arms, pool, window):
     models, points = {}, {}
     for arm in arms:
         runs = list(pool[arm].values())
-        size = losses.without_weights(runs[0].model).num_params(non_embedding=False)
+        size = GPT.without_weights(runs[0].model).num_params(non_embedding=False)
         loss = float(np.mean([losses.last_loss(run, window) for run in runs]))
         points.setdefault(arm.model, []).append((size, loss))
     for model, of_model in points.items():
