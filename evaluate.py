@@ -1,9 +1,9 @@
 """
 Scores finished runs: their loss per domain (the paper's Table 5) and six zero-shot tasks (Table 1).
 
-$ python evaluate.py loss --out_dir=out/vanilla_82m out/resformer_82m --out=losses.json
+$ python evaluate.py loss out/vanilla_82m out/resformer_82m --out=losses.json
 $ torchrun --nproc_per_node=8 evaluate.py loss out/vanilla_82m out/resformer_82m  # the same numbers
-$ python evaluate.py tasks --out_dir=out/resformer_82m --tasks=hellaswag,piqa --data_dir=FOLDER
+$ python evaluate.py tasks out/resformer_82m --tasks=hellaswag,piqa --data_dir=FOLDER
 $ python evaluate.py tasks --help                                                 # every setting
 
 A standard error here says how well the text, or the items of a task, measure this one run. It does not
@@ -38,8 +38,7 @@ TASK_ERRORS = 'over items of one run, not over seeds'
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ''  # the first run; '': the first plain argument, or out/run if there is none
-    runs: tuple = ()  # the other runs, which are plain arguments
+    runs: tuple = ('out/run',)  # runs, checkpoint files or Hugging Face folders: plain arguments
     batch_size: int = 32  # windows or texts at once
     device: str = 'auto'  # as in train.py
     dtype: str = 'auto'  # as in train.py
@@ -51,10 +50,6 @@ class EvaluateConfig:
             raise ValueError(f'batch_size={self.batch_size} must be at least 1')
         if self.out:
             check_out(self.out)
-
-    def all_runs(self):
-        runs = [self.out_dir, *self.runs] if self.out_dir else self.runs
-        return runs or ['out/run']
 
 
 @dataclass
@@ -381,7 +376,7 @@ def main():
     with one_line_errors(ValueError, OSError):
         modes = {'loss': (LossConfig,), 'tasks': (TasksConfig,)}
         mode, (settings,) = choose(modes, __doc__, plain='runs')
-        runs = settings.all_runs()
+        runs = settings.runs
         for run in runs:
             find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')

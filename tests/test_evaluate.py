@@ -158,7 +158,7 @@ def losses(reports):
 
 def test_losses_depend_on_no_batch_size_nor_number_of_processes_and_repeat_exactly(run):
     outs = run('alone'), run('together', **RESFORMER)
-    words = ['loss', f'--out_dir={outs[0]}', outs[1], '--batch_size=4', '--out=two.json']
+    words = ['loss', str(outs[0]), outs[1], '--batch_size=4', '--out=two.json']
     processes = ranks(2, run_evaluate, *words, '--device=cpu')
     for status, _, err in processes:
         assert status == 0, err
@@ -183,7 +183,7 @@ def test_a_lower_precision_changes_the_losses_little(run):
 
 def test_runs_with_other_windows_or_other_data_have_no_difference(run):
     outs = [run('at 32'), run('at 16', block_size=16), run('elsewhere', dataset='short')]
-    words = [f'--out_dir={outs[0]}', *outs[1:], '--out=apart.json', '--device=cpu']
+    words = [str(outs[0]), *outs[1:], '--out=apart.json', '--device=cpu']
     status, out, _ = program('loss', *words)
     assert status == 0 and 'minus first' not in out
     reports = read_reports('apart.json')
@@ -203,7 +203,7 @@ def test_a_hugging_face_folder_is_compared_on_the_dataset_that_is_named(run, tmp
     for domain, windows in slow_windows(folder, name).items():
         loss = report['domains'][domain]['loss']
         assert loss == pytest.approx(mean_of_tokens(windows), abs=1e-5)
-    status, _, _ = program('loss', f'--out_dir={folder}', '--device=cpu')
+    status, _, _ = program('loss', str(folder), '--device=cpu')
     assert_one_line(status, 'export', '--dataset')
 
 
@@ -238,7 +238,7 @@ def test_running_out_of_memory_is_one_line_with_advice(run, monkeypatch):
 
 
 def test_a_mistake_about_runs_or_data_is_one_line(run):
-    words = ['loss', f'--out_dir={run("good")}', '--device=cpu', '--out=never.json']
+    words = ['loss', str(run('good')), '--device=cpu', '--out=never.json']
     mistakes = {
         'out/typo': ['out/typo'],
         '--out=data': ['--out=data'],
@@ -263,7 +263,7 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
 def test_without_a_mode_the_usage_is_told_and_exit_status_2():
     status, out, err = program()
     assert (status, err) == (2, '')
-    assert 'evaluate.py loss --out_dir=' in out and 'evaluate.py tasks --out_dir=' in out
+    assert 'evaluate.py loss out/' in out and 'evaluate.py tasks out/' in out
     assert program('los') == (2, out, '') and program('--help') == (0, out, '')
     for mode, setting in (('loss', '--dataset='), ('tasks', '--limit=0')):
         assert setting in program(mode, '--help')[1]
@@ -274,7 +274,7 @@ def test_without_a_mode_the_usage_is_told_and_exit_status_2():
 
 def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
     outs = run('left'), run('right', **RESFORMER)
-    words = ['loss', f'--out_dir={outs[0]}', outs[1], '--out=losses.json', '--device=cpu']
+    words = ['loss', str(outs[0]), outs[1], '--out=losses.json', '--device=cpu']
     status, text, _ = program(*words)
     assert status == 0
     reports = read_reports('losses.json')

@@ -206,7 +206,7 @@ def test_texts_that_are_cut_score_as_with_the_harnesss_own_wrapper(
 
 def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, published):
     outs = run('five'), run('six', **RESFORMER)
-    words = [f'--out_dir={outs[0]}', outs[1], f'--data_dir={published}', '--limit=2']
+    words = [str(outs[0]), outs[1], f'--data_dir={published}', '--limit=2']
     words += ['--tasks=piqa,winogrande', '--out=tasks.json', '--device=cpu']
     status, out, _ = program(*words)
     assert status == 0, status
@@ -240,10 +240,10 @@ def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, p
 
 
 def test_a_mistake_is_one_line(harness, run, published, monkeypatch):
-    words = [f'--out_dir={run("asked")}', '--device=cpu', '--out=never.json']
+    words = [str(run('asked')), '--device=cpu', '--out=never.json']
     local = f'--data_dir={published}'
     assert_one_line(program(*words, local, '--tasks=piqa,pika')[0], 'pika', 'piqa')
-    assert_one_line(program('--out_dir=out/none', local)[0], 'out/none')
+    assert_one_line(program('out/none', local)[0], 'out/none')
     assert_one_line(program(*words, f'--data_dir={published}/none')[0], f'{published}/none')
     assert_one_line(program(*words, '--limit=-1')[0], 'limit=-1')
     with monkeypatch.context() as patch:
