@@ -57,7 +57,15 @@ from tqdm import tqdm
 
 from configurator import configure, first_line, one_line_errors
 from lib import sources, tokenizer
-from lib.files import DATASET_FORMAT, locked, sha256_of, sync_folder, write_json, write_whole
+from lib.files import (
+    DATASET_FORMAT,
+    locked,
+    sha256_of,
+    sync_folder,
+    unreadable,
+    write_json,
+    write_whole,
+)
 
 # Characters shuffled together, of one to four bytes each in memory: they bound a worker's memory,
 # whatever the size of a file.
@@ -241,13 +249,11 @@ def read_begun(settings, out):
     for path in (out / '.pieces' / 'begun.json', out / 'meta.json'):
         if not path.exists():
             continue
-        try:
+        with unreadable(f'{path} is damaged', f'delete {out}'):
             begun = json.loads(path.read_text())
             before = begun['asked']
             now = deciding_settings(settings)
             changed = [name for name in now if now[name] != before[name]]
-        except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(f'{path} is damaged ({error}): delete {out}') from error
         if changed:
             raise ValueError(
                 f'{out} was begun with --{changed[0]}={before[changed[0]]}: keep the settings, '

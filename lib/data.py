@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import DATASET_FORMAT, sha256_of, write_whole
+from lib.files import DATASET_FORMAT, sha256_of, unreadable, write_whole
 
 # The fields that meta.json has for the tokenizer and for each token file, with their types.
 TOKENIZER_FIELDS = {'name': str, 'sha256': str, 'n_vocab': int}
@@ -44,14 +44,10 @@ class Dataset:
                 f'no prepared dataset in {self.folder}; prepare it with: '
                 f'python prepare_slimpajama.py --source=... --out={self.folder}'
             )
-        try:
+        with unreadable(f'{path} is damaged', self.advice):
             self.meta = json.loads(path.read_text())
             if self.meta['format'] == DATASET_FORMAT:
                 self.check_meta()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # The message of a KeyError is nothing but the key.
-            reason = f'{type(error).__name__}: {error}'
-            raise ValueError(f'{path} is damaged ({reason}); {self.advice}') from None
         if self.meta['format'] != DATASET_FORMAT:
             raise ValueError(
                 f'{path} has format {self.meta["format"]}, this program reads {DATASET_FORMAT}; '

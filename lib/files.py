@@ -96,6 +96,18 @@ def locked(folder, activity, setting='--out_dir'):
         os.close(handle)
 
 
+@contextlib.contextmanager
+def unreadable(problem, advice=''):
+    """Turn whatever contents of a file that are not as they should be raise into a ValueError of one
+    line: what is wrong with which file, the error, and what to do."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # The message of a KeyError is nothing but the key.
+        reason = f'{type(error).__name__}: {error}'
+        raise ValueError(f'{problem} ({reason}){advice and "; "}{advice}') from error
+
+
 def sha256_of(path):
     """The hexadecimal sha256 of a file."""
     with open(path, 'rb') as file:

@@ -11,6 +11,8 @@ import json
 import logging
 from pathlib import Path
 
+from lib.files import unreadable
+
 # The files of each task, and how many items they hold when they are whole. A second file has the labels.
 PUBLISHED = {
     'hellaswag': (('hellaswag_val_preprocessed.jsonl',), 10042),
@@ -93,13 +95,9 @@ def read_items(task, data_dir):
 
     rows = []
     for number, (line, *label) in enumerate(zip(*columns, strict=True), 1):
-        try:
+        place = f'{" or ".join(map(str, paths))}, item {number}'
+        with unreadable(f'{place}: not as published, perhaps half a download', 'download it again'):
             rows.append(to_row(task, json.loads(line), *label))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f'{" or ".join(map(str, paths))}, item {number}: not as published, perhaps half a '
-                f'download ({type(error).__name__}: {error}); download it again'
-            ) from None
     return rows
 
 

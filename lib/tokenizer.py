@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import first_line
+from lib.files import unreadable
 
 EOT = '<|endoftext|>'
 
@@ -97,15 +98,10 @@ class BytePairs:
         self.path = Path(path)
         self.raw = self.path.read_bytes()
         self.sha256 = hashlib.sha256(self.raw).hexdigest()
-        try:
+        with unreadable(f'{path} is not a GPT-NeoX or GPT-2 tokenizer.json'):
             file = json.loads(self.raw)
             longest_run = check_layout(file)
             self.token_bytes, ranks = vocabulary(file)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            reason = f'{type(error).__name__}: {error}'
-            raise ValueError(
-                f'{path} is not a GPT-NeoX or GPT-2 tokenizer.json: {reason}'
-            ) from error
 
         self.name = 'gpt-neox' if longest_run else 'gpt2'
         self.eot = added_ids(file)[EOT]

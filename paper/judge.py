@@ -26,7 +26,7 @@ from comparison import charts
 from comparison.charts import seeds_text
 from comparison.runs import difference, read_state
 from comparison.verdict import describe, half_width, judge, paired
-from configurator import first_line
+from lib.files import unreadable
 from lib.tables import markdown_table
 from paper import losses
 from paper.analyze import ANALYSES, ATTENDED, EQ_3, EQ_6, PROJECTED
@@ -103,11 +103,9 @@ def read_reports(folder):
     reports = {}
     for kind in ANALYSES if folder else ():
         path = Path(folder, f'{kind}.json')
-        try:
+        with unreadable(f'{path} is damaged'):
             runs = json.loads(path.read_text())['runs']
             reports[kind] = {Path(run).name: report for run, report in runs.items()}
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f'{path} is damaged: {first_line(error)}') from error
         if len(reports[kind]) < len(runs):
             raise ValueError(f'{path} has two runs of one name')
     return reports

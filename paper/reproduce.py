@@ -36,7 +36,7 @@ from comparison.results import Results, train
 from comparison.runs import as_json, named_runs
 from configurator import choose, one_line_errors
 from lib.data import dataset_folder
-from lib.files import write_json, write_whole
+from lib.files import unreadable, write_json, write_whole
 from lib.machine import Machine
 from lib.rundir import provenance
 from lib.tables import markdown_table
@@ -252,12 +252,10 @@ def reproduce(name, pool, settings, machine):
 def redraw(name, scale):
     """Draw a figure from its JSON file."""
     path = Path('results', scale.name, f'{name}.json')
-    try:
+    with unreadable(f'{path} does not hold what {name} draws today'):
         entries = json.loads(path.read_text())['panels']
         for panel, entry in zip(FIGURES[name].panels, entries, strict=True):
             draw_panel(name, panel, entry['numbers'], scale, path.parent)
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f'{path} does not hold what {name} draws today: {error!r}') from error
 
 
 def draw_kept(name, pool, settings):
