@@ -99,11 +99,12 @@ class TrainConfig:
 
     def __post_init__(self):
         for (low, high), names in RANGES.items():
+            most = '' if high == math.inf else f' and at most {high}'
             for name in names.split():
                 value = getattr(self, name)
                 refuse(
                     not low <= value <= high,
-                    f'{name}={value} must be at least {low} and at most {high:g}',
+                    f'{name}={value} must be at least {low}{most}',
                 )
         refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
         starts = ('scratch', 'resume', 'auto')
