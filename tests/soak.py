@@ -298,8 +298,9 @@ def soak_disks(disks):
     """A comparison on a disk that is too small; then it has room, and goes on."""
     folder = Path('out/compare/full')
     folder.mkdir()
+    needed = sum(path.stat().st_size for path in WHOLE.rglob('*')) // 1024
     for _ in range(disks):
-        kilobytes = random.randint(50, 3000)
+        kilobytes = random.randint(50, needed - 1)
         if not mount(folder, kilobytes):
             print('no full disks: a small file system cannot be mounted here; run as root')
             return
