@@ -220,9 +220,8 @@ def mixing_weights(mixing, arms):
         look = {'color': color(arms.index(name)), 'markersize': 3, 'linewidth': 1}
         axes.plot([], [], label=name, **look)
         for layers in seeds.values():
-            sources, own = zip(*layers.values(), strict=True)
-            axes.plot(list(layers), sources, '-o', **look)
-            axes.plot(list(layers), own, '--s', **look)
+            _, own = axes.plot(list(layers), list(layers.values()), '-o', **look)
+            own.set(linestyle='--', marker='s')
     axes.set_xlabel('layer')
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(**BESIDE)
