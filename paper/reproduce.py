@@ -10,6 +10,7 @@ $ python -m paper.reproduce redraw fig6 --scale=tiny   # from its numbers in res
 $ python -m paper.reproduce fig6 RUNS --out=FOLDER     # from runs that exist, without training
 $ python -m paper.reproduce claims RUNS --analyses=FOLDER --out=FOLDER/verdicts
 
+The data of scale tiny are data/stdlib, as `make demo` prepares them.
 A run is kept in out/<scale>/<arm>_lr<rate>_seed<seed>: finished ones are reused, unfinished ones go on.
 Results are in results/<scale>/. After SIGTERM or Ctrl-C the runs are saved, and the same command goes on.
 One seed gives no verdict.
@@ -21,7 +22,6 @@ them by the name of their folder.
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +35,6 @@ from comparison.report import standalone
 from comparison.results import Results, train
 from comparison.runs import as_json, named_runs
 from configurator import choose, one_line_errors
-from lib.data import dataset_folder
 from lib.files import unreadable, write_json, write_whole
 from lib.machine import Machine
 from lib.rundir import provenance
@@ -43,8 +42,6 @@ from lib.tables import markdown_table
 from model import GPT
 from paper import analyze, draw, judge, losses, wiring
 from paper.figures import CLAIMS, FIGURES, NAMES, PAPER, SCALES, R, V, number_of
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -92,27 +89,16 @@ def plan(names, settings):
 
 def train_missing(comparisons, settings):
     """Train what is missing. Raises OSError naming what has not finished."""
+    gpus = settings.gpus if settings.scale == 'paper' else 1
+    for _, results in comparisons:
+        results.plan.check_training(gpus)
     problems = {}
     for _, results in comparisons:
-        prepare(results.plan.settings.dataset)
-        train(results, settings.jobs, settings.gpus if settings.scale == 'paper' else 1)
+        train(results, settings.jobs, gpus)
         problems |= results.problems()
     if problems:
         words = [f'{run}: {problem}' for run, problem in problems.items()]
         raise OSError(f'{"; ".join(words)} (each run has its output in train.log)')
-
-
-def prepare(dataset):
-    """Prepare the dataset if it is the standard library; any other must exist already."""
-    if (dataset_folder(dataset) / 'meta.json').exists():
-        return
-    if dataset != 'stdlib':
-        raise FileNotFoundError(f'there is no data/{dataset}: see prepare_slimpajama.py')
-    command = [sys.executable, str(ROOT / 'prepare_slimpajama.py'), '--source=stdlib']
-    command += ['--tokenizer=bytes', '--tokens=0', '--out=data/stdlib']
-    status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-    if status:
-        raise OSError(f'data/{dataset} could not be prepared: exit status {status}, see above')
 
 
 def pool_of(comparisons):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import time
 from pathlib import Path
@@ -159,18 +158,10 @@ def test_a_training_that_fails_is_one_line(here):
     assert_one_line(status, 'vanilla_lr0.003_seed1', 'resformer_lr0.003_seed1', 'train.log')
 
 
-def test_the_standard_library_is_prepared_where_it_is_missing(here, monkeypatch):
-    commands = []
-
-    def run(command, **options):
-        commands.append(shlex.join(map(str, command)))
-        return type('Done', (), {'returncode': 3})
-
-    monkeypatch.setattr(reproduce.subprocess, 'run', run)
+def test_data_that_are_missing_are_refused_before_the_first_training(here):
     status, _, _ = reproduced('fig3')
-    assert_one_line(status, 'data/stdlib', '3')
-    (command,) = commands
-    assert 'prepare_slimpajama.py --source=stdlib' in command and '--out=data/stdlib' in command
+    assert_one_line(status, 'data/stdlib', 'prepare_slimpajama.py')
+    assert not Path('out').exists()
 
 
 # --- numbers and pictures -------------------------------------------------------------------------
