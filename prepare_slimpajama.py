@@ -234,8 +234,10 @@ def prepare(settings):
         try:
             write_dataset(plan)
         except (KeyboardInterrupt, OSError, BrokenProcessPool) as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = 'interrupted' if interrupted else first_line(error)
             raise OSError(
-                f'{first_line(error)} (what is finished is kept in {out}, and the same command goes on '
+                f'{reason} (what is finished is kept in {out}, and the same command goes on '
                 'from there)'
             ) from error
 

@@ -256,6 +256,7 @@ def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error, tmp_path
     request = settings(tmp_path / 'raw', tmp_path / 'out')
     message = stop_halfway(request, error, step)
     assert str(error) in message and str(tmp_path / 'out') in message and '\n' not in message
+    assert 'KeyboardInterrupt' not in message
     assert_continues(request, tmp_path)
 
 
