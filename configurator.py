@@ -281,6 +281,9 @@ def one_line_errors(*kinds, everywhere=False, interrupts=True):
     Where all processes make the same mistake, only the first of each machine prints it; with
     `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word.
     """
+    if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
+        # A terminal that knows ASCII only shows a question mark for every other character.
+        sys.stdout.reconfigure(errors='replace')
     try:
         yield
     except KeyboardInterrupt:

@@ -105,9 +105,6 @@ def print_whole_characters(tokens, shown, tokenizer):
 
 
 def main():
-    if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
-        # A terminal that knows ASCII only shows a question mark for every other character.
-        sys.stdout.reconfigure(errors='replace')
     advice = 'Lower --num_samples or --max_new_tokens.'
     with one_line_errors(ValueError, OSError), advise_on_memory(advice):
         (settings,) = configure(SampleConfig)
@@ -128,17 +125,17 @@ def main():
                 shown = print_whole_characters(samples[0], shown, tokenizer)
         seconds = time.perf_counter() - began
 
-    if is_alone:
-        print(tokenizer.decode(samples[0][shown:]))
-    else:
-        line = '\n' + '-' * 80 + '\n'
-        print(line.join(prompt + tokenizer.decode(sample) for sample in samples))
-    speed = steps * settings.num_samples / seconds
-    print(
-        f'{speed:,.0f} tokens/s, cache {cache.nbytes:,} bytes '
-        f'for {settings.num_samples} x {cache.max_len} tokens',
-        file=sys.stderr,
-    )
+        if is_alone:
+            print(tokenizer.decode(samples[0][shown:]))
+        else:
+            line = '\n' + '-' * 80 + '\n'
+            print(line.join(prompt + tokenizer.decode(sample) for sample in samples))
+        speed = steps * settings.num_samples / seconds
+        print(
+            f'{speed:,.0f} tokens/s, cache {cache.nbytes:,} bytes '
+            f'for {settings.num_samples} x {cache.max_len} tokens',
+            file=sys.stderr,
+        )
 
 
 if __name__ == '__main__':

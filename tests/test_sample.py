@@ -123,6 +123,14 @@ def test_through_pipes_characters_that_the_terminal_does_not_know_are_question_m
     assert done.stdout == b'abcn? ???\n' and done.stderr.count(b'\n') == 1
 
 
+def test_a_reader_who_has_gone_is_one_line(trained, monkeypatch):
+    def gone(*texts, **options):
+        raise BrokenPipeError(32, 'Broken pipe')
+
+    monkeypatch.setattr(sample, 'print', gone, raising=False)
+    assert_one_line(sampled(trained, 'a', '--num_samples=2')[0], 'Broken pipe')
+
+
 def test_ctrl_c_leaves_the_text_and_ends_as_a_shell_expects(trained, monkeypatch):
     out_dir = run_with(parrot(SCRIPT, 3), trained, 'out/interrupted')
     stream = GPT.stream
@@ -218,7 +226,7 @@ def test_a_damaged_or_unsafe_checkpoint_is_refused_by_every_program(trained, tmp
         calls = (
             (sample.main, f'--out_dir={folder}', '--device=cpu'),
             (convert.main, 'export', f'--out_dir={folder}', f'--to={to}'),
-            (evaluate.main, 'loss', f'--out_dir={folder}', '--device=cpu'),
+            (evaluate.main, 'loss', folder, '--device=cpu'),
         )
         for main, *words in calls:
             assert_one_line(program(main, *words)[0], path)
