@@ -2,7 +2,7 @@
 A comparison, killed and damaged at random, by hand: nothing that was saved may be lost, the end must be
 the same as without, and exit statuses must be true.
 
-$ python tests/soak.py --kills=200 --cuts=50 --disks=20 --seed=1    # an hour; the defaults: minutes
+$ python tests/soak.py --kills=200 --cuts=50 --disks=20 --seed=1    # 11 minutes
 
 A failure prints what was found, and keeps the folder. Needs Linux, and root for the full disks.
 """
