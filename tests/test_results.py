@@ -1,5 +1,5 @@
 """
-The numbers on results/claims, deep, rates and long, computed again from the kept logs.
+The numbers on results/claims, deep, rates, long and real, computed again from the kept logs and analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
@@ -277,3 +277,56 @@ def test_the_step_at_which_svformer_is_overtaken(length, best, at, step):
     assert (found.kind, found.step) == ('overtaken', step)
     words = 'by {:.4f} (95% interval {:.4f} to {:.4f}) at {:,}'
     assert words.format(found.mean, *found.interval, length) in text
+
+
+# --- real -----------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_the_real_model_are_those_of_its_analyses():
+    def series(kind, name, what='mean'):
+        (run,) = json.loads((RESULTS / 'real' / f'{kind}.json').read_text())['runs'].values()
+        return np.array(run['series'][name][what], float)
+
+    spectrum = series('spectrum', 'projected values')
+    columns = {
+        'entropy': (series('entropy', 'entropy'), '{:.2f}'),
+        'first': (series('entropy', 'first token'), '{:.3f}'),
+        'R^2': (series('tokens', 'R^2'), '{:.3f}'),
+        'cosine': (series('similarity', 'hidden states'), '{:.3f}'),
+        'largest': (spectrum[:, 0], '{:.3g}'),
+        'share': (spectrum[:, 0] / spectrum.sum(axis=1), '{:.2f}'),
+        'Eq. 3': (series('mapping', 'A_n (V_n + V_n-1), Eq. 3'), '{:.3f}'),
+        'Eq. 6': (series('mapping', 'A_n V_n + V_n-1, Eq. 6'), '{:.3f}'),
+    }
+    text = page('real')
+    rows = re.findall(r'^\| (\d+|mean of 16 to 30) \| (.*) \|$', text, re.M)
+    assert len(rows) == 13
+    for layer, row in rows:
+        which = slice(15, 30) if 'mean' in layer else slice(int(layer) - 1, int(layer))
+        numbers = [(values[which].mean(), form) for values, form in columns.values()]
+        assert row == ' | '.join('' if np.isnan(x) else form.format(x) for x, form in numbers)
+
+    entropy, first, explained = (columns[name][0] for name in ('entropy', 'first', 'R^2'))
+    three, six = (columns[name][0][1:] for name in ('Eq. 3', 'Eq. 6'))
+    share = first[25]
+    most = -share * np.log(share) - (1 - share) * np.log((1 - share) / 1023)
+    *others, last = [n + 2 for n in range(29) if three[n] < six[n]]
+    for words in (
+        f'{entropy[0]:.2f} nats in layer 1',
+        f'{entropy[15:].mean():.2f} on average over layers 16 to 30',
+        f'layers 4 to 9 are as low ({entropy[3:9].mean():.2f}), and layer 12 is back at {entropy[11]:.2f}',
+        f'between {first[12:].min():.0%} and {first[12:].max():.0%} of it',
+        f'a correlation of {np.corrcoef(first[12:], entropy[12:])[0, 1]:.2f}',
+        f'would have up to {most:.2f} nats, but has {entropy[25]:.2f}',
+        f'gets {first[3:10].min():.0%} to {first[3:10].max():.0%}, and the entropy is as low as '
+        f'{entropy[3:10].min():.1f}',
+        f'(R² {explained[1]:.3f}), and in layers 16 to 30 between {explained[15:].min():.2f} and '
+        f'{explained[15:].max():.2f} of their variance, {explained[15:].mean():.2f} on average',
+        f'{series("tokens", "share of positions"):.1%} of all',
+        f'{(three > six).sum()} of 29 layers**, on average by {(three - six).mean():.3f}',
+        f'layers {", ".join(map(str, others))} and {last} contradict it',
+        f'a cosine of {three.mean():.3f} and {six.mean():.3f} on average',
+    ):
+        assert words in text, words
+    assert series('entropy', 'entropy', 'standard_error').max() < 0.05
+    assert series('tokens', 'R^2', 'standard_error').max() < 0.009
