@@ -21,8 +21,10 @@ The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897 (ResFormer, SV
 
 import collections
 import copy
+import functools
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -50,6 +52,13 @@ class GPTConfig:
     dropout: float = 0.0  # on embeddings, attention weights, and what attention and MLP add
     tie_embeddings: bool = False  # lm_head shares wte's weight
     embed_norm: bool = False  # RMSNorm without weights after wte (nanochat, modded-nanogpt)
+    x0_residual: bool = (
+        False  # before each block x <- r x + s x_0, learned (nanochat, modded-nanogpt)
+    )
+    qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, and a learned gain of q
+    exclusive: bool = (
+        False  # take the value at its own position out of a head's output (2603.09078)
+    )
     # residuals: what is mixed into v, q or k
     v_residual: bool = False  # ResFormer (Eq. 7): V_n <- (V_1 + V_n) / 2 for n >= 2
     q_residual: bool = False  # the same mixing on queries, before RoPE (Fig. 6)
@@ -59,6 +68,10 @@ class GPTConfig:
     residual_learned: bool = False  # the weights are parameters, which start from these
     residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
     residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
+    residual_gate: str = ''  # weights of v from x, per token: head (nanochat) or channel (RWKV-7)
+    residual_gate_inputs: int = 0  # of head: how many channels of x it reads; 0: all
+    residual_gate_bias: bool = False  # of head: with a bias
+    residual_gate_rank: int = 32  # of channel: its inner width
     # sharing: what is borrowed
     share_q: bool = False  # borrow the queries of an earlier layer (Fig. 13)
     share_k: bool = False  # borrow the keys of an earlier layer (Figs. 4, 13; with share_v: CLA)
@@ -66,6 +79,10 @@ class GPTConfig:
     share_q_every: int = 0  # m: each m layers share their first layer's; 0: all share layer 1's
     share_k_every: int = 0  # likewise for keys
     share_v_every: int = 0  # likewise for values (Fig. 14)
+    share_q_from: tuple = ()  # instead: for each layer, the layer that owns its queries
+    share_k_from: tuple = ()  # likewise for keys
+    share_v_from: tuple = ()  # likewise for values
+    share_v_heads: int = 0  # borrow this many value heads, the last ones; 0: all (SkipV1Former)
     # the other models that the paper compares with
     neutreno: float = 0.0  # NeuTRENO's lambda: U_n += lambda (V_1 - values attended with) (Eq. 8)
     denseformer: bool = False  # after each block, a learned average of all block outputs
@@ -97,6 +114,8 @@ class GPTConfig:
         check_contradictions(self)
         if self.n_kv_head == self.n_head:
             self.n_kv_head = 0
+        if self.residual_gate_inputs == self.n_embd:
+            self.residual_gate_inputs = 0
         switches = {f'share_{part}_every': [f'share_{part}'] for part in 'qkv'}
         switches |= dict.fromkeys(('residual_lambda', 'residual_layers'), RESIDUALS)
         for name in switches:
@@ -145,6 +164,9 @@ SOURCES = {
     'first': lambda n, L: range(n)[:1],  # ResFormer (Eq. 7)
     'previous': lambda n, L: range(n)[-1:],  # Fig. 8
     'all': lambda n, L: range(n),  # Eq. 5
+    # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
+    'token': lambda n, L: [f'token {n}'],
+    'first+token': lambda n, L: [*range(n)[:1], f'token {n}'],
 }
 
 
@@ -157,9 +179,11 @@ class Layer:
         dict  # {part: the layer whose q, k or v it attends with}; itself in a vanilla Transformer
     )
     heads: dict  # {part: the number of heads that it projects}; 0: it borrows them
+    joins: dict  # {part: (key, number of heads)}: it borrows these last heads beside its own
     sources: dict  # {part: keys of the raw tensors that are mixed into its own}, such as ('v', 0)
     weights: dict  # {part: the weight of each source, then its own}
     learned: bool  # whether these weights are parameters, which start there
+    gate: tuple  # how the weights of v follow from x: (kind, *its settings); (): they do not
     reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
     added: list  # keys of the raw values whose mean is added to attention's output
     neutreno: float  # how much of V_1 - V_n is added to it
@@ -174,43 +198,67 @@ def wire(config):
     for layer in reversed(layers):
         layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
         layer.attended_later = sorted(attended)
-        raw.update(layer.added, *layer.sources.values())
+        joined = [key for key, _ in layer.joins.values()]
+        raw.update(layer.added, joined, *layer.sources.values())
         if layer.neutreno:
             raw.add(('v', 0))
-        attended.update(layer.owner.items(), *layer.reads.values())
+        attended.update(layer.owner.items(), joined, *layer.reads.values())
     return layers
 
 
 def wire_layer(config, n):
     """Layer n, but for what later layers read."""
     owner = {part: owner_of(config, part, n) for part in 'qkv'}
+    lender = {part: lender_of(config, part, n) for part in 'qkv'}
     heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
     heads = {part: heads[part] if owner[part] == n else 0 for part in 'qkv'}
+    joins = {
+        part: ((part, lender[part]), config.share_v_heads)
+        for part in 'v'
+        if heads[part] and lender[part] != n
+    }
+    for part in joins:
+        heads[part] -= config.share_v_heads
     sources = {part: sources_of(config, part, n) for part in 'qkv'}
     of_values = {'current': [], 'identity': [], 'cross': []}
     of_values[config.residual_map] = sources['v']
     sources['v'] = of_values['current']  # those that are mixed in before attention
-    # Where all layers attend with V_1, NeuTRENO's V_1 - V_n is zero.
-    differs = n > 0 and any(owner_of(config, 'v', layer) for layer in range(config.n_layer))
+    # NeuTRENO's V_1 - V_n is zero where nothing is mixed into V_1, and where all layers attend with it.
+    differs = (n > 0 or sources['v']) and any(
+        owner_of(config, 'v', layer) for layer in range(config.n_layer)
+    )
     return Layer(
         n,
         owner,
         heads,
+        joins,
         sources={part: keys_of(config, part, sources[part]) for part in 'qkv'},
         weights={part: weights_of(config, len(sources[part])) for part in 'qkv'},
         learned=config.residual_learned and any(sources.values()),
+        gate=gate_of(config) if sources['v'] else (),
         reads={part: keys_of(config, part, (*of_values['cross'], n)) for part in 'kv'},
         added=keys_of(config, 'v', of_values['identity']),
         neutreno=config.neutreno if differs else 0.0,
     )
 
 
-def owner_of(config, part, n):
-    """The layer whose q, k or v layer n attends with. A source that is no layer is its own."""
-    if isinstance(n, str) or not getattr(config, f'share_{part}'):
+def lender_of(config, part, n):
+    """The layer whose q, k or v layer n borrows; itself if it borrows none. So is a source that is no
+    layer."""
+    if isinstance(n, str):
+        return n
+    owners = getattr(config, f'share_{part}_from')
+    if owners:
+        return owners[n]
+    if not getattr(config, f'share_{part}'):
         return n
     every = getattr(config, f'share_{part}_every') or config.n_layer
     return n - n % every
+
+
+def owner_of(config, part, n):
+    """The layer whose q, k or v layer n attends with: its own where it borrows only some heads."""
+    return n if part == 'v' and config.share_v_heads else lender_of(config, part, n)
 
 
 def keys_of(config, part, layers):
@@ -220,7 +268,7 @@ def keys_of(config, part, layers):
 def sources_of(config, part, n):
     """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
     layers = config.residual_layers or range(config.n_layer)
-    mixes = getattr(config, f'{part}_residual') and owner_of(config, part, n) == n and n in layers
+    mixes = getattr(config, f'{part}_residual') and lender_of(config, part, n) == n and n in layers
     # The source's weight is 0 for ever.
     is_idle = config.residual_lambda == (0, 1) and not config.residual_learned
     if not mixes or is_idle:
@@ -235,6 +283,16 @@ def weights_of(config, count):
     return [float(source)] * count + [float(own)] if count else []
 
 
+def gate_of(config):
+    """What a gate is made of, see Attention.gated()."""
+    if config.residual_gate == 'head':
+        inputs = config.residual_gate_inputs or config.n_embd
+        return 'head', inputs, config.residual_gate_bias, config.residual_lambda
+    if config.residual_gate == 'channel':
+        return 'channel', config.residual_gate_rank
+    return ()
+
+
 # --- the model -----------------------------------------------------------------------------------
 
 
@@ -242,11 +300,12 @@ def weights_of(config, count):
 class Needs:
     """What a parameter needs, said where it is made; GPT.needs has it by the parameter's name."""
 
-    std: float | None = (
-        None  # it starts at N(0, std), drawn from (seed, name, block); None: as made
-    )
+    # It starts as draw(tensor, generator=...) makes it, seeded by (seed, name, block). None: as made.
+    draw: Callable | None = None
     blocks: dict = field(default_factory=dict)  # {block: its rows}; {}: all rows are one block
-    rate: float = 1.0  # times the learning rate
+    drawn: dict = field(default_factory=dict)  # {block: rows to draw, the first of which it takes}
+    muon: tuple = ()  # rows of each matrix that Muon updates, if it is chosen; (): AdamW's
+    rate: str = ''  # the setting that multiplies its learning rate
     decay: bool = False  # weight decay pulls it to zero
     logged: bool = False  # at every evaluation, for few numbers of interest
     optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
@@ -259,17 +318,26 @@ def parameter(data, **needs):
     return p
 
 
-def make(kind, *shape, std=0.02, decay=True, **needs):
-    """An nn.Linear or an nn.Embedding and what its weight needs. A bias starts at zero."""
+def normal(std):
+    return functools.partial(nn.init.normal_, std=std)
+
+
+def make(kind, *shape, draw=None, decay=True, **needs):
+    """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, 0.02) unless
+    `draw` says otherwise, a bias at zero."""
     module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
-    module.weight = parameter(torch.empty(module.weight.shape), std=std, decay=decay, **needs)
+    module.weight = parameter(
+        torch.empty(module.weight.shape), draw=draw or normal(0.02), decay=decay, **needs
+    )
     if getattr(module, 'bias', None) is not None:
-        module.bias = parameter(torch.zeros(module.bias.shape), **needs)
+        module.bias = parameter(torch.zeros(module.bias.shape))
     return module
 
 
-def c_proj_std(config):
-    return 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
+def make_c_proj(config, width):
+    std = 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
+    C = config.n_embd
+    return make(nn.Linear, width, C, config.arch == 'gpt2', draw=normal(std), muon=(C,))
 
 
 class Attention(nn.Module):
@@ -280,10 +348,32 @@ class Attention(nn.Module):
         self.config = config
         self.wiring = wiring
         heads = wiring.heads
-        self.rows = {part: heads[part] * config.head_size for part in 'qkv' if heads[part]}
-        C, bias = config.n_embd, config.arch == 'gpt2'
-        self.c_attn = make(nn.Linear, C, sum(self.rows.values()), bias, blocks=self.rows)
-        self.c_proj = make(nn.Linear, C, C, bias, std=c_proj_std(config))
+        C, hs, kv_heads = config.n_embd, config.head_size, config.kv_heads
+        self.rows = {part: heads[part] * hs for part in 'qkv' if heads[part]}
+        rows = sum(self.rows.values())
+        self.c_attn = make(
+            nn.Linear,
+            C,
+            rows,
+            config.arch == 'gpt2',
+            blocks=self.rows,
+            drawn={'v': kv_heads * hs},  # also where it has fewer of them
+            muon=(*self.rows.values(),),
+        )
+        self.c_proj = make_c_proj(config, C)
+        if config.qk_norm and heads['q']:
+            self.q_gain = parameter(torch.full((config.n_head,), 1.44))
+        gate, *settings = wiring.gate or ('',)
+        if gate == 'head':
+            inputs, bias, _ = settings
+            self.gate = make(nn.Linear, inputs, kv_heads, bias, draw=normal(0.0), decay=False)
+        if gate == 'channel':
+            (rank,) = settings
+            width = kv_heads * hs
+            near_zero = functools.partial(nn.init.orthogonal_, gain=0.1)
+            self.gate_down = make(nn.Linear, C, rank, False, draw=normal(0.0), decay=False)
+            self.gate_up = make(nn.Linear, rank, width, False, draw=near_zero, decay=False)
+            self.gate_bias = parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
         if wiring.learned:
             (weights,) = filter(None, wiring.weights.values())
             weights = torch.tensor(weights)
@@ -302,13 +392,16 @@ class Attention(nn.Module):
         # Project the parts that this layer owns, and mix their sources into them.
         projected = self.c_attn(x).split(list(self.rows.values()), dim=2)
         for part, t in zip(self.rows, projected, strict=True):
-            t = t.view(B, T, -1, config.head_size).transpose(1, 2)  # (B, nh or n_kv_head, T, hs)
-            raw[part, n] = t
+            t = to_heads(config, t)  # (B, nh or n_kv_head, T, hs)
+            raw[part, n] = join(t, raw, wiring.joins.get(part))
             if wiring.sources[part]:
                 t = self.mix(part, t, [raw[key] for key in wiring.sources[part]], x)
+            if config.qk_norm and part != 'v':
+                gain = self.q_gain[:, None, None] if part == 'q' else 1.0
+                t = (rms_norm(config, t) * gain).to(t.dtype)
             if part != 'v' and rope is not None:
                 t = rotate(t, *rope)
-            attended[part, n] = t
+            attended[part, n] = join(t, attended, wiring.joins.get(part))
             if cache is not None and part != 'q':
                 cache.append(part, n, t)
 
@@ -320,6 +413,8 @@ class Attention(nn.Module):
         v = attended['v', wiring.owner['v']]  # of this call's tokens alone
         y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
 
+        if config.exclusive:
+            y = without(y, to_query_heads(v, y))
         # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
         # values that this layer attended with (Eq. 8).
         if wiring.added:
@@ -350,10 +445,36 @@ class Attention(nn.Module):
     def weights(self, part, x):
         """One weight per source, then the layer's own: numbers, or tensors that broadcast to
         (B, heads, T, hs). x (B, T, C): what the layer projects."""
-        weights = self.wiring.weights[part]
         if self.wiring.learned:
-            weights = self.residual_lambda[:, None]
-        return weights
+            return self.residual_lambda[:, None]
+        if part == 'v' and self.wiring.gate:
+            return self.gated(x)
+        return self.wiring.weights[part]
+
+    def gated(self, x):
+        """The weights of v from a gate g of each token, between 0 and 1.
+
+        head: g = sigmoid(W x + b) for each KV head. The sources' mean has g and the layer's own value
+        1 - g, or, with residual_lambda (s, o), each source s g and the layer's own value o.
+        channel: g = sigmoid(b + (x A) B) for each channel, of the one source; 1 - g for its own.
+        """
+        x = x.to(self.c_attn.weight.dtype)  # autocast is off
+        gate, *settings = self.wiring.gate
+        if gate == 'head':
+            inputs, _, given = settings
+            logits = self.gate(x[..., :inputs])
+        else:
+            given = ()
+            logits = self.gate_up(self.gate_down(x)) + self.gate_bias
+        B, T, _ = x.size()
+        g = (
+            logits.sigmoid().view(B, T, self.config.kv_heads, -1).transpose(1, 2)
+        )  # (B, kv, T, 1 or hs)
+        count = len(self.wiring.sources['v'])
+        if given:
+            source, own = given
+            return [source * g] * count + [own]
+        return [g / count] * count + [1 - g]
 
 
 class MLP(nn.Module):
@@ -364,8 +485,9 @@ class MLP(nn.Module):
         self.config = config
         width, bias = config.ffn_width, config.arch == 'gpt2'
         rows = 2 * width if config.arch == 'llama' else width
-        self.c_fc = make(nn.Linear, config.n_embd, rows, bias)
-        self.c_proj = make(nn.Linear, width, config.n_embd, bias, std=c_proj_std(config))
+        # Muon takes gate and up for two matrices.
+        self.c_fc = make(nn.Linear, config.n_embd, rows, bias, muon=(width,) * (rows // width))
+        self.c_proj = make_c_proj(config, width)
 
     def forward(self, x):
         x = self.c_fc(x)
@@ -380,6 +502,11 @@ class MLP(nn.Module):
 def norm(config):
     kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
     return kind(config.n_embd, eps=config.norm_eps)
+
+
+def rms_norm(config, x):
+    """x divided by its RMS over the last dimension, without weights."""
+    return F.rms_norm(x, x.shape[-1:], eps=config.norm_eps)
 
 
 class Block(nn.Module):
@@ -403,6 +530,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wiring = wire(config)
+        self.table = None  # value_table()'s
         self.transformer = nn.ModuleDict(
             dict(
                 wte=make(nn.Embedding, config.vocab_size, config.n_embd),
@@ -421,6 +549,14 @@ class GPT(nn.Module):
             averages = [torch.eye(n + 2)[-1] for n in range(config.n_layer)]
             averages = [parameter(weights, logged=True, optional=True) for weights in averages]
             self.transformer.dwa = nn.ParameterList(averages)
+        if config.x0_residual:
+            weights = [torch.tensor([1.0, 0.0]) for _ in range(config.n_layer)]  # r, s
+            weights = [parameter(pair, logged=True, optional=True) for pair in weights]
+            self.transformer.x0 = nn.ParameterList(weights)
+        if 'token' in config.residual_from:
+            self.transformer.ve = nn.ModuleDict(
+                {str(layer.n): self.make_table() for layer in self.wiring if layer.sources['v']}
+            )
         self.lm_head = make(nn.Linear, config.n_embd, config.vocab_size, False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -435,28 +571,37 @@ class GPT(nn.Module):
         with torch.device('meta'):
             return cls(config)
 
+    def make_table(self):
+        """A value for each token, (vocab_size, n_kv_head * hs)."""
+        config = self.config
+        draw = normal(config.n_embd**-0.5)
+        shape = config.vocab_size, config.kv_heads * config.head_size
+        return make(nn.Embedding, *shape, draw=draw, decay=False, rate='table_rate')
+
     @torch.no_grad()
     def init_weights(self, seed):
         """Draw what starts random; everything else is as its module made it.
 
         wte, wpe, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
         c_proj of gpt2                            N(0, 0.02 / sqrt(2 n_layer))
-        their biases                              zero
-        norms, residual_lambda, dwa               one, the given weights, the last block's output
+        their biases, gates                       zero; a channel gate as RWKV-7's
+        ve                                        N(0, 1 / sqrt(n_embd))
+        norms, residual_lambda, dwa, x0           one, the given weights, the last block's output
 
         Each block of rows, such as those of q, k and v in c_attn, has a generator of its own, seeded
         by (seed, name, block). So variants of one size start with the same shared weights.
         """
         for name, p in self.named_parameters():
             needs = self.needs[name]
-            if needs.std is None:
+            if needs.draw is None:
                 continue
             blocks = needs.blocks or {'': len(p)}
             for block, rows in zip(blocks, p.split(list(blocks.values())), strict=True):
                 digest = hashlib.sha256(f'{seed}/{name}/{block}'.encode()).digest()
                 number = int.from_bytes(digest[:8], 'little', signed=True)
                 generator = torch.Generator().manual_seed(number)
-                rows.copy_(torch.empty(rows.shape).normal_(0.0, needs.std, generator=generator))
+                whole = torch.empty(needs.drawn.get(block, len(rows)), *rows.shape[1:])
+                rows.copy_(needs.draw(whole, generator=generator)[: len(rows)])
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
         """Next-token logits, or the training loss.
@@ -486,11 +631,9 @@ class GPT(nn.Module):
         )
         positions, mask = slice(T), None
         if cache is not None:
-            positions, mask = cache.begin(T)
+            positions, mask = cache.begin(idx)
 
-        x = self.transformer.wte(idx)  # (B, T, C)
-        if self.config.embed_norm:
-            x = F.rms_norm(x, (self.config.n_embd,), eps=self.config.norm_eps)
+        x, x0 = self.embed(idx)  # (B, T, C) each
         rope = None
         if self.config.arch == 'llama':
             rope = self.cos[positions], self.sin[positions]
@@ -501,6 +644,10 @@ class GPT(nn.Module):
         raw, attended = {}, {}  # see the top of this file
         outputs = [x]  # of the embedding and the blocks
         for n, block in enumerate(self.transformer.h):
+            x = self.with_x0(n, x, x0)
+            if ('v', f'token {n}') in self.wiring[n].sources['v']:
+                row = self.transformer.ve[str(n)](idx)
+                raw = {**raw, ('v', f'token {n}'): to_heads(self.config, row)}
             x, raw, attended = block(x, raw, attended, rope, cache, mask)
             if self.config.denseformer:
                 outputs.append(x)
@@ -510,12 +657,51 @@ class GPT(nn.Module):
             x = x[:, -1:]
         x = self.transformer.ln_f(x)
         if cache is not None:
-            cache.position += T
+            cache.finish(T)
         return x
 
-    def new_cache(self, batch_size, max_len, dtype=None):
-        """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'."""
-        return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype)
+    def embed(self, idx):
+        """The embedding of idx, before positions, and x_0, which is its RMSNorm."""
+        x = self.transformer.wte(idx)
+        x0 = rms_norm(self.config, x)
+        return (x0 if self.config.embed_norm else x), x0
+
+    def with_x0(self, n, x, x0):
+        """What block n reads."""
+        if not self.config.x0_residual:
+            return x
+        r, s = self.transformer.x0[n]
+        return r * x + s * x0
+
+    def new_cache(self, batch_size, max_len, dtype=None, values='cached'):
+        """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'.
+
+        values='token': SVFormer's without values, which are looked up by token in value_table().
+        """
+        return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype, values)
+
+    @torch.no_grad()
+    def value_table(self, dtype):
+        """V_1 of every token, (vocab_size, n_kv_head * hs): of llama it depends on the token alone.
+        Made once, and again when a weight has changed. Raises ValueError for other models."""
+        first, others = self.wiring[0], self.wiring[1:]
+        shares = all(layer.owner['v'] == 0 for layer in others)
+        is_table = shares and not first.sources['v'] and self.config.arch == 'llama'
+        refuse(
+            not is_table,
+            "values='token' is for llama whose layers all attend with V_1 (share_v over the whole "
+            'depth), and which mixes nothing into it',
+        )
+        refuse(self.training, "values='token' is for decoding: call model.eval() first")
+        weights = [p for name, p in self.named_parameters() if '.h.' not in name or '.h.0.' in name]
+        versions = [dtype, *((p.data_ptr(), p._version) for p in weights)]
+        if self.table is None or self.table[0] != versions:
+            block = self.transformer.h[0]
+            x, x0 = self.embed(torch.arange(self.config.vocab_size, device=weights[0].device))
+            x = block.ln_1(self.with_x0(0, x, x0))
+            rows = block.attn.c_attn.weight[-block.attn.rows['v'] :]
+            self.table = versions, F.linear(x, rows).to(dtype)
+        return self.table[1]
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, cache=None, **how):
@@ -557,7 +743,7 @@ class GPT(nn.Module):
         return {name: p.tolist() for name, p in named if self.needs[name].logged}
 
     def num_params(self, non_embedding=True):
-        """Number of weights; non_embedding leaves out embedding tables (wte, wpe) and lm_head."""
+        """Number of weights; non_embedding leaves out embedding tables (wte, wpe, ve) and lm_head."""
         weights = set(self.parameters())
         if non_embedding:
             tables = [module for module in self.modules() if isinstance(module, nn.Embedding)]
@@ -632,6 +818,29 @@ def attend_cross(q, keys, values, dropout=0.0, mask=None):
     return attend(q.repeat_interleave(P, dim=2), k, v, dropout)[:, :, P - 1 :: P]
 
 
+def without(y, v):
+    """y less its component along v, (B, nh, T, hs) each, computed in fp32 at least."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    own, v = y.to(wide), v.to(wide)
+    share = (own * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True).clamp(min=1e-12)
+    return (own - share * v).to(y.dtype)
+
+
+def join(t, tensors, joined):
+    """t (B, heads, T, hs), with the last heads of another tensor behind its own: joined is (key, heads)
+    or None."""
+    if joined is None:
+        return t
+    key, heads = joined
+    return torch.cat((t, tensors[key][:, -heads:]), dim=1)
+
+
+def to_heads(config, t):
+    """(B, T, heads * hs) -> (B, heads, T, hs)."""
+    B, T, _ = t.size()
+    return t.view(B, T, -1, config.head_size).transpose(1, 2)
+
+
 def to_query_heads(t, y):
     """Values t (B, n_kv_head, T, hs), repeated for each of the query heads of y that share them."""
     return t.repeat_interleave(y.size(1) // t.size(1), dim=1)
@@ -672,7 +881,7 @@ class KVCache:
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
-    def __init__(self, model, batch_size, max_len, dtype):
+    def __init__(self, model, batch_size, max_len, dtype, values):
         longest = model.config.block_size
         refuse(
             max_len > longest,
@@ -681,9 +890,16 @@ class KVCache:
         )
         self.max_len = self.end = max_len
         device = model.lm_head.weight.device
+        refuse(values not in ('cached', 'token'), f"values={values!r} is not 'cached' or 'token'")
+        self.config = model.config
         self.tensors = {}
+        self.joins = {('v', layer.n): layer.joins.get('v') for layer in model.wiring}
+        self.table = model.value_table(dtype) if values == 'token' else None
+        self.values = None  # the table's rows of the tokens so far, during a step
+        if self.table is not None:
+            self.ids = torch.zeros(batch_size, max_len, dtype=torch.int32, device=device)
         for layer in model.wiring:
-            for part in 'kv':
+            for part in 'kv' if self.table is None else 'k':
                 shape = batch_size, layer.heads[part], max_len, model.config.head_size
                 if layer.heads[part]:
                     self.tensors[part, layer.n] = torch.zeros(shape, dtype=dtype, device=device)
@@ -693,10 +909,29 @@ class KVCache:
 
     @property
     def nbytes(self):
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of keys and values; of keys and token ids, where values are looked up."""
+        ids = [] if self.table is None else [self.ids]
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *ids))
 
-    def begin(self, T):
-        """Prepare for T more tokens; returns their positions (T,) and the mask for attend()."""
+    @property
+    def table_nbytes(self):
+        return 0 if self.table is None else self.table.nbytes
+
+    def begin(self, idx):
+        """Prepare for idx (B, T), more tokens; returns their positions (T,) and the mask for attend()."""
+        positions, mask = self.place(idx.size(1))
+        if self.table is not None:
+            self.ids.index_copy_(1, positions, idx.int())
+            rows = F.embedding(self.ids[:, : self.end], self.table)
+            self.values = to_heads(self.config, rows)
+        return positions, mask
+
+    def finish(self, T):
+        self.position += T
+        self.values = None
+
+    def place(self, T):
+        """The positions of T more tokens, and the mask."""
         device = self.position.device
         self.positions = self.position + torch.arange(T, device=device)
         if torch.compiler.is_compiling():
@@ -717,11 +952,14 @@ class KVCache:
 
     def append(self, part, layer, t):
         """Store t (B, n_kv_head, T, hs) at the positions that begin() gave."""
-        tensor = self.tensors[part, layer]
-        tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
+        if part == 'k' or self.table is None:
+            tensor = self.tensors[part, layer]
+            tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
     def __getitem__(self, key):
-        return self.tensors[key][:, :, : self.end]
+        if key[0] == 'v' and self.table is not None:
+            return self.values
+        return join(self.tensors[key][:, :, : self.end], self, self.joins.get(key))
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -821,28 +1059,18 @@ LEAST = {
     **dict.fromkeys(SHAPE, 1),
     **dict.fromkeys(('n_inner', 'n_kv_head', 'norm_eps', 'dropout'), 0),
     **{f'share_{part}_every': 0 for part in 'qkv'},
-    'rope_theta': 1,
+    **dict.fromkeys(('share_v_heads', 'residual_gate_inputs'), 0),
+    **dict.fromkeys(('rope_theta', 'residual_gate_rank'), 1),
 }
 CHOICES = {
     'arch': ('llama', 'gpt2'),
     'residual_from': SOURCES,
     'residual_map': ('current', 'identity', 'cross'),
+    'residual_gate': ('', 'head', 'channel'),
 }
 # Read by wire() alone: what they change is what they change in the wiring.
-WIRED = (
-    *RESIDUALS,
-    'residual_from',
-    'residual_lambda',
-    'residual_learned',
-    'residual_layers',
-    'residual_map',
-    'share_q',
-    'share_k',
-    'share_v',
-    'share_q_every',
-    'share_k_every',
-    'share_v_every',
-    'neutreno',
+WIRED = (*RESIDUALS, 'neutreno') + tuple(
+    f.name for f in fields(GPTConfig) if f.name.startswith(('residual_', 'share_'))
 )
 
 
@@ -903,6 +1131,18 @@ def check_ranges(config):
     refuse(n_head % n_kv_head, f'n_head={n_head} is not divisible by n_kv_head={n_kv_head}')
     is_odd = config.arch == 'llama' and config.head_size % 2
     refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
+    inputs, heads = config.residual_gate_inputs, config.share_v_heads
+    refuse(inputs > n_embd, f'residual_gate_inputs={inputs} are more than n_embd={n_embd}')
+    refuse(
+        heads >= n_kv_head, f'share_v_heads={heads} must be fewer than the {n_kv_head} value heads'
+    )
+    for part in 'qkv':
+        owners = getattr(config, f'share_{part}_from')
+        refuse(
+            owners and not is_owner_map(owners, config.n_layer),
+            f'share_{part}_from={owners} must name, for each of the {config.n_layer} layers, itself or '
+            'an earlier layer that names itself',
+        )
     weights, scaling = config.residual_lambda, config.rope_scaling
     refuse(
         weights and not are_numbers(weights, 2),
@@ -915,8 +1155,28 @@ def check_ranges(config):
     )
 
 
+def is_owner_map(owners, n_layer):
+    layers = range(n_layer)
+    are_layers = len(owners) == n_layer and all(type(o) is int and o in layers for o in owners)
+    return are_layers and all(owners[n] <= n and owners[owners[n]] == owners[n] for n in layers)
+
+
 def are_numbers(values, count):
     return len(values) == count and all(type(value) in (int, float) for value in values)
+
+
+# {(setting, its values): settings that may not be on with them}
+EXCLUDED = {
+    ('residual_map', ('identity', 'cross')): (
+        'residual_lambda',
+        'residual_learned',
+        'residual_gate',
+    ),
+    ('residual_map', ('cross',)): ('share_v_heads',),
+    ('residual_gate', ('head', 'channel')): ('residual_learned',),
+    ('residual_gate', ('channel',)): ('residual_lambda',),
+    ('residual_from', ('token', 'first+token')): ('q_residual', 'k_residual'),
+}
 
 
 def check_contradictions(config):
@@ -926,11 +1186,21 @@ def check_contradictions(config):
         config.residual_learned and len(residuals) > 1,
         f'residual_learned goes with one residual, not with {" and ".join(residuals)}; keep one',
     )
-    for name in ('residual_lambda', 'residual_learned'):
-        refuse(
-            config.residual_map != 'current' and getattr(config, name),
-            f'{name} does nothing with residual_map={config.residual_map!r}; drop one',
-        )
+    for (name, values), others in EXCLUDED.items():
+        value = getattr(config, name)
+        for other in others if value in values else ():
+            refuse(
+                getattr(config, other), f'{name}={value!r} and {other} exclude each other; drop one'
+            )
+    uses_table = 'token' in config.residual_from
+    refuse(
+        uses_table and not config.residual_layers,
+        f'residual_from={config.residual_from!r} needs residual_layers: the layers that have a table',
+    )
+    refuse(
+        config.residual_gate == 'channel' and config.residual_from in ('all', 'first+token'),
+        f"residual_gate='channel' mixes one source, not residual_from={config.residual_from!r}",
+    )
     for n in range(config.n_layer):
         refuse(
             not any(owner_of(config, part, n) == n for part in 'qkv'),

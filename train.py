@@ -32,6 +32,7 @@ from hub.read import load as load_hub
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import write_json
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory, check_compiler
+from lib.muon import Muon
 from lib.rundir import (
     Log,
     check_resume,
@@ -43,6 +44,7 @@ from lib.rundir import (
     load_weights,
     locked_run,
     name_misfits,
+    optimizer_state,
     provenance,
     prune_checkpoints,
     read_log,
@@ -65,13 +67,15 @@ class TrainConfig:
     # a step is gradient_accumulation_steps * batch_size * block_size tokens, on any number of GPUs
     gradient_accumulation_steps: int = 32  # micro-batches a step, over all GPUs
     batch_size: int = 32  # sequences in a micro-batch
-    # AdamW and its schedule (Section 4.1 and Table 4)
+    # the optimizer and its schedule (Section 4.1 and Table 4)
+    optimizer: str = 'adamw'  # or muon: for the matrices of attention and MLP, AdamW for the rest
     max_iters: int = 10000  # steps
     learning_rate: float = 6e-4  # after warm-up
     min_lr: float = 6e-5  # at the end of the cosine
     warmup_iters: int = 120  # linear warm-up from 1e-7
     lr_decay_iters: int = 0  # where the cosine ends; 0: max_iters
     decay_lr: bool = True  # False: learning_rate throughout, without warm-up
+    table_rate: float = 1.0  # times the learning rate, for token tables (residual_from)
     weight_decay: float = 0.1  # on matrices and embeddings
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -107,6 +111,10 @@ class TrainConfig:
                     f'{name}={value} must be at least {low}{most}',
                 )
         refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
+        refuse(
+            self.optimizer not in ('adamw', 'muon'),
+            f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
+        )
         starts = ('scratch', 'resume', 'auto')
         refuse(
             self.init_from not in starts and not os.path.exists(self.init_from),
@@ -137,7 +145,7 @@ RANGES = {
     ),
     (0, math.inf): (
         'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr '
-        'warmup_iters lr_decay_iters max_skipped'
+        'warmup_iters lr_decay_iters max_skipped table_rate'
     ),
     (0, 1): 'activation_memory_budget',
 }
@@ -165,17 +173,26 @@ def own_settings(values):
 
 
 def make_optimizer(model, settings):
-    """AdamW, fused. Which parameters decay, and at what rate they learn, is said where they are made."""
+    """AdamW, fused, or Muon. What a parameter needs of it is said where the parameter is made."""
     groups = {}
     for name, p in model.named_parameters():
         needs = model.needs[name]
-        groups.setdefault((needs.decay, needs.rate), []).append(p)
+        rate = getattr(settings, needs.rate) if needs.rate else 1.0
+        rows = needs.muon if settings.optimizer == 'muon' else ()
+        groups.setdefault((needs.decay, rate, rows), []).append(p)
     groups = [
-        {'params': params, 'rate': rate, 'weight_decay': settings.weight_decay if decay else 0.0}
-        for (decay, rate), params in sorted(groups.items(), reverse=True)  # what decays comes first
+        {
+            'params': params,
+            'rate': rate,
+            'weight_decay': settings.weight_decay if decay else 0.0,
+            'rows': rows,
+        }
+        # What decays comes first.
+        for (decay, rate, rows), params in sorted(groups.items(), reverse=True)
     ]
+    kind = Muon if settings.optimizer == 'muon' else torch.optim.AdamW
     betas = (settings.beta1, settings.beta2)
-    return torch.optim.AdamW(groups, settings.learning_rate, betas, eps=1e-8, fused=True)
+    return kind(groups, settings.learning_rate, betas, eps=1e-8, fused=True)
 
 
 def checkpoint_blocks(model):
@@ -238,12 +255,17 @@ def learning_rate(step, settings):
     return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
 
 
-def check_schedule(settings):
-    """Refuse a learning rate that jumps, rises after its warm-up, or never decays.
+def check_rates(settings, config):
+    """Refuse a learning rate that jumps, rises after its warm-up, never decays, or is nobody's.
 
     For a run that trains, not for every TrainConfig: compare.py reads the learning_rate of an arm
     before it scales min_lr with it.
     """
+    refuse(
+        settings.table_rate != 1 and 'token' not in config.residual_from,
+        f'table_rate={settings.table_rate} does nothing with residual_from={config.residual_from!r}, '
+        'which has no table; drop it',
+    )
     if not settings.decay_lr or settings.eval_only:
         return
     refuse(
@@ -466,7 +488,7 @@ def take_over(checkpoint, start, settings, config, warn):
         start.changed = check_resume(checkpoint, settings, config, start.dataset)
         check_changes(start.changed, checkpoint, settings, warn)
         load_weights(start.model, checkpoint)
-        load_state(start.optimizer, start.scaler, checkpoint)
+        load_state(start.model, start.optimizer, start.scaler, checkpoint)
     start.step = checkpoint['step']
     start.entries = read_log(Path(settings.out_dir, 'log.jsonl'), start.step, warn)
     start.wandb_id = checkpoint.get('wandb_id')
@@ -493,8 +515,9 @@ def check_changes(changed, checkpoint, settings, warn):
                 'nothing; raise max_iters, or start another out_dir'
             )
         return
-    own = {**asdict(TrainConfig()), **checkpoint['settings']}
-    old, new = learning_rate(step, SimpleNamespace(**own)), learning_rate(step, settings)
+    before = {name: old for name, (old, _) in changed.items()}
+    before = SimpleNamespace(**asdict(settings) | before)
+    old, new = learning_rate(step, before), learning_rate(step, settings)
     if old != new:
         changed['lr'] = [old, new]
         warn(f'note: the learning rate at step {step} changes from {old:.1e} to {new:.1e}')
@@ -515,6 +538,8 @@ class Reporter:
         self.provenance['attention_kernel'] = machine.attention_kernel(
             config.n_head, config.kv_heads, config.head_size, config.block_size
         )
+        self.peak_flops = machine.peak_flops()
+        self.flops_per_token = start.model.flops_per_token(config.block_size)
         everything = {**asdict(settings), **asdict(config), 'origin': start.origin}
         everything['data'] = start.dataset.fingerprint()
         everything |= self.provenance
@@ -572,13 +597,11 @@ class Reporter:
 
     def step(self, step, loss, norm, lr, scaler, skipped, seconds):
         """Log one step; seconds: the time that it took."""
-        model, machine = self.start.model, self.machine
         tokens = self.settings.rows_per_step * self.config.block_size
         speed = tokens / seconds
         mfu = None
-        if machine.peak_flops():
-            flops = model.flops_per_token(self.config.block_size) * speed
-            mfu = flops / machine.world_size / machine.peak_flops()
+        if self.peak_flops:
+            mfu = speed * self.flops_per_token / self.machine.world_size / self.peak_flops
         scale = scaler.get_scale() if scaler.is_enabled() else None
         entry = {
             'step': step,
@@ -614,7 +637,7 @@ class Reporter:
         tokenizer = start.dataset.meta['tokenizer']
         checkpoint = {
             'model': start.model.state_dict(),
-            'optimizer': start.optimizer.state_dict(),
+            'optimizer': {'state': optimizer_state(start.model, start.optimizer)},
             'scaler': start.scaler.state_dict(),
             'step': step,
             'settings': asdict(self.settings),
@@ -800,7 +823,7 @@ def main():
             settings.device, settings.dtype, backend='', tf32=True, attention=attention
         )
         micro_steps = share_of_micro_steps(settings, machine.world_size)
-        check_schedule(settings)
+        check_rates(settings, config)
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)

@@ -37,7 +37,7 @@ from lib.data import Dataset
 from lib.files import write_json
 from lib.rundir import known_commit
 from model import GPTConfig
-from train import TrainConfig, check_schedule, share_of_micro_steps
+from train import TrainConfig, check_rates, share_of_micro_steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -274,10 +274,10 @@ class Plan:
         """Refuse what every training would refuse."""
         for name in self.arms:
             with of_arm(name):
-                settings, _ = self.configs(self.example(name))
+                settings, config = self.configs(self.example(name))
                 Dataset(settings.dataset)
                 share_of_micro_steps(settings, gpus)
-                check_schedule(settings)
+                check_rates(settings, config)
 
     # --- what train.py is told ---
 

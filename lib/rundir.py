@@ -172,8 +172,6 @@ def name_misfits(path):
         raise
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-        if 'unexpected keyword argument' in reason:
-            reason += ' (a field of another version of model.py, such as a fork?)'
         raise ValueError(f'{path} does not fit: {reason}') from error
 
 
@@ -205,6 +203,11 @@ def check_resume(checkpoint, settings, config, dataset):
     compare_data(checkpoint, dataset)
 
     old = {**asdict(type(settings)()), **checkpoint['settings']}
+    if old['optimizer'] != settings.optimizer:
+        raise ValueError(
+            f'{path} is a run with optimizer={old["optimizer"]!r}, not {settings.optimizer!r}, whose '
+            'state it lacks; resume with its own settings, or start another out_dir'
+        )
     old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
     for name in ('seed', 'domain_weights', 'rows_per_step'):
         value = getattr(settings, name)
@@ -277,24 +280,32 @@ def load_weights(model, checkpoint):
         )
 
 
-def load_state(optimizer, scaler, checkpoint):
-    """AdamW's moments and the loss scale.
+def optimizer_state(model, optimizer):
+    """{parameter: its state in the optimizer}, by the parameter's name."""
+    named = model.named_parameters()
+    return {name: optimizer.state[p] for name, p in named if p in optimizer.state}
+
+
+def load_state(model, optimizer, scaler, checkpoint):
+    """The optimizer's moments and the loss scale.
 
     weight_decay and the betas stay those of the settings, which may have changed.
     """
-    params = [p for group in optimizer.param_groups for p in group['params']]
-    moments = checkpoint['optimizer']['state']
-    for i, state in moments.items():
+    weights = dict(model.named_parameters())
+    names = {p: name for name, p in weights.items()}
+    order = [names[p] for group in optimizer.param_groups for p in group['params']]
+    states = {}
+    # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
+    for name, state in copy.deepcopy(checkpoint['optimizer']['state']).items():
+        name = order[name] if isinstance(name, int) else name  # older checkpoints count
         # Without this check, AdamW would write past the end of moments that are too small.
-        expected = {'step': (), 'exp_avg': params[i].shape, 'exp_avg_sq': params[i].shape}
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        if shapes != expected:
+        shapes = [tensor.shape for kind, tensor in state.items() if kind != 'step']
+        if {*shapes} != {weights[name].shape}:
             raise ValueError(
                 f'{checkpoint["path"]} has optimizer moments that do not match its weights'
             )
-    # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
-    moments = copy.deepcopy(moments)
-    optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
+        states[order.index(name)] = state
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': states})
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
 

@@ -25,11 +25,13 @@ COLUMNS = {'q': '#E69F00', 'k': '#009E73', 'v': '#0072B2', 'out': '#999999', 'bl
 # The fields of GPTConfig that arrows() draws, and those that move no tensor between layers.
 DRAWN = set(
     'v_residual q_residual k_residual residual_from residual_layers residual_map share_q share_k share_v '
-    'share_q_every share_k_every share_v_every neutreno denseformer'.split()
+    'share_q_every share_k_every share_v_every share_q_from share_k_from share_v_from neutreno '
+    'denseformer'.split()
 )
 OF_ONE_LAYER = set(
     'n_kv_head arch rope_theta rope_scaling norm_eps dropout tie_embeddings embed_norm residual_lambda '
-    'residual_learned'.split()
+    'residual_learned residual_gate residual_gate_inputs residual_gate_bias residual_gate_rank exclusive '
+    'qk_norm'.split()
 )
 
 
@@ -48,6 +50,8 @@ def arrows(config):
         for part, owner in layer.owner.items():
             if owner != n:
                 result.append(Arrow('borrow', part, owner, n))
+        for (part, lender), _ in layer.joins.values():
+            result.append(Arrow('borrow', part, lender, n))
         for part, sources in layer.sources.items():
             result += [Arrow('mix', part, source, n) for _, source in sources]
         result += [Arrow('add', part, source, n) for part, source in layer.added]

@@ -14,8 +14,10 @@ import math
 
 import torch
 
-# The layers that are mixed into layer n of L, by residual_from.
+# The layers that are mixed into layer n of L, by residual_from; 'token' is a row of the layer's table.
 SOURCES = {
+    'token': lambda n, L: ['token'],
+    'first+token': lambda n, L: [0, 'token'] if n else ['token'],
     'first': lambda n, L: [0],
     'previous': lambda n, L: [n - 1],
     'all': lambda n, L: list(range(n)),
@@ -44,8 +46,9 @@ def sequence_logits(config, weights, tokens):
     T = len(tokens)
     embedding = weights['transformer.wte.weight']
     x = embedding[tokens]
+    x0 = over_rms(config, x)
     if config.embed_norm:
-        x = x / torch.sqrt((x**2).mean(dim=1, keepdim=True) + config.norm_eps)
+        x = x0
     if config.arch == 'gpt2':
         x = x + weights['transformer.wpe.weight'][:T]
 
@@ -54,8 +57,11 @@ def sequence_logits(config, weights, tokens):
     history = [x]
     for n in range(config.n_layer):
         name = f'transformer.h.{n}'
+        if config.x0_residual:
+            r, s = weights[f'transformer.x0.{n}']
+            x = r * x + s * x0
         normed = norm(config, weights, f'{name}.ln_1', x)
-        x = x + attention(config, weights, n, normed, raw, attended)
+        x = x + attention(config, weights, n, normed, tokens, raw, attended)
         x = x + mlp(config, weights, f'{name}.mlp', norm(config, weights, f'{name}.ln_2', x))
         if config.denseformer:
             history.append(x)
@@ -70,10 +76,10 @@ def sequence_logits(config, weights, tokens):
     return x @ head.T
 
 
-def attention(config, weights, n, x, raw, attended):
+def attention(config, weights, n, x, tokens, raw, attended):
     """The output of layer n's attention for x (T, C); what it projects is added to raw and attended."""
     project(config, weights, n, x, raw)
-    mix_and_rotate(config, weights, n, raw, attended)
+    mix_and_rotate(config, weights, n, x, tokens, raw, attended)
     outputs = [attend(config, n, h, raw, attended) for h in range(config.n_head)]
     return linear(weights, f'transformer.h.{n}.attn.c_proj', torch.cat(outputs, dim=1))
 
@@ -84,36 +90,56 @@ def project(config, weights, n, x, raw):
     projected = linear(weights, f'transformer.h.{n}.attn.c_attn', x)
     column = 0
     for part in 'qkv':
-        if owner(config, part, n) != n:
-            raw[part].append(raw[part][owner(config, part, n)])
-            continue
+        own = own_heads(config, part, n)
         columns = []
-        for _ in range(heads(config, part)):
+        for _ in range(own):
             columns.append(projected[:, column : column + hs])
             column += hs
-        raw[part].append(columns)
+        raw[part].append(columns + raw_or_attended_of_owner(config, part, n, raw, own))
     assert column == projected.shape[1], 'c_attn has rows that nobody uses'
 
 
-def mix_and_rotate(config, weights, n, raw, attended):
-    """Attended: the owner's, as it is; or mixed, then rotated."""
+def raw_or_attended_of_owner(config, part, n, tensors, own):
+    """What a borrower borrows, behind its `own` heads: those of its owner, at the same places."""
+    return tensors[part][owner(config, part, n)][own:] if own < heads(config, part) else []
+
+
+def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
+    """Attended: the owner's, as it is; or mixed, normed, then rotated."""
     sources = sources_of(config, n)
     for part in 'qkv':
-        if owner(config, part, n) != n:
-            attended[part].append(attended[part][owner(config, part, n)])
-            continue
-        mixes = getattr(config, f'{part}_residual') and sources
+        mixes = getattr(config, f'{part}_residual') and sources and owner(config, part, n) == n
         if part == 'v' and config.residual_map != 'current':
             mixes = False  # at attention
         result = []
-        for h in range(heads(config, part)):
+        for h in range(own_heads(config, part, n)):
             own = raw[part][n][h]
             if mixes:
-                own = mixture(config, weights, n, [raw[part][s][h] for s in sources], own)
+                tensors = []
+                for s in sources:
+                    tensors.append(
+                        table_row(config, weights, n, h, tokens)
+                        if s == 'token'
+                        else raw[part][s][h]
+                    )
+                if part == 'v' and config.residual_gate:
+                    own = gated(config, weights, n, h, x, tensors, own)
+                else:
+                    own = mixture(config, weights, n, tensors, own)
+            if config.qk_norm and part != 'v':
+                own = over_rms(config, own)
+            if config.qk_norm and part == 'q':
+                own = own * weights[f'transformer.h.{n}.attn.q_gain'][h]
             if config.arch == 'llama' and part != 'v':
                 own = rope(config, own)
             result.append(own)
-        attended[part].append(result)
+        own = len(result)
+        attended[part].append(result + raw_or_attended_of_owner(config, part, n, attended, own))
+
+
+def table_row(config, weights, n, h, tokens):
+    hs = config.n_embd // config.n_head
+    return weights[f'transformer.ve.{n}.weight'][tokens][:, h * hs : (h + 1) * hs]
 
 
 def attend(config, n, h, raw, attended):
@@ -132,6 +158,10 @@ def attend(config, n, h, raw, attended):
         scores.append(causal(products / math.sqrt(hs)))
     A = softmax(torch.cat(scores, dim=1))  # (T, T), or (T, layers * T) in Eq. 2
     U = A @ torch.cat([attended['v'][layer][g] for layer in layers])
+    if config.exclusive:
+        v = attended['v'][n][g]
+        share = (U * v).sum(dim=1) / (v * v).sum(dim=1).clamp(min=1e-12)
+        U = U - share[:, None] * v
     if maps == 'identity':  # Eq. 6, with the mean in place of the sum
         U = U + sum(raw['v'][s][g] for s in sources) / len(sources)
     return U + config.neutreno * (raw['v'][0][g] - attended['v'][n][g])  # Eq. 8
@@ -141,22 +171,36 @@ def heads(config, part):
     return config.n_head if part == 'q' else config.n_kv_head or config.n_head
 
 
+def own_heads(config, part, n):
+    """How many heads of a part layer n projects: all, none, or all but those that it borrows."""
+    if owner(config, part, n) == n:
+        return heads(config, part)
+    if part == 'v' and config.share_v_heads:
+        return heads(config, part) - config.share_v_heads
+    return 0
+
+
 def sources_of(config, n):
     """The layers that layer n mixes in, if it has a residual."""
     assert config.residual_from in SOURCES, (
         f'residual_from={config.residual_from!r} is unknown here: add what it means, from the equations, '
         'to SOURCES in tests/reference.py'
     )
-    if n == 0 or (config.residual_layers and n not in config.residual_layers):
+    if n == 0 and 'token' not in config.residual_from:
+        return []
+    if config.residual_layers and n not in config.residual_layers:
         return []
     return SOURCES[config.residual_from](n, config.n_layer)
 
 
 def owner(config, part, n):
-    """The layer whose projection layer n uses: the first of its run of m layers.
+    """The layer whose projection layer n uses: by the map, or the first of its run of m layers.
 
     For m = 0 all layers are one run.
     """
+    owners = getattr(config, f'share_{part}_from')
+    if owners:
+        return owners[n]
     if not getattr(config, f'share_{part}'):
         return n
     m = getattr(config, f'share_{part}_every') or config.n_layer
@@ -176,6 +220,31 @@ def mixture(config, weights, n, sources, own):
     for i, source in enumerate(sources):
         total = total + lambdas[i] * source
     return total
+
+
+def gated(config, weights, n, h, x, sources, own):
+    """Head h of the values of layer n, mixed by a gate that follows from x (T, C)."""
+    name = f'transformer.h.{n}.attn'
+    if config.residual_gate == 'channel':  # RWKV-7
+        hs = config.n_embd // config.n_head
+        A, B = weights[f'{name}.gate_down.weight'].T, weights[f'{name}.gate_up.weight'].T
+        logits = weights[f'{name}.gate_bias'] + (x @ A) @ B
+        g = 1 / (1 + torch.exp(-logits[:, h * hs : (h + 1) * hs]))
+        (source,) = sources
+        return own + (source - own) * g
+    m = config.residual_gate_inputs or config.n_embd
+    logits = x[:, :m] @ weights[f'{name}.gate.weight'][h]
+    if config.residual_gate_bias:
+        logits = logits + weights[f'{name}.gate.bias'][h]
+    g = (1 / (1 + torch.exp(-logits)))[:, None]
+    if config.residual_lambda:
+        s, o = config.residual_lambda
+        return o * own + s * g * sum(sources)
+    return (1 - g) * own + g * sum(sources) / len(sources)
+
+
+def over_rms(config, x):
+    return x / torch.sqrt((x**2).mean(dim=1, keepdim=True) + config.norm_eps)
 
 
 def causal(scores):
@@ -223,8 +292,7 @@ def norm(config, weights, name, x):
         centered = x - x.mean(dim=1, keepdim=True)
         variance = (centered**2).mean(dim=1, keepdim=True)
         return centered / torch.sqrt(variance + config.norm_eps) * weight + weights[f'{name}.bias']
-    mean_square = (x**2).mean(dim=1, keepdim=True)
-    return x / torch.sqrt(mean_square + config.norm_eps) * weight
+    return over_rms(config, x) * weight
 
 
 def mlp(config, weights, name, x):

@@ -110,9 +110,9 @@ def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward
         assert torch.equal(model.generate(idx[:, :9], 12, temperature=0), without)
 
     c = model.config
-    owners = [(p, n) for p in 'kv' for n in range(c.n_layer) if reference.owner(c, p, n) == n]
-    assert sorted(cache.tensors) == owners  # borrowers have none
-    assert cache.nbytes == len(owners) * B * reference.heads(c, 'k') * 26 * c.head_size * 8
+    own = {(p, n): reference.own_heads(c, p, n) for p in 'kv' for n in range(c.n_layer)}
+    assert sorted(cache.tensors) == [key for key in own if own[key]]  # borrowers have none
+    assert cache.nbytes == sum(own.values()) * B * 26 * c.head_size * 8
 
 
 # --- its parameters ------------------------------------------------------------------------------
@@ -122,7 +122,6 @@ def documented_shapes(c):
     """{parameter: shape}. A borrower has no rows for what it borrows; residual_lambda and dwa exist
     only where they are learned."""
     C, V = c.n_embd, c.vocab_size
-    widths = {part: c.head_size * reference.heads(c, part) for part in 'qkv'}
     wide = c.n_inner or {'llama': 3.5, 'gpt2': 4}[c.arch] * C
     shapes = {'transformer.wte.weight': (V, C), 'transformer.ln_f.weight': (C,)}
     if not c.tie_embeddings:
@@ -131,16 +130,35 @@ def documented_shapes(c):
         shapes['transformer.wpe.weight'] = (c.block_size, C)
     for n in range(c.n_layer):
         h = f'transformer.h.{n}'
-        owned = [part for part in 'qkv' if reference.owner(c, part, n) == n]
+        own = {part: reference.own_heads(c, part, n) for part in 'qkv'}
         shapes[f'{h}.ln_1.weight'] = shapes[f'{h}.ln_2.weight'] = (C,)
-        shapes[f'{h}.attn.c_attn.weight'] = (sum(widths[part] for part in owned), C)
+        shapes[f'{h}.attn.c_attn.weight'] = (sum(own.values()) * c.head_size, C)
         shapes[f'{h}.attn.c_proj.weight'] = (C, C)
         shapes[f'{h}.mlp.c_fc.weight'] = (2 * wide if c.arch == 'llama' else wide, C)
         shapes[f'{h}.mlp.c_proj.weight'] = (C, wide)
         sources = reference.sources_of(c, n)
-        mixes = any(getattr(c, f'{part}_residual') for part in owned)
+        mixes = any(
+            getattr(c, f'{part}_residual') and reference.owner(c, part, n) == n for part in 'qkv'
+        )
         if c.residual_learned and sources and mixes:
             shapes[f'{h}.attn.residual_lambda'] = (len(sources) + 1,)
+        D = c.head_size * reference.heads(c, 'v')
+        if 'token' in sources:
+            shapes[f'transformer.ve.{n}.weight'] = (V, D)
+        if c.residual_gate == 'head' and sources:
+            inputs = c.residual_gate_inputs or C
+            shapes[f'{h}.attn.gate.weight'] = (reference.heads(c, 'v'), inputs)
+            if c.residual_gate_bias:
+                shapes[f'{h}.attn.gate.bias'] = (reference.heads(c, 'v'),)
+        if c.residual_gate == 'channel' and sources:
+            rank = c.residual_gate_rank
+            shapes[f'{h}.attn.gate_down.weight'] = (rank, C)
+            shapes[f'{h}.attn.gate_up.weight'] = (D, rank)
+            shapes[f'{h}.attn.gate_bias'] = (D,)
+        if c.qk_norm and own['q']:
+            shapes[f'{h}.attn.q_gain'] = (c.n_head,)
+        if c.x0_residual:
+            shapes[f'transformer.x0.{n}'] = (2,)
         if c.denseformer:
             shapes[f'transformer.dwa.{n}'] = (n + 2,)
     if c.arch == 'gpt2':
@@ -166,7 +184,7 @@ def test_parameters_are_the_documented_ones_and_matrices_decay(name):
         is_matrix = is_matrix or key.endswith(('c_fc.weight', 'c_proj.weight'))
         assert decays[id(p)] == (0.3 if is_matrix else 0.0), key
     assert model.mixing_weights().keys() == {
-        key for key in shapes if 'residual_lambda' in key or '.dwa.' in key
+        key for key in shapes if 'residual_lambda' in key or '.dwa.' in key or '.x0.' in key
     }
 
 
@@ -178,9 +196,11 @@ def blocks(model, of=lambda p: p):
             tensors[key] = of(p)
             continue
         n = int(key.split('.')[2])
-        owned = [part for part in 'qkv' if reference.owner(model.config, part, n) == n]
-        rows = [reference.heads(model.config, part) * model.config.head_size for part in owned]
-        for part, block in zip(owned, of(p).split(rows), strict=True):
+        own = [reference.own_heads(model.config, part, n) for part in 'qkv']
+        rows = [heads * model.config.head_size for heads in own]
+        for part, block in zip('qkv', of(p).split(rows), strict=True):
+            if len(block) == 0:
+                continue
             tensors[f'{key}, {part} rows'] = block
     return tensors
 
@@ -193,11 +213,12 @@ def test_it_starts_with_the_weights_that_it_shares_with_vanilla_from_the_seed_al
     weights = blocks(GPT(config, seed=2))
     vanilla = blocks(GPT(GPTConfig(**{**SIZE, 'n_layer': 5, 'arch': config.arch}), seed=2))
     for key, block in weights.items():
-        assert torch.equal(block, vanilla.get(key, block)), (
+        # Where a layer borrows some heads, its own are the first.
+        assert torch.equal(block, vanilla.get(key, block)[: len(block)]), (
             f'{key} starts otherwise than in vanilla'
         )
     # No two start alike, and nobody else's random numbers are touched.
-    rows = [tuple(w[0].tolist()) for w in weights.values() if w.dim() == 2]
+    rows = [tuple(w[0].tolist()) for w in weights.values() if w.dim() == 2 and w.any()]
     assert len({*rows}) == len(rows)
     drawn = torch.rand(3)
     torch.manual_seed(5)
@@ -341,6 +362,7 @@ LEARNED = dict(residual_learned=True, residual_lambda=(0.0, 1.0))
         dict(RES, **LEARNED, residual_from='all'),
         dict(LEARNED, k_residual=True, residual_from='previous'),
         dict(RES, **LEARNED, denseformer=True, residual_layers=(2,)),
+        dict(x0_residual=True),
     ],
     ids=str,
 )

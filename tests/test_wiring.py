@@ -26,14 +26,24 @@ def arrows_by_hand(config):
             if not getattr(config, f'{part}_residual'):
                 continue
             for source in reference.sources_of(config, n):
+                if source == 'token':
+                    expected.add(Arrow('mix', part, f'token {n}', n))
+                    continue
                 own = {p: reference.owner(config, p, source) for p in 'qkv'}
+                if config.share_v_heads:  # it has heads of its own
+                    own['v'] = source
                 if part != 'v' or config.residual_map == 'current':
                     expected.add(Arrow('mix', part, own[part], n))
                 elif config.residual_map == 'identity':
                     expected.add(Arrow('add', 'v', own['v'], n))
                 else:
                     expected |= {Arrow('attend', p, own[p], n) for p in 'kv'}
-        if config.neutreno and n > 0:
+        tables = (
+            config.v_residual
+            and reference.sources_of(config, 0)
+            and config.residual_from == 'token'
+        )
+        if config.neutreno and (n > 0 or tables):
             expected.add(Arrow('pull', 'v', 0, n))
         if config.denseformer:
             earlier = ['emb', *range(n)]

@@ -129,6 +129,69 @@ VARIANTS = {
         n_layer=5,
     ),
     'cross NeuTRENO DenseFormer': dict(RES, residual_map='cross', neutreno=0.4, denseformer=True),
+    # the family: maps of owners, sharing of some heads
+    'owner maps': dict(share_q_from=(0, 0, 2, 2, 2), share_v_from=(0, 1, 1, 0, 1), n_layer=5),
+    'keys and values of the first half': dict(
+        share_k_from=(0, 1, 2, 2, 2), share_v_from=(0, 1, 2, 2, 2), n_layer=5, n_kv_head=2
+    ),
+    'owner map, all values': dict(
+        RES, share_v_from=(0, 1, 1, 3, 0), residual_from='all', n_layer=5
+    ),
+    'half of the heads': dict(SV, share_v_heads=2),
+    'half of the heads GQA, CLA keys': dict(SV, **KEYS2, share_v_heads=1, n_kv_head=2),
+    'some heads by a map, NeuTRENO': dict(
+        share_v_from=(0, 1, 0, 1, 1), share_v_heads=3, neutreno=0.4, n_layer=5
+    ),
+    'ResFormer from some heads of previous': dict(
+        RES, **SV2, share_v_heads=1, residual_from='previous', n_layer=5
+    ),
+    # sources that are no layers
+    'tables': dict(RES, residual_from='token', residual_layers=(0, 2)),
+    'V_1 and tables, learned': dict(
+        RES, residual_from='first+token', residual_layers=(0, 1, 2), residual_learned=True
+    ),
+    'V_1 and a table GQA': dict(
+        RES,
+        residual_from='first+token',
+        residual_layers=(2,),
+        residual_lambda=(0.3, 0.6),
+        n_kv_head=2,
+    ),
+    'SVFormer on a table': dict(RES, **SV, residual_from='token', residual_layers=(0,)),
+    'NeuTRENO on tables': dict(RES, residual_from='token', residual_layers=(0, 1), neutreno=0.4),
+    # weights that follow from x
+    'head gate': dict(RES, residual_gate='head'),
+    'head gate from all GQA': dict(
+        RES, residual_gate='head', residual_from='all', residual_gate_bias=True, n_kv_head=2
+    ),
+    'head gate of nanochat': dict(
+        RES,
+        residual_gate='head',
+        residual_from='token',
+        residual_layers=(0, 2),
+        residual_gate_inputs=12,
+        residual_lambda=(3.0, 1.0),
+    ),
+    'head gate on values, plain keys': dict(RES, residual_gate='head', k_residual=True),
+    'channel gate': dict(RES, residual_gate='channel'),
+    'channel gate from previous GQA': dict(
+        RES,
+        residual_gate='channel',
+        residual_gate_rank=4,
+        residual_from='previous',
+        n_kv_head=2,
+    ),
+    # around them
+    'x0': dict(x0_residual=True),
+    'x0 embedding norm DenseFormer': dict(x0_residual=True, embed_norm=True, denseformer=True),
+    'gpt2 x0 SVFormer': dict(GPT2, **SV, x0_residual=True),
+    'exclusive GQA': dict(exclusive=True, n_kv_head=2),
+    'exclusive identity NeuTRENO': dict(RES, residual_map='identity', neutreno=0.2, exclusive=True),
+    'exclusive cross': dict(RES, residual_map='cross', exclusive=True),
+    'exclusive SVFormer': dict(SV, exclusive=True),
+    'q and k norm GQA': dict(qk_norm=True, n_kv_head=2, norm_eps=1e-2),
+    'q and k norm, first queries, key residual': dict(qk_norm=True, share_q=True, k_residual=True),
+    'modern ResFormer': dict(RES, embed_norm=True, x0_residual=True, qk_norm=True),
     # the other architecture, and everything at once
     'gpt2 ResFormer': dict(RES, **GPT2),
     'gpt2 SVFormer': dict(SV, **GPT2),
