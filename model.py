@@ -248,7 +248,7 @@ def lender_of(config, part, n):
     if isinstance(n, str):
         return n
     owners = getattr(config, f'share_{part}_from')
-    if owners:
+    if n < len(owners):
         return owners[n]
     if not getattr(config, f'share_{part}'):
         return n
@@ -267,7 +267,8 @@ def keys_of(config, part, layers):
 
 def sources_of(config, part, n):
     """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
-    layers = config.residual_layers or range(config.n_layer)
+    every = () if 'token' in config.residual_from else range(config.n_layer)  # tables are named
+    layers = config.residual_layers or every
     mixes = getattr(config, f'{part}_residual') and lender_of(config, part, n) == n and n in layers
     # The source's weight is 0 for ever.
     is_idle = config.residual_lambda == (0, 1) and not config.residual_learned
@@ -330,7 +331,7 @@ def make(kind, *shape, draw=None, decay=True, **needs):
         torch.empty(module.weight.shape), draw=draw or normal(0.02), decay=decay, **needs
     )
     if getattr(module, 'bias', None) is not None:
-        module.bias = parameter(torch.zeros(module.bias.shape))
+        module.bias = parameter(torch.zeros(module.bias.shape), **needs | {'muon': ()})
     return module
 
 
@@ -415,6 +416,7 @@ class Attention(nn.Module):
 
         if config.exclusive:
             y = without(y, to_query_heads(v, y))
+
         # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
         # values that this layer attended with (Eq. 8).
         if wiring.added:
@@ -1079,7 +1081,7 @@ def check(config):
     for name, value in config.variant().items():
         if acts(config, name):
             continue
-        defaults = type(config)()
+        defaults = type(config)(**config.shape())
         idle = f'{name}={value!r} does nothing'
         for other, blamed in vars(config).items():
             without = change(config, other, getattr(defaults, other))

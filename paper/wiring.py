@@ -13,10 +13,12 @@ from model import wire
 # What an arrow does: its line style, and its line in the legend.
 KINDS = {
     'borrow': ('-', 'borrowed'),
+    'join': ('-', 'some heads borrowed'),
     'mix': ('-', "mixed into the layer's own"),
     'attend': (':', 'attended to as well (Eq. 2)'),
     'add': ('--', "added to attention's output (Eq. 6)"),
     'pull': ('-.', "minus the layer's own, added to the output (Eq. 8)"),
+    'enter': ('-', 'mixed into what the block reads'),
     'average': ('-', "averaged with the block's output"),
 }
 GOALS = {'add': 'out', 'pull': 'out'}  # columns in which arrows end, where that is not their own
@@ -25,8 +27,8 @@ COLUMNS = {'q': '#E69F00', 'k': '#009E73', 'v': '#0072B2', 'out': '#999999', 'bl
 # The fields of GPTConfig that arrows() draws, and those that move no tensor between layers.
 DRAWN = set(
     'v_residual q_residual k_residual residual_from residual_layers residual_map share_q share_k share_v '
-    'share_q_every share_k_every share_v_every share_q_from share_k_from share_v_from neutreno '
-    'denseformer'.split()
+    'share_q_every share_k_every share_v_every share_q_from share_k_from share_v_from '
+    'share_v_heads neutreno denseformer x0_residual'.split()
 )
 OF_ONE_LAYER = set(
     'n_kv_head arch rope_theta rope_scaling norm_eps dropout tie_embeddings embed_norm residual_lambda '
@@ -51,7 +53,7 @@ def arrows(config):
             if owner != n:
                 result.append(Arrow('borrow', part, owner, n))
         for (part, lender), _ in layer.joins.values():
-            result.append(Arrow('borrow', part, lender, n))
+            result.append(Arrow('join', part, lender, n))
         for part, sources in layer.sources.items():
             result += [Arrow('mix', part, source, n) for _, source in sources]
         result += [Arrow('add', part, source, n) for part, source in layer.added]
@@ -59,6 +61,8 @@ def arrows(config):
             result += [Arrow('attend', part, source, n) for _, source in keys[:-1]]
         if layer.neutreno:
             result.append(Arrow('pull', 'v', 0, n))
+        if config.x0_residual:
+            result.append(Arrow('enter', 'block', 'x_0', n))
         if config.denseformer:
             result += [Arrow('average', 'block', source, n) for source in ('emb', *range(n))]
     return list(dict.fromkeys(result))
@@ -118,12 +122,13 @@ def draw_arrow(axes, places, arrow):
     row, bend = arrow.source, 0.0
     if isinstance(row, str):
         row = -0.8
-        axes.text(x, row, arrow.source, ha='center', va='center', fontsize=8)
+        axes.text(x, row, arrow.source.split()[0], ha='center', va='center', fontsize=8)
     if arrow.kind != 'borrow' and arrow.layer - row > 1 or arrow.kind == 'attend':
         bend = -0.35
     dashes, words = KINDS[arrow.kind]
     look = {'color': COLUMNS[arrow.part], 'linestyle': dashes}
     axes.plot([], [], label=words, **look)  # for the legend
-    look |= {'shrinkA': 5, 'shrinkB': 5, 'arrowstyle': '-' if arrow.kind == 'borrow' else '-|>'}
+    is_line = arrow.kind in ('borrow', 'join')
+    look |= {'shrinkA': 5, 'shrinkB': 5, 'arrowstyle': '-' if is_line else '-|>'}
     look |= {'connectionstyle': f'arc3,rad={bend}'}
     axes.annotate('', xy=(goal, arrow.layer), xytext=(x, row), arrowprops=look)

@@ -143,7 +143,7 @@ def documented_shapes(c):
         if c.residual_learned and sources and mixes:
             shapes[f'{h}.attn.residual_lambda'] = (len(sources) + 1,)
         D = c.head_size * reference.heads(c, 'v')
-        if 'token' in sources:
+        if 'token' in sources and reference.owner(c, 'v', n) == n:
             shapes[f'transformer.ve.{n}.weight'] = (V, D)
         if c.residual_gate == 'head' and sources:
             inputs = c.residual_gate_inputs or C

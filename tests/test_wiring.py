@@ -21,7 +21,8 @@ def arrows_by_hand(config):
         owners = {part: reference.owner(config, part, n) for part in 'qkv'}
         for part, owner in owners.items():
             if owner != n:
-                expected.add(Arrow('borrow', part, owner, n))
+                kind = 'join' if reference.own_heads(config, part, n) else 'borrow'
+                expected.add(Arrow(kind, part, owner, n))
                 continue
             if not getattr(config, f'{part}_residual'):
                 continue
@@ -45,6 +46,8 @@ def arrows_by_hand(config):
         )
         if config.neutreno and (n > 0 or tables):
             expected.add(Arrow('pull', 'v', 0, n))
+        if config.x0_residual:
+            expected.add(Arrow('enter', 'block', 'x_0', n))
         if config.denseformer:
             earlier = ['emb', *range(n)]
             expected |= {Arrow('average', 'block', source, n) for source in earlier}
@@ -76,19 +79,19 @@ def test_every_arrow_is_drawn_and_every_owner_has_a_box(name):
 
 @dataclasses.dataclass
 class Forked(GPTConfig):
-    residual_gate: str = ''
+    residual_twist: str = ''
 
     def variant(self):
-        gate = {'residual_gate': self.residual_gate} if self.residual_gate else {}
+        gate = {'residual_twist': self.residual_twist} if self.residual_twist else {}
         return super().variant() | gate
 
 
 def test_a_setting_that_the_drawing_does_not_know_is_named_in_it():
-    plain, gated = Forked(v_residual=True), Forked(v_residual=True, residual_gate='head')
+    plain, gated = Forked(v_residual=True), Forked(v_residual=True, residual_twist='hard')
     figure = wiring.figure_of({'plain': plain, 'gated': gated})
     assert [axes.get_title() for axes in figure.axes] == [
         'plain',
-        'gated\nnot drawn: residual_gate=head',
+        'gated\nnot drawn: residual_twist=hard',
     ]
     for name in VARIANTS:  # a new field of GPTConfig belongs into DRAWN or OF_ONE_LAYER
         assert not wiring.not_drawn(config_of(name))
