@@ -127,6 +127,7 @@ class DecodeConfig(TableConfig):
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
     new_tokens: int = 32  # timed tokens, the last ones of the context
     prefill_chunk: int = 2048  # tokens of a prefill's forward pass
+    values: str = 'cached'  # or token: SVFormer's, looked up in a table (svformer+values=token)
 
     def __post_init__(self):
         super().__post_init__()
@@ -447,7 +448,8 @@ class Decoder(Row):
 
     def prepare(self, model):
         model = model.to(getattr(torch, self.machine.dtype)).eval()
-        cache = model.new_cache(self.about['batch'], self.about['context'])
+        size = self.about['batch'], self.about['context']
+        cache = model.new_cache(*size, values=self.settings.values)
         self.parts = model, self.compiled(model), cache
 
     @torch.no_grad()
@@ -481,6 +483,7 @@ class Decoder(Row):
             'ms_per_token': 1e3 * seconds,
             'tok_per_s': batch / seconds,
             'cache_bytes': cache.nbytes,
+            'table_bytes': cache.table_nbytes,
         }
 
 

@@ -1081,9 +1081,9 @@ def check(config):
     for name, value in config.variant().items():
         if acts(config, name):
             continue
-        defaults = type(config)(**config.shape())
+        defaults = type(config)()
         idle = f'{name}={value!r} does nothing'
-        for other, blamed in vars(config).items():
+        for other, blamed in (config.variant() | config.shape()).items():
             without = change(config, other, getattr(defaults, other))
             refuse(acts(without, name), f'{idle} with {other}={blamed!r}; drop one of them')
         alone = change(defaults, name, value)
@@ -1198,6 +1198,10 @@ def check_contradictions(config):
     refuse(
         uses_table and not config.residual_layers,
         f'residual_from={config.residual_from!r} needs residual_layers: the layers that have a table',
+    )
+    refuse(
+        uses_table and config.residual_map != 'current',
+        f'residual_from={config.residual_from!r} does nothing with residual_map={config.residual_map!r}',
     )
     refuse(
         config.residual_gate == 'channel' and config.residual_from in ('all', 'first+token'),

@@ -1,0 +1,10 @@
+# nanochat's value embeddings: the row's share follows from 12 channels of x, for each token and KV head.
+from config.vanilla_82m import *
+
+out_dir = 'out/nanochat_82m'
+v_residual = True
+residual_from = 'token'
+residual_layers = (1, 3, 5, 7)
+residual_gate = 'head'
+residual_gate_inputs = 12
+residual_lambda = (3.0, 1.0)

@@ -1,0 +1,274 @@
+"""The family of value residuals, beyond what tests/test_variants.py checks of every variant."""
+
+import copy
+
+import pytest
+import reference
+import torch
+from variants import KEYS2, RES, SIZE, SV, config_of, make, tokens
+
+from lib.muon import orthogonal
+from model import GPT, GPTConfig
+from train import TrainConfig, check_rates, make_optimizer
+
+B, T = 2, 11
+
+
+# --- the same as others' code ---------------------------------------------------------------------
+
+
+def mixed_values(model, idx):
+    """What layer 2 mixes: (its normed input, its own raw values, V_1, the values it attends with)."""
+    seen = {}
+    block = model.transformer.h[2]
+    block.attn.c_attn.register_forward_hook(lambda module, args, out: seen.update(x=args[0]))
+    block.register_forward_hook(lambda module, args, out: seen.update(raw=out[1], attended=out[2]))
+    block.attn.wiring.raw_later = [('v', 2), ('v', 0)]
+    block.attn.wiring.attended_later = [('v', 2)]
+    block.attn.wiring.n = 2
+    for earlier in model.transformer.h[:2]:
+        earlier.attn.wiring.raw_later = [('v', 0)]
+    model(idx)
+    return seen['x'], seen['raw']['v', 2], seen['raw'].get(('v', 0)), seen['attended']['v', 2]
+
+
+def test_a_head_gate_is_nanochats():
+    """nanochat's gate: 3 * sigmoid(Linear(12 -> kv heads)(x[..., :12])); v + gate * ve, v as (B, T, h, d)."""
+    settings = dict(RES, residual_gate='head', residual_gate_inputs=12, residual_lambda=(3.0, 1.0))
+    tables = dict(residual_from='token', residual_layers=(2,))
+    model = make(**settings, **tables, n_kv_head=2)
+    idx = tokens(B, T)
+    x, own, _, attended = mixed_values(model, idx)
+    gate = 3 * torch.sigmoid(x[..., :12] @ model.transformer.h[2].attn.gate.weight.T)
+    ve = model.transformer.ve['2'](idx).view(B, T, 2, 8)
+    v = own.transpose(1, 2) + gate.unsqueeze(-1) * ve
+    torch.testing.assert_close(attended.transpose(1, 2), v)
+
+
+def test_a_head_gate_is_x_transformers_with_the_sign_turned():
+    """x-transformers: mix = sigmoid(to_value_residual_mix(x)) per head; v = v_1.lerp(v, mix)."""
+    model = make(**RES, residual_gate='head', residual_gate_bias=True)
+    x, own, first, attended = mixed_values(model, tokens(B, T))
+    gate = model.transformer.h[2].attn.gate
+    mix = torch.sigmoid(torch.nn.functional.linear(x, -gate.weight, -gate.bias))
+    mix = mix.transpose(1, 2).unsqueeze(-1)
+    torch.testing.assert_close(attended, first.lerp(own, mix))
+
+
+def test_a_gate_of_zeros_is_resformer():
+    plain, gated = (
+        GPT(GPTConfig(**SIZE, **RES, **gate)) for gate in ({}, dict(residual_gate='head'))
+    )
+    for ours, theirs in zip(gated(tokens(B, T)), plain(tokens(B, T)), strict=True):
+        assert ours is theirs or torch.equal(ours, theirs)
+
+
+def test_a_channel_gate_starts_as_rwkvs():
+    attention = GPT(config_of('vanilla', **RES, residual_gate='channel')).transformer.h[1].attn
+    assert not attention.gate_down.weight.any()
+    D = len(attention.gate_bias)
+    for c in (0, 5, D - 1):
+        expected = 0.73 - 0.4 * (c / (D - 1) - 0.5)
+        assert attention.gate_bias[c].item() == pytest.approx(expected)
+    up = attention.gate_up.weight.double()
+    short = up @ up.T if up.size(0) < up.size(1) else up.T @ up
+    torch.testing.assert_close(short, 0.01 * torch.eye(len(short)).double(), atol=1e-7, rtol=0)
+
+
+# --- SVFormer without a value cache ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        SV,
+        dict(SV, **KEYS2, n_kv_head=2),
+        dict(share_v_from=(0, 0, 0), embed_norm=True, x0_residual=True),
+    ],
+    ids=str,
+)
+def test_values_looked_up_by_token_decode_as_cached_ones(settings):
+    model = make(**settings).eval().double()
+    idx = tokens(B, 20)
+    plain, by_token = (model.new_cache(B, 20, values=values) for values in ('cached', 'token'))
+    with torch.no_grad():
+        for chunk in idx.split((7, 1, 11, 1), dim=1):
+            expected, _ = model(chunk, cache=plain)
+            torch.testing.assert_close(
+                model(chunk, cache=by_token)[0], expected, rtol=0, atol=1e-10
+            )
+    c = model.config
+    keys = sum(tensor.nbytes for (part, _), tensor in plain.tensors.items() if part == 'k')
+    assert by_token.nbytes == keys + B * 20 * 4
+    assert by_token.table_nbytes == c.vocab_size * c.kv_heads * c.head_size * 8
+
+
+def test_the_table_is_made_once_and_again_after_a_change():
+    model = make(**SV).eval()
+    first = model.value_table(torch.float32)
+    assert model.new_cache(B, 4, values='token').table is first
+    with torch.no_grad():
+        model.transformer.wte.weight += 1
+    assert not torch.equal(model.value_table(torch.float32), first)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {},
+        dict(SV, share_v_every=2),
+        dict(SV, share_v_heads=2),
+        dict(SV, arch='gpt2'),
+        dict(SV, **RES, residual_from='token', residual_layers=(0,)),
+    ],
+    ids=str,
+)
+def test_values_by_token_are_refused_where_v_1_is_no_table(settings):
+    with pytest.raises(ValueError, match="values='token'"):
+        make(**settings).eval().new_cache(B, 4, values='token')
+    with pytest.raises(ValueError, match='model.eval'):
+        make(**SV).train().new_cache(B, 4, values='token')
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'settings, words',
+    [
+        (dict(share_v_from=(0, 0)), 'share_v_from 3 layers'),
+        (dict(share_v_from=(0, 0, 1)), 'share_v_from'),
+        (dict(share_v_from=(0, 2, 2)), 'share_v_from'),
+        (dict(share_v_from=(0, 1, 2)), 'share_v_from'),
+        (dict(SV, share_v_from=(0, 0, 0)), 'share_v share_v_from'),
+        (dict(share_v_heads=2), 'share_v_heads share_v'),
+        (dict(SV, share_v_heads=4), 'share_v_heads 4'),
+        (dict(SV, **RES, share_v_heads=2), 'v_residual'),
+        (
+            dict(RES, share_v_from=(0, 1, 1), share_v_heads=1, residual_layers=(2,)),
+            'residual_layers',
+        ),
+        (
+            dict(RES, share_v_from=(0, 1, 1), share_v_heads=1, residual_map='cross'),
+            'share_v_heads residual_map',
+        ),
+        (dict(RES, residual_from='token'), 'residual_layers'),
+        (dict(RES, k_residual=True, residual_from='token', residual_layers=(1,)), 'k_residual'),
+        (
+            dict(RES, residual_from='token', residual_layers=(1,), residual_map='identity'),
+            'residual_map',
+        ),
+        (dict(residual_gate='head'), 'residual_gate v_residual'),
+        (dict(k_residual=True, residual_gate='head'), 'residual_gate'),
+        (dict(RES, residual_gate='head', residual_learned=True), 'residual_learned residual_gate'),
+        (dict(RES, residual_gate='head', residual_map='cross'), 'residual_gate residual_map'),
+        (dict(RES, residual_gate_inputs=4), 'residual_gate_inputs'),
+        (dict(RES, residual_gate='channel', residual_gate_bias=True), 'residual_gate_bias'),
+        (dict(RES, residual_gate='head', residual_gate_rank=4), 'residual_gate_rank'),
+        (dict(RES, residual_gate='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
+        (dict(RES, residual_gate='channel', residual_from='all'), 'channel all'),
+        (dict(RES, residual_gate='head', residual_gate_inputs=33), 'residual_gate_inputs 32'),
+    ],
+    ids=str,
+)
+def test_what_does_nothing_or_contradicts_is_refused_by_name(settings, words):
+    with pytest.raises(ValueError) as error:
+        GPTConfig(**SIZE, **settings)
+    assert all(word in str(error.value) for word in words.split())
+
+
+def test_a_rate_of_tables_is_for_tables():
+    with pytest.raises(ValueError, match='table_rate'):
+        check_rates(TrainConfig(table_rate=2.0), GPTConfig())
+    model = GPT(config_of('tables'))
+    groups = make_optimizer(model, TrainConfig(table_rate=2.0)).param_groups
+    rates = {id(p): group['rate'] for group in groups for p in group['params']}
+    for name, p in model.named_parameters():
+        assert rates[id(p)] == (2.0 if '.ve.' in name else 1.0), name
+
+
+# --- Muon ------------------------------------------------------------------------------------------
+
+
+def muon(model, **settings):
+    settings = {'optimizer': 'muon', 'learning_rate': 0.02, 'weight_decay': 0.3, **settings}
+    return make_optimizer(model, TrainConfig(**settings))
+
+
+def step(model, optimizer, scaler=None):
+    idx = tokens(B, T)
+    model(idx, idx)[1].backward()
+    optimizer.step()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    optimizer.zero_grad(set_to_none=True)
+    return grads
+
+
+def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
+    model = make('SVFormer GQA')
+    twin = copy.deepcopy(model)
+    optimizer = muon(model)
+    hs, matrices, others = 8, {}, []
+    for name, p in twin.named_parameters():
+        if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
+            rows = [len(p)]
+            if 'c_attn' in name:
+                n = int(name.split('.')[2])
+                rows = [reference.own_heads(twin.config, part, n) * hs for part in 'qkv']
+            if 'c_fc' in name:
+                rows = [len(p) // 2] * 2
+            matrices[name] = [block.detach().clone() for block in p.split(rows) if len(block)]
+        else:
+            others.append((name, p))
+    theirs = torch.optim.Muon(
+        [block for blocks in matrices.values() for block in blocks],
+        lr=0.02,
+        weight_decay=0.3,
+        adjust_lr_fn='match_rms_adamw',
+    )
+    decay, plain = [], []
+    for name, p in others:
+        (decay if name.endswith(('wte.weight', 'lm_head.weight')) else plain).append(p)
+    groups = [{'params': decay, 'weight_decay': 0.3}, {'params': plain, 'weight_decay': 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(3):
+        gradients = step(model, optimizer)
+        for name, blocks in matrices.items():
+            parts = gradients[name].split([len(block) for block in blocks])
+            for block, gradient in zip(blocks, parts, strict=True):
+                block.grad = gradient.clone()
+        for name, p in others:
+            p.grad = gradients[name].clone()
+        theirs.step()
+        adamw.step()
+        ours = dict(model.named_parameters())
+        for name, blocks in matrices.items():
+            torch.testing.assert_close(ours[name], torch.cat(blocks), msg=name)
+        for name, p in others:
+            torch.testing.assert_close(ours[name], p, msg=name)
+
+
+def test_muon_leaves_everything_alone_where_the_scaler_found_an_infinite_gradient():
+    model = make('head gate')
+    optimizer = muon(model)
+    step(model, optimizer)
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    idx = tokens(B, T)
+    model(idx, idx)[1].backward()
+    model.transformer.h[1].attn.c_attn.weight.grad[0, 0] = float('inf')
+    scaler = torch.amp.GradScaler('cpu', init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[0][name]), name
+    for i, state in optimizer.state_dict()['state'].items():
+        for kind, tensor in state.items():
+            assert torch.equal(tensor, before[1]['state'][i][kind]), (i, kind)
+
+
+def test_orthogonal_makes_all_singular_values_alike():
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    for m in (matrix, matrix.T):
+        values = torch.linalg.svdvals(orthogonal(m).float())
+        assert 0.6 < values.min() and values.max() < 1.3
