@@ -130,7 +130,7 @@ def outcome(settings):
 def test_the_rule_refuses_a_setting_if_and_only_if_it_changes_nothing():
     draw = random.Random(0)
     refused = accepted = 0
-    for _ in range(400):
+    for _ in range(150):
         settings = drawn_settings(draw)
         try:
             config = GPTConfig(**{**SIZE, 'n_embd': 16, 'n_inner': 8, **settings})
@@ -148,7 +148,7 @@ def test_the_rule_refuses_a_setting_if_and_only_if_it_changes_nothing():
             assert changes == (not idle), (settings, name)
             refused += bool(idle)
             accepted += not idle
-    assert refused > 60 and accepted > 60
+    assert refused > 20 and accepted > 20
 
 
 def test_a_saved_config_may_hold_what_does_nothing_but_no_other_field():

@@ -205,11 +205,6 @@ def open_tiny():
     return Dataset('tiny')
 
 
-def test_a_missing_dataset_names_the_command_that_prepares_it(tiny):
-    command = 'python prepare_slimpajama.py'
-    refusal(lambda: Dataset('nope'), 'data/nope', command, '--out=data/nope')
-
-
 def test_a_token_file_that_is_too_long_or_missing_is_refused(tiny):
     path = tiny.folder / 'train' / 'B.bin'
     path.write_bytes(path.read_bytes() + b'\0')

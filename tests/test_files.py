@@ -4,11 +4,8 @@ import errno
 import fcntl
 import hashlib
 import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 
 from lib import files
 
@@ -53,26 +50,6 @@ def test_what_a_killed_process_left_is_overwritten_but_not_by_writers_that_share
     assert (tmp_path / 'a.tmp').read_text() == 'half a fi'
     files.write_whole(tmp_path / 'a', 'whole')
     assert os.listdir(tmp_path) == ['a']
-
-
-def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
-    lines = [
-        'from lib import files',
-        f'with files.locked({str(tmp_path)!r}, ""): print(1), input()',
-    ]
-    command = [sys.executable, '-u', '-c', '\n'.join(lines)]
-    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        process.stdout.readline()
-        message = f'another process is training in {tmp_path}; choose another --out_dir'
-        with pytest.raises(OSError) as error:
-            with files.locked(tmp_path, 'training in'):
-                pass
-        assert str(error.value) == message
-        process.kill()
-
-    with files.locked(tmp_path, 'training in'):
-        pass
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):

@@ -290,5 +290,5 @@ def test_a_mistake_is_one_line_and_without_a_command_the_usage_is_told(tmp_path)
     assert (status, out, err.count('\n')) == (1, '', 1)
     assert err.startswith('error: ') and 'none' in err
     assert not (tmp_path / 'to').exists()
-    status, out, err = typed()
+    status, out, err = program(convert.main)
     assert (status, err) == (2, '') and 'python -m hub.convert export' in out

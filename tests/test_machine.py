@@ -91,12 +91,6 @@ def test_the_peak_is_that_of_the_data_sheet_or_unknown(gpu, name, teraflops):
     assert Machine(dtype='float32').peak_flops() is None
 
 
-def test_a_cpu_has_no_peak_and_computes_in_float32():
-    machine = Machine('cpu')
-    assert (machine.dtype, machine.kind, machine.name()) == ('float32', 'cpu', 'cpu')
-    assert machine.peak_flops() is None and not machine.distributed
-
-
 @pytest.mark.parametrize(
     'attention, kernels',
     [('auto', (True, True)), ('flash', (False, True)), ('cudnn', (True, False))],

@@ -180,16 +180,6 @@ def test_a_tokenizer_writes_the_file_that_it_was_read_from_even_when_that_has_ch
     assert ours.as_file() == whole and sha256_of(path) != ours.sha256
 
 
-def test_bytes_are_recognized_in_the_tokenizer_json_that_others_read(tmp_path):
-    (tmp_path / 'tokenizer.json').write_bytes(tokenizer.Bytes.as_file())
-    assert isinstance(tokenizer.load(tmp_path), tokenizer.Bytes)
-
-    theirs = hf.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
-    ids = tokenizer.load('bytes').encode(UNICODE).tolist()
-    assert theirs.encode(UNICODE).ids == ids
-    assert theirs.token_to_id('<|endoftext|>') == 256
-
-
 # ---- What is refused -----------------------------------------------------------------------------
 
 
