@@ -33,6 +33,7 @@ class Muon(torch.optim.AdamW):
         only the device knows."""
         state = self.state[p]
         if not state:
+            state['step'] = torch.zeros(())  # AdamW looks for one when a state is loaded
             state['momentum_buffer'] = torch.zeros_like(p)
         momentum = state['momentum_buffer']
         averaged = momentum.lerp(p.grad, 1 - MOMENTUM)

@@ -8,6 +8,7 @@ import torch
 from variants import KEYS2, RES, SIZE, SV, config_of, make, tokens
 
 from lib.muon import orthogonal
+from lib.rundir import load_state, optimizer_state
 from model import GPT, GPTConfig
 from train import TrainConfig, check_rates, make_optimizer
 
@@ -246,6 +247,19 @@ def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
             torch.testing.assert_close(ours[name], torch.cat(blocks), msg=name)
         for name, p in others:
             torch.testing.assert_close(ours[name], p, msg=name)
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'muon'])
+def test_the_state_of_an_optimizer_is_taken_by_name_and_by_number_as_older_versions_wrote_it(kind):
+    model, again = make('head gate'), make('head gate')
+    optimizer, other = (muon(m, optimizer=kind) for m in (model, again))
+    step(model, optimizer)
+    expected = optimizer_state(model, optimizer)
+    for state in (expected, optimizer.state_dict()['state']):
+        load_state(again, other, None, {'path': 'x', 'optimizer': {'state': state}, 'scaler': {}})
+        for name, tensors in optimizer_state(again, other).items():
+            for key, tensor in tensors.items():
+                assert torch.equal(tensor, expected[name][key]), (name, key)
 
 
 def test_muon_leaves_everything_alone_where_the_scaler_found_an_infinite_gradient():

@@ -78,6 +78,7 @@ def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
         (dict(n_layer=3), ['n_layer=2', '3']),
         (dict(v_residual=True), ['v_residual=False', 'True']),
         (dict(seed=1), ['seed=1337', '1']),
+        (dict(optimizer='muon'), ['optimizer', 'adamw', 'muon']),
         (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
         (dict(batch_size=4), ['rows_per_step=8', '16']),
         (dict(max_iters=11), ['step 12', 'max_iters=11']),

@@ -157,6 +157,15 @@ def test_eval_only_prints_the_losses_and_writes_nothing(whole, work):
         dict(dtype='float32', dropout=0.2, seed=-1),
         dict(dtype='bfloat16', seed=10**20, v_residual=True, residual_learned=True),
         dict(dtype='float16', dropout=0.2, share_v=True),
+        dict(
+            optimizer='muon',
+            table_rate=2.0,
+            qk_norm=True,
+            v_residual=True,
+            residual_from='first+token',
+            residual_gate='head',
+            residual_layers='(0, 1)',
+        ),
     ],
     ids=str,
 )
