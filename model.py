@@ -52,13 +52,9 @@ class GPTConfig:
     dropout: float = 0.0  # on embeddings, attention weights, and what attention and MLP add
     tie_embeddings: bool = False  # lm_head shares wte's weight
     embed_norm: bool = False  # RMSNorm without weights after wte (nanochat, modded-nanogpt)
-    x0_residual: bool = (
-        False  # before each block x <- r x + s x_0, learned (nanochat, modded-nanogpt)
-    )
+    x0_residual: bool = False  # before each block x <- r x + s x_0, with learned r, s (nanochat)
     qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, and a learned gain of q
-    exclusive: bool = (
-        False  # take the value at its own position out of a head's output (2603.09078)
-    )
+    exclusive: bool = False  # a head's output without what lies along its own value (2603.09078)
     # residuals: what is mixed into v, q or k
     v_residual: bool = False  # ResFormer (Eq. 7): V_n <- (V_1 + V_n) / 2 for n >= 2
     q_residual: bool = False  # the same mixing on queries, before RoPE (Fig. 6)

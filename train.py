@@ -500,7 +500,8 @@ def take_over(checkpoint, start, settings, config, warn):
 
 # Settings that act while steps are taken, and never after the last one.
 OF_STEPS = set(
-    'learning_rate min_lr warmup_iters lr_decay_iters decay_lr weight_decay beta1 beta2 grad_clip'.split()
+    'learning_rate min_lr warmup_iters lr_decay_iters decay_lr table_rate weight_decay beta1 beta2 '
+    'grad_clip'.split()
 )
 
 

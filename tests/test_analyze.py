@@ -83,7 +83,7 @@ def inside(model, row):
     for n in range(config.n_layer):
         name = f'transformer.h.{n}'
         normed = reference.norm(config, weights, f'{name}.ln_1', x)
-        x = x + reference.attention(config, weights, n, normed, raw, attended)
+        x = x + reference.attention(config, weights, n, normed, row, raw, attended)
         normed = reference.norm(config, weights, f'{name}.ln_2', x)
         x = x + reference.mlp(config, weights, f'{name}.mlp', normed)
         hidden.append(x)

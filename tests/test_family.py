@@ -252,7 +252,8 @@ def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
 def test_the_state_of_an_optimizer_is_taken_by_name_and_by_number_as_older_versions_wrote_it(kind):
     model, again = make('head gate'), make('head gate')
-    optimizer, other = (muon(m, optimizer=kind) for m in (model, again))
+    optimizer = muon(model, optimizer=kind)
+    other = muon(again, optimizer=kind, weight_decay=0.7)
     step(model, optimizer)
     expected = optimizer_state(model, optimizer)
     for state in (expected, optimizer.state_dict()['state']):
@@ -260,6 +261,8 @@ def test_the_state_of_an_optimizer_is_taken_by_name_and_by_number_as_older_versi
         for name, tensors in optimizer_state(again, other).items():
             for key, tensor in tensors.items():
                 assert torch.equal(tensor, expected[name][key]), (name, key)
+    # What the settings say now, not what they said when the checkpoint was written.
+    assert {group['weight_decay'] for group in other.param_groups} == {0.7, 0.0}
 
 
 def test_muon_leaves_everything_alone_where_the_scaler_found_an_infinite_gradient():

@@ -168,15 +168,15 @@ def test_without_a_compiler_compile_is_refused(work, monkeypatch):
 # Each is argued for: a page uses it, or the paper needs it. What is added here is added to a page.
 OPTIONS = """
 out_dir init_from seed dataset domain_weights verify_data gradient_accumulation_steps batch_size
-max_iters learning_rate min_lr warmup_iters lr_decay_iters decay_lr weight_decay beta1 beta2 grad_clip
-eval_interval eval_iters eval_only log_interval save_interval keep_checkpoints save_steps max_skipped
-wandb_log wandb_project wandb_run_name device dtype compile attention activation_memory_budget
-activation_checkpointing backend
-
-block_size vocab_size n_layer n_head n_embd n_kv_head n_inner arch rope_theta rope_scaling norm_eps
-dropout tie_embeddings embed_norm v_residual q_residual k_residual residual_from residual_lambda
-residual_learned residual_layers residual_map share_q share_k share_v share_q_every share_k_every
-share_v_every neutreno denseformer
+optimizer max_iters learning_rate min_lr warmup_iters lr_decay_iters decay_lr table_rate
+weight_decay beta1 beta2 grad_clip eval_interval eval_iters eval_only log_interval save_interval
+keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype compile
+attention activation_memory_budget activation_checkpointing backend block_size vocab_size n_layer
+n_head n_embd n_kv_head n_inner arch rope_theta rope_scaling norm_eps dropout tie_embeddings
+embed_norm x0_residual qk_norm exclusive v_residual q_residual k_residual residual_from
+residual_lambda residual_learned residual_layers residual_map residual_gate residual_gate_inputs
+residual_gate_bias residual_gate_rank share_q share_k share_v share_q_every share_k_every
+share_v_every share_q_from share_k_from share_v_from share_v_heads neutreno denseformer
 """
 
 
