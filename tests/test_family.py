@@ -76,6 +76,14 @@ def test_a_channel_gate_starts_as_rwkvs():
     torch.testing.assert_close(short, 0.01 * torch.eye(len(short)).double(), atol=1e-7, rtol=0)
 
 
+def test_the_heads_that_a_borrower_keeps_start_as_vanillas_first_ones():
+    """Also where torch draws fewer numbers otherwise than the first of more: their number is odd."""
+    size = {**SIZE, 'n_embd': 20, 'arch': 'gpt2'}
+    half = GPT(GPTConfig(**size, **SV, share_v_heads=1)).transformer.h[1].attn.c_attn.weight
+    whole = GPT(GPTConfig(**size)).transformer.h[1].attn.c_attn.weight
+    assert torch.equal(half, whole[:55])
+
+
 # --- SVFormer without a value cache ---------------------------------------------------------------
 
 
