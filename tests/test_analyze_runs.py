@@ -16,7 +16,7 @@ import torch
 from conftest import write_dataset
 from programs import assert_one_line, program
 from runs import good, newest
-from test_analyze import KINDS, analyzed, assert_close, every_kind
+from test_analyze import analyzed, assert_close, every_kind
 
 from lib import tokenizer
 from lib.machine import Machine
@@ -199,11 +199,8 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at)
         # The standard error of two numbers.
         np.testing.assert_allclose(series['standard_error'], abs(one - two) / 2, atol=1e-12)
 
-    numbers['runs']['again'] = numbers['runs']['out/vanilla_seed1']
-    with pytest.raises(ValueError, match='again and out/vanilla_seed1 are one model with one seed'):
-        analyze.over_seeds(numbers)
-    later = {**numbers['runs'].pop('again'), 'step': 20}
-    numbers['runs']['later'] = later  # another step of a run is another model
+    # Another step of a run is another model.
+    numbers['runs']['later'] = {**numbers['runs']['out/vanilla_seed1'], 'step': 20}
     assert len(analyze.over_seeds(numbers)['runs']) == 3
 
 
@@ -246,16 +243,13 @@ def hub_model(transformers, folder):
     return theirs
 
 
-@every_kind
-def test_a_folders_entropy_is_that_of_transformers_attentions(kind, transformers, tmp_path):
+def test_a_folders_entropy_is_that_of_transformers_attentions(transformers, tmp_path):
     theirs = hub_model(transformers, tmp_path / 'hf')
     (tmp_path / 'text.txt').write_text(TEXT)
     words = [f'--hf={tmp_path}/hf', f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x']
-    assert program(analyze.main, kind, *words, '--sequences=6', '--device=cpu')[0] == 0
+    assert program(analyze.main, 'entropy', *words, '--sequences=6', '--device=cpu')[0] == 0
     one = json.loads((tmp_path / 'x.json').read_text())['runs'][f'{tmp_path}/hf']
     assert (one['sequences'], one['length']) == (6, 24)
-    if kind != 'entropy':
-        return
     values = []
     windows = whole_windows(np.frombuffer(TEXT.encode(), dtype=np.uint8), 24)
     with torch.no_grad():
@@ -289,17 +283,13 @@ def test_tokens_are_explained_and_drawn_of_each_run(at, tmp_path):
     'kind, arguments, words',
     [
         ('entropy', [], ['--hf']),
-        ('entropy', ['--hf=out/flat'], ['--hf', '--text']),
         ('entropy', ['--hf=folder', '--text=a.txt', 'out/flat'], ['--hf', 'runs']),
         ('entropy', ['out/flat', '--sequences=0'], ['sequences=0']),
-        ('entropy', ['out/flat', '--length=1'], ['length=1']),
-        ('entropy', ['out/flat', '--batch_size=0'], ['batch_size=0']),
         ('entropy', ['out/none', '--sequences=1'], ['out/none']),
         ('entropy', ['out/flat', '--text=none.txt'], ['none.txt']),
         ('entropy', ['out/flat', '--text=short.txt'], ['short.txt', '16', '--length']),
         ('entropy', ['--hf=hf', '--text=short.txt'], ['hf']),
         ('mapping', ['out/flat', '--sequences=2'], ['layer']),
-        ('tokens', ['out/flat', '--sequences=1'], ['20 times', '--sequences']),
         ('tokens', ['out/flat'], ['20 times', '--sequences']),  # but for a single one
     ],
 )
@@ -318,10 +308,3 @@ def test_a_dataset_of_another_tokenizer_is_refused(at):
     status, _, _ = program(analyze.main, 'entropy', 'out/flat', '--device=cpu')
     path.write_text(text)
     assert_one_line(status, 'another tokenizer', 'out/flat', 'data/bytes')
-
-
-def test_an_unknown_analysis_is_answered_with_the_usage_and_exit_status_2(at):
-    status, out, _ = program(analyze.main, 'entropie', 'out/flat')
-    assert status == 2
-    for kind in KINDS:
-        assert f'python -m paper.analyze {kind} ' in out

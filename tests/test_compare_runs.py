@@ -1,9 +1,6 @@
 """comparison/runs.py: what is read of a run's folder, its facts, and what tells two runs apart."""
 
-import json
-
 import pytest
-import runs
 
 from comparison.runs import (
     difference,
@@ -11,7 +8,6 @@ from comparison.runs import (
     origin_of,
     read_entries,
     read_run_config,
-    read_state,
 )
 
 
@@ -49,7 +45,6 @@ def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
     assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
     for text, needed, message in (
         ('{"seed": 3}', ['seed', 'n_layer'], 'config.json does not say n_layer'),
-        ('{"seed": "3"}', ['seed'], 'config.json does not say seed'),
         ('{', [], 'config.json: not JSON'),
         ('[]', [], 'config.json holds no settings'),
     ):
@@ -97,31 +92,6 @@ def test_a_resume_with_other_settings_is_a_fact_unless_it_does_no_harm():
     (words,) = facts(SETTINGS, [changed])['resumed']
     assert 'step 6' in words and 'learning_rate=2' in words
     assert facts(SETTINGS, [{'step': 6, 'changed': {'out_dir': ['a', 'b']}}])['resumed'] == []
-
-
-@pytest.mark.parametrize(
-    'val, kind',
-    [
-        ({'A': 1.0, 'B': 3.0, 'mean': 2.0}, 'finished'),
-        ({'mean': 2.0}, 'finished'),
-        ({'A': 1.0, 'B': None, 'mean': None}, 'diverged'),
-        ({'A': 1.0, 'B': 3.0, 'mean': 1.0}, 'damaged'),  # no mean of its domains
-        ({'A': 1.0}, 'damaged'),
-        (None, 'unfinished'),
-    ],
-)
-def test_a_run_has_finished_when_its_last_evaluation_is_in_the_log(tmp_path, val, kind):
-    lines = [{'step': 0, 'loss': 3.0}, {'step': 1, 'loss': None}]
-    lines += [] if val is None else [{'step': 1, 'val': val}]
-    runs.write_log(tmp_path, lines)
-    (tmp_path / 'config.json').write_text(json.dumps({**SETTINGS, 'max_iters': 1}))
-    state = read_state(tmp_path)
-    assert state.kind == kind and bool(state.losses) == (kind == 'finished')
-    assert state.training() == {0: 3.0}
-    (tmp_path / 'failed.txt').write_text('no space left')
-    ended = kind in ('finished', 'diverged')
-    assert read_state(tmp_path).kind == (kind if ended else 'failed')
-    assert read_state(tmp_path, facts({**SETTINGS, 'max_iters': 2})).kind == 'foreign'
 
 
 @pytest.mark.parametrize(

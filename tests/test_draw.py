@@ -58,16 +58,6 @@ def test_losses_that_are_not_finite_are_left_out_of_all_seeds(tmp_path):
     assert arm['curves'] == {1: [-1.0] * 19, 2: [-2.0] * 19}
 
 
-@pytest.mark.parametrize('name, value', [('seed', 2), ('max_iters', 50), ('block_size', 64)])
-def test_runs_that_differ_in_more_than_their_models_and_rates_are_refused(tmp_path, name, value):
-    base = state(tmp_path / 'base', [5.0] * 20, learning_rate=1.0, min_lr=0.1)
-    twice = {'learning_rate': 2.0, 'min_lr': 0.2, 'share_v': True}
-    losses.check_pair(state(tmp_path / 'run', [4.0] * 20, **twice), base)
-    other = state(tmp_path / 'other', [4.0] * 20, **twice, **{name: value})
-    with pytest.raises(ValueError, match=f'{name}={value}'):
-        losses.check_pair(other, base)
-
-
 def random_arms(count, seeds, steps=100):
     rng = np.random.default_rng(0)
     arms = {}
@@ -78,22 +68,21 @@ def random_arms(count, seeds, steps=100):
     return arms
 
 
-@pytest.mark.parametrize('seeds', [1, 3])
-def test_one_seed_is_a_line_and_several_are_thin_lines_with_their_mean(seeds):
-    arms = random_arms(2, seeds)
+def test_several_seeds_are_thin_lines_with_their_mean():
+    arms = random_arms(2, 3)
     labels = {'arm0': 'a', 'arm1': 'b'}
     figure = draw.curves_picture(arms, labels, draw.looks(arms), 'vanilla', 5)
     left, right = figure.axes
     widths = [line.get_linewidth() for line in left.lines if len(line.get_ydata()) > 2]
     thick = [line for line in left.lines if line.get_linewidth() == 1.8]
-    assert len(thick) == 2 and widths.count(0.5) == (6 if seeds > 1 else 0)
+    assert len(thick) == 2 and widths.count(0.5) == 6
     for (name, arm), line in zip(arms.items(), thick, strict=True):
         np.testing.assert_allclose(line.get_ydata(), np.mean(list(arm['curves'].values()), axis=0))
         words = [text.get_text() for text in right.get_legend().get_texts()]
         (word,) = [word for word in words if word.endswith(f'  {labels[name]}')]
         mean = f'{np.mean(list(arm["ends"].values())):+.3f}'.replace('-', '\N{MINUS SIGN}')
-        assert word.startswith(mean) and ('±' in word) == (seeds > 1)
-    assert ('3 seeds' in right.get_xlabel()) == (seeds > 1)
+        assert word.startswith(mean) and '±' in word
+    assert '3 seeds' in right.get_xlabel()
     # Whatever lies behind the first fifth can be seen.
     low, high = left.get_ylim()
     for line in left.lines:
@@ -190,13 +179,3 @@ def test_noise_that_touches_a_loss_before_the_run_has_reached_it_saves_no_tokens
         needed -= 1
     assert losses.tokens_saved(run, base, 10) == pytest.approx(1 - (needed + 1) / 100)
     assert losses.tokens_saved(base, run, 10) is None
-
-
-def test_a_scaling_panel_has_a_law_where_there_is_one():
-    models = {
-        'vanilla': {'parameters': (1e5, 1e6), 'loss': (3.0, 2.9), 'power_law': None},
-        'resformer': {'parameters': (1e5, 1e6), 'loss': (2.9, 2.8), 'power_law': (4.0, 0.025)},
-    }
-    figure = draw.scaling_picture(models, 10)
-    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert texts == ['vanilla: no power law', 'ResFormer: 4 $N^{-0.025}$']

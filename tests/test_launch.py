@@ -24,18 +24,15 @@ place = comparisons.place
 # --- where they run -------------------------------------------------------------------------------
 
 
-def test_on_a_cpu_each_training_has_one_thread():
+def test_on_a_cpu_each_core_that_this_process_may_use_trains_with_one_thread(monkeypatch):
     assert launch.find_slots('cpu', 3) == [{'OMP_NUM_THREADS': '1'}] * 3
-    assert len(launch.find_slots('cpu')) == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(launch.os, 'sched_getaffinity', lambda process: {3, 5, 7})
+    assert len(launch.find_slots('cpu')) == 3
+    monkeypatch.delattr(launch.os, 'sched_getaffinity')
+    monkeypatch.setattr(launch.os, 'cpu_count', lambda: 4)
+    assert len(launch.find_slots('cpu')) == 4
     with pytest.raises(ValueError, match='sees no GPU'):
         launch.find_slots('cpu', gpus=2)
-
-
-def test_a_run_that_another_process_trains_is_left_alone(tmp_path):
-    assert not launch.busy_elsewhere(tmp_path / 'new')
-    with locked(tmp_path, 'training in'):
-        assert launch.busy_elsewhere(tmp_path)
-    assert not launch.busy_elsewhere(tmp_path)
 
 
 def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
@@ -56,32 +53,18 @@ def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, mo
     assert started == [3] and not launch.failure_file(tmp_path).exists()
 
 
-def test_the_gpus_are_those_that_the_environment_lists(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5')
-    assert launch.visible_gpus() == ['4', '5']
-    monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
-    assert launch.visible_gpus() == ['0', '1']
-
-
-def test_gpus_are_dealt_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(launch, 'visible_gpus', lambda: ['4', '5', '6', '7'])
+def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
     name = 'CUDA_VISIBLE_DEVICES'
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.delenv(name, raising=False)
+    assert [slot[name] for slot in launch.find_slots('auto')] == ['0', '1', '2', '3']
+    monkeypatch.setenv(name, '4,5,6,7')
     assert [slot[name] for slot in launch.find_slots('auto')] == ['4', '5', '6', '7']
     assert [slot[name] for slot in launch.find_slots('cuda', gpus=2)] == ['4,5', '6,7']
     assert len(launch.find_slots('auto', jobs=2)) == 2
     # More trainings than GPUs share them.
     assert [slot[name] for slot in launch.find_slots('auto', jobs=6)] == list('456745')
-
-
-def test_as_many_trainings_as_cores_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(launch.os, 'sched_getaffinity', lambda process: {3, 5, 7})
-    assert len(launch.find_slots('cpu')) == 3
-    monkeypatch.delattr(launch.os, 'sched_getaffinity')
-    monkeypatch.setattr(launch.os, 'cpu_count', lambda: 4)
-    assert len(launch.find_slots('cpu')) == 4
 
 
 def test_a_mac_trains_one_run_at_a_time_on_its_gpu(monkeypatch):
@@ -147,31 +130,20 @@ def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    'lines, status, free, reason',
+    'text, status, free, reason',
     [
-        (['step 1', 'error: no memory', 'error: no memory', '=' * 60], 1, 2**30, 'no memory'),
-        (
-            ['  File "a.py"', 'torch.cuda.SomeError: bad', 'step 9'],
-            1,
-            2**30,
-            'torch.cuda.SomeError: bad',
-        ),
-        (['step 15 | loss 3.8308'], 1, 2**30, 'exit status 1 without a message'),
-        (
-            ['step 15 | loss 3.8308'],
-            1,
-            100,
-            'exit status 1 without a message; its disk has 100 bytes left',
-        ),
-        (['error: earlier'], -9, 2**30, 'killed by SIGKILL, perhaps for lack of memory'),
+        ('step 1\nerror: no memory\nerror: no memory\n=====\n', 1, 2**30, 'no memory'),
+        ('  File "a.py"\ntorch.SomeError: bad\nstep 9\n', 1, 2**30, 'torch.SomeError: bad'),
+        ('step 15\n', 1, 100, 'exit status 1 without a message; its disk has 100 bytes left'),
+        ('error: earlier\n', -9, 2**30, 'killed by SIGKILL, perhaps for lack of memory'),
     ],
 )
 def test_the_reason_of_a_failure_is_no_line_of_its_log(
-    tmp_path, monkeypatch, lines, status, free, reason
+    tmp_path, monkeypatch, text, status, free, reason
 ):
     """Of this attempt, its error; a full disk is named."""
     before = 'error: of an earlier attempt\n'
-    (tmp_path / 'train.log').write_text(before + '\n'.join(lines) + '\n')
+    (tmp_path / 'train.log').write_text(before + text)
     monkeypatch.setattr(launch.shutil, 'disk_usage', lambda folder: SimpleNamespace(free=free))
     process = SimpleNamespace(returncode=status)
     launch.record(launch.Job('name', [], tmp_path, process, log_start=len(before)))
@@ -209,7 +181,7 @@ def kill_trainings(folder):
 def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory, monkeypatch):
     """Processes as a user starts them; one arm fails, and the others stand."""
     words = ['small.py', '--timing=False', '--seeds=1', '--max_iters=120']
-    words.append('--arms=vanilla; resformer: v_residual=True; broken: vocab_size=63')
+    words.append('--arms=vanilla; broken: vocab_size=63')
     assert runs.call(compare.main, *words)[0] == 1
     whole = without_times(Path('out/compare/small'))
 
@@ -234,5 +206,3 @@ def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory
         assert ('the same command goes on' in err) == (number == signal.SIGTERM)
     assert without_times(folder) == whole
     assert 'broken_lr0.02_seed1: failed: ' in whole and 'vocab_size=63' in whole
-    (contrast,) = [line for line in whole.splitlines() if line.startswith('- **resformer against')]
-    assert '1 of at least 3 seeds' in contrast

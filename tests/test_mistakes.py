@@ -10,8 +10,20 @@ import pytest
 import torch
 from conftest import ROOT, write_dataset
 from programs import Evil
-from runs import TRAIN, VALIDATION, command_line, finish, good, load, read_config, refused, start
+from runs import (
+    TRAIN,
+    VALIDATION,
+    call,
+    command_line,
+    finish,
+    good,
+    load,
+    read_config,
+    refused,
+    start,
+)
 
+import train
 from model import GPTConfig
 from train import TrainConfig
 
@@ -76,7 +88,6 @@ def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
     'options, words',
     [
         (dict(n_layer=3), ['n_layer=2', '3']),
-        (dict(v_residual=True), ['v_residual=False', 'True']),
         (dict(seed=1), ['seed=1337', '1']),
         (dict(optimizer='muon'), ['optimizer', 'adamw', 'muon']),
         (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
@@ -84,7 +95,6 @@ def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
         (dict(max_iters=11), ['step 12', 'max_iters=11']),
         # The run has finished: another rate would do nothing.
         (dict(learning_rate=5e-3), ['learning_rate=0.01', '0.005', 'ckpt_12.pt']),
-        (dict(grad_clip=0.5), ['grad_clip=1.0', '0.5']),
     ],
     ids=str,
 )
@@ -130,22 +140,14 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
         (dict(device='cuda:x'), ["'cuda:x'"]),
         (dict(device='meta'), ["'meta'"]),
-        (dict(device='cpu:x'), ["'cpu:x'"]),
         (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
-        (dict(learning_rate='fast'), ['--learning_rate', "'fast'"]),
-        (dict(learning_rat=1), ["'learning_rate'"]),
-        (dict(eval_tasks='piqa'), ["'eval_tasks'"]),
         (dict(beta1=2.0), ['2.0']),
-        (dict(eval_iters=-1), ['eval_iters=-1']),
         (dict(save_steps="('100',)"), ["save_steps=('100',)", "'100'"]),
-        (dict(save_steps='(5, 2.5)'), ['2.5']),
         (dict(learning_rate=3e-5), ['min_lr=6e-05', 'learning_rate=3e-05']),
         (dict(lr_decay_iters=3), ['lr_decay_iters=3', 'warmup_iters=3']),
         (dict(lr_decay_iters=0, max_iters=3), ['max_iters=3', 'warmup_iters=3']),
         (dict(n_embd=10_000_000), ['n_embd=10000000', 'memory']),
-        (dict(n_head=5), ['n_embd=32', 'n_head=5']),
         (dict(attention='fast'), ["attention='fast'", 'auto', 'flash', 'cudnn']),
-        (dict(activation_memory_budget=1.5), ['activation_memory_budget=1.5', '0', '1']),
         (dict(activation_memory_budget=0.9), ['activation_memory_budget=0.9', 'compile=False']),
     ],
     ids=str,
@@ -188,16 +190,15 @@ def test_no_option_has_been_added_without_a_word():
 # --- checkpoints that come from elsewhere ---------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind', ['pickle', 'torch file', 'another dict', 'no state_dict'])
-def test_a_malicious_or_foreign_checkpoint_is_refused_and_not_run(half, kind):
+@pytest.mark.parametrize('kind', ['pickle', 'torch file'])
+def test_a_malicious_checkpoint_is_refused_and_not_run(half, kind):
     name = half(f'out/{kind}')
     path = Path(name, 'ckpt_6.pt')
     evil = Evil('run by a checkpoint')
     if kind == 'pickle':
         path.write_bytes(pickle.dumps(evil))
     else:
-        value = {'another dict': {'a': 1}, 'torch file': {**load(path), 'model': evil}}
-        torch.save(value.get(kind, {**load(path), 'model': [1]}), path)
+        torch.save({**load(path), 'model': evil}, path)
     for options in (dict(out_dir=name, init_from='resume'), dict(init_from=path)):
         assert 'weights_only' not in refused(path, **options)  # torch's advice to try it with False
     assert not Path('run by a checkpoint').exists()
@@ -213,8 +214,7 @@ def test_a_schedule_that_is_not_used_may_contradict_itself(work):
 def test_a_run_goes_on_with_its_own_settings_under_those_that_are_given(half):
     name = half('out/own')
     words = [f'--out_dir={name}', '--init_from=resume', '--log_interval=2']
-    status, _, err = finish(start(ROOT / 'train.py', *words))
-    assert status == 0, err
+    assert call(train.main, *words)[0] == 0
     before, after = read_config('out/whole'), read_config(name)
     changed = {key for key in before if before[key] != after[key]}
     assert changed - {'date', 'load', 'commit'} == {'out_dir', 'init_from', 'log_interval'}

@@ -2,12 +2,10 @@
 
 import os
 import random
-import re
 import shutil
 
 import pytest
 import runs
-from conftest import ROOT
 from programs import assert_one_line
 
 from comparison import pack
@@ -65,13 +63,3 @@ def test_an_unfinished_run_and_a_damaged_pack_are_named(tmp_path):
         read_pack.cache_clear()
         with pytest.raises(ValueError, match=path.name):
             read_state(folder)
-
-
-def test_a_kept_run_has_the_loss_that_its_page_prints():
-    state = read_state(ROOT / 'results/untuned/vanilla_3')
-    assert (state.kind, state.facts['resumed']) == ('finished', [])
-    row = re.search(
-        r'\| vanilla \| ([\d.| ]+) \|', (ROOT / 'results/untuned/README.md').read_text()
-    )
-    assert f'{state.loss:.4f}' == row[1].split(' | ')[2]
-    assert len(state.training()) == state.config['max_iters']

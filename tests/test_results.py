@@ -28,6 +28,7 @@ CLAIMS, LONG, RATES = RESULTS / 'claims', RESULTS / 'long', RESULTS / 'rates'
 ROWS = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
 TESTED = {label: row for label, row in ROWS.items() if row['numbers']}
 MODELS = {name: Arm(model).name for model, name in NAMES.items()}
+MAPPINGS = ('A_n (V_n + V_n-1), Eq. 3', 'A_n V_n + V_n-1, Eq. 6')
 
 
 def page(topic):
@@ -151,21 +152,27 @@ def test_what_lies_inside_the_models_is_in_the_kept_analyses():
         (run,) = [run for run in runs if Path(run).name == f'{model}_lr0.006_seed{seed}']
         return np.array(runs[run]['series'][name]['mean'], float)
 
-    def deep(model, seed):
-        return series('entropy', model, seed, 'entropy')[4:].mean()
+    def both(kind, name, seed):
+        return [series(kind, model, seed, name) for model in ('resformer', 'vanilla')]
 
-    def largest(model, seed, what):
-        return series('spectrum', model, seed, f'values {what}')[:, 0]
-
-    seeds = range(1, 6)
-    entropy = [deep('vanilla', seed) - deep('resformer', seed) for seed in seeds]
-    ratios = [
-        np.log(largest('resformer', s, 'attended with') / largest('vanilla', s, 'attended with'))
-        for s in seeds
-    ]
-    for metric, values in (('entropy', entropy), ('eigenvalue, attended', np.median(ratios, 1))):
+    values = {}
+    for seed in range(1, 6):
+        resformer, vanilla = both('entropy', 'entropy', seed)
+        attended = np.divide(*both('spectrum', 'values attended with', seed))[:, 0]
+        projected = np.divide(*both('spectrum', 'projected values', seed))[:, 0]
+        three, six = (series('mapping', 'vanilla', seed, name) for name in MAPPINGS)
+        values[seed] = {
+            'entropy': vanilla[4:].mean() - resformer[4:].mean(),
+            'entropy with depth': vanilla[4:].mean() - vanilla[0],
+            'eigenvalue, attended': np.median(np.log(attended)),
+            'eigenvalue, projected': np.median(np.log(projected)),
+            'mapping': np.mean(six[1:] - three[1:]),
+            'similarity': np.subtract(*both('similarity', 'hidden states', seed)).mean(),
+        }
+    for metric in values[1]:
         (row,) = [row for row in TESTED.values() if row['metric'] == metric]
-        assert list(row['numbers']['differences'].values()) == pytest.approx(list(values))
+        expected = [of_seed[metric] for of_seed in values.values()]
+        assert list(row['numbers']['differences'].values()) == pytest.approx(expected), metric
 
 
 @pytest.mark.parametrize('topic, least', [('claims', 39), ('deep', 1)])
@@ -295,8 +302,8 @@ def test_the_numbers_of_the_real_model_are_those_of_its_analyses():
         'cosine': (series('similarity', 'hidden states'), '{:.3f}'),
         'largest': (spectrum[:, 0], '{:.3g}'),
         'share': (spectrum[:, 0] / spectrum.sum(axis=1), '{:.2f}'),
-        'Eq. 3': (series('mapping', 'A_n (V_n + V_n-1), Eq. 3'), '{:.3f}'),
-        'Eq. 6': (series('mapping', 'A_n V_n + V_n-1, Eq. 6'), '{:.3f}'),
+        'Eq. 3': (series('mapping', MAPPINGS[0]), '{:.3f}'),
+        'Eq. 6': (series('mapping', MAPPINGS[1]), '{:.3f}'),
     }
     text = page('real')
     rows = re.findall(r'^\| (\d+|mean of 16 to 30) \| (.*) \|$', text, re.M)

@@ -261,6 +261,7 @@ FOREIGN = {
     'unknown field': dict(model_config={'evil': 1}),
     'wrong field': dict(model_config={'norm_eps': 'many'}),
     'weight': dict(model={'lm_head.weight': 3}),
+    'no state_dict': dict(model=[1]),
     'moments': dict(optimizer={'state': SMALL_MOMENTS}),
     'optimizer': dict(optimizer={}),
 }
@@ -437,10 +438,8 @@ def test_a_log_that_cannot_grow_is_one_line_and_what_was_saved_goes_on(half, who
 
 
 def test_ctrl_c_before_the_first_step_is_no_stack_trace(work):
-    begun = (
-        'import signal, os, data; data.Dataset = lambda name: os.kill(os.getpid(), signal.SIGINT)'
-    )
-    code = f'{begun}; import train; train.Dataset = data.Dataset; train.main()'
+    interrupt = 'train.Dataset = lambda name: os.kill(os.getpid(), signal.SIGINT)'
+    code = f'import os, signal, train; {interrupt}; train.main()'
     words = command_line('out/early', {})
     status, _, err = finish(start('-c', code, *words, PYTHONPATH=str(ROOT)))
     assert (status, err) == (130, '')

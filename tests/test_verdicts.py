@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-import scipy.stats
 from runs import edit_config, read_config, write_run
 
 from comparison import charts
@@ -93,35 +92,6 @@ def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path):
     assert row.numbers['p'] == below.numbers['p'] and 'too short' in judge.markdown([row])
 
 
-def test_holm_counts_the_claims_of_one_figure_trained_or_not(tmp_path):
-    random = np.random.default_rng(0)
-    losses, folders = {}, []
-    for model in (V, R, S):
-        losses[model] = dict(zip(SEEDS, 2 + 0.02 * random.normal(size=5), strict=True))
-        folders += write_runs(tmp_path, model, losses[model])
-    untrained = Claim('fig1', 'Fig. 1', '', Arm('neutreno'), '<', Arm(V))
-    too_large = Claim('fig1', 'Fig. 1', '', Arm(R, '468m'), '<', Arm(V, '468m'))
-    needs_more = Claim('fig1', '', '', Arm(S), '>', Arm(V), metric='overtaken')
-    rows = rows_of([BELOW, ABOVE, NOT_BELOW, untrained, too_large, needs_more], folders)
-    p = []
-    for pair in ((R, V), (V, S), (S, R)):
-        values = [list(losses[model].values()) for model in pair]
-        p.append(scipy.stats.ttest_rel(*values).pvalue)
-    small, large = sorted(p[:2])
-    # Three count in Fig. 1, the untrained one with p = 1.
-    holm = {small: 3 * small, large: max(3 * small, 2 * large)}
-    expected = [min(1, holm[p[0]]), min(1, holm[p[1]]), p[2]]
-    assert [row.numbers['p_holm'] for row in rows[:3]] == pytest.approx(expected)
-    assert [row.verdict for row in rows[3:]] == ['untestable'] * 3
-    assert rows[3].reason == judge.MISSING != rows[4].reason
-
-
-def test_a_contrast_that_is_printed_twice_is_one_row(tmp_path):
-    again = Claim('fig5', 'Fig. 5', 'once more', Arm(R), '<', Arm(V), metric='validation loss')
-    (row,) = rows_of([BELOW, again], write_runs(tmp_path, V, scattered(2.0)))
-    assert (row.figure, row.where) == ('fig1', ['Fig. 1', 'Fig. 5'])
-
-
 def test_a_lead_is_a_difference_of_differences_of_each_seed(tmp_path):
     pool = {}
     for i, rate in enumerate((6e-3, 3e-3)):
@@ -154,10 +124,8 @@ def test_arms_are_found_by_what_runs_are_whatever_their_folders_are_called(tmp_p
     [
         ({}, 'one model with seed'),
         ({'seed': 9, 'learning_rate': 3e-3, 'min_lr': 3e-4}, 'learning_rate'),
-        ({'seed': 9, 'eval_iters': 3}, 'eval_iters'),
         ({'seed': 9, 'residual_layers': [5], 'v_residual': True}, 'no model of the paper'),
         ({'seed': 9, 'block_size': 99}, 'length'),
-        ({'seed': 9, 'gate': 'head'}, 'gate'),
         ({'seed': 9, 'max_iters': 30}, 'unfinished'),
     ],
 )
@@ -173,13 +141,10 @@ def test_a_run_that_is_no_further_seed_of_its_arm_is_refused(tmp_path, more, wor
 def test_runs_of_one_seed_must_have_seen_the_same_data_and_settings(tmp_path):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.9))
     rows_of([BELOW], folders)
-    for changes in ({'data': 'abc'}, {'min_lr': 6e-3}, {'origin': 'other/ckpt.pt'}):
-        for folder in folders:
-            edit_config(folder, data='def', min_lr=6e-4, origin='scratch')
-        for folder in folders[:5]:
-            edit_config(folder, **changes)
-        with pytest.raises(ValueError, match=next(iter(changes))):
-            rows_of([BELOW], folders)
+    for folder in folders[:5]:
+        edit_config(folder, origin='other/ckpt.pt')
+    with pytest.raises(ValueError, match='origin'):
+        rows_of([BELOW], folders)
 
 
 # --- what happens inside --------------------------------------------------------------------------
@@ -191,29 +156,7 @@ def report_of(folder, layers, **facts_of_run):
     return {'series': {'entropy': {'mean': layers}}, 'config': config, **facts_of_run}
 
 
-def test_eigenvalues_mapping_and_similarity_are_compared_over_layers():
-    def measure(metric, ours, theirs=None):
-        _, minus = judge.INSIDE[metric]
-        series = [{name: np.array(x, float) for name, x in s.items()} for s in (ours, theirs or {})]
-        return minus(*series)
-
-    values = [{judge.ATTENDED: [[a, 0], [b, 0], [c, 0]]} for a, b, c in ((4, 3, 8), (1, 2, 4))]
-    assert measure('eigenvalue, attended', *values) == pytest.approx(np.log(2))
-    mapping = {judge.EQ_3: [np.nan, 0.9, 0.8], judge.EQ_6: [np.nan, 0.5, 0.6]}
-    assert measure('mapping', mapping) == pytest.approx(-0.3)
-    entropy = {'entropy': [4.0, 3.0, 2.0, 1.0]}
-    assert measure('entropy with depth', entropy) == pytest.approx(-2.5)
-    similar = [{'hidden states': [a, 0.6]} for a in (0.2, 0.5)]
-    assert measure('similarity', *similar) == pytest.approx(-0.15)
-
-
-@pytest.mark.parametrize(
-    'changes, word',
-    [({'seed': 2}, 'seed=2'), ({'dataset': 'x'}, 'dataset'), ({'n_layer': 3}, 'n_layer=3')],
-)
-def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refused(
-    tmp_path, changes, word
-):
+def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refused(tmp_path):
     """Comparisons at one learning rate name their runs alike. Older analyses state the model alone."""
     (folder,) = write_runs(tmp_path, V, {1: 2.0})
     run = read_state(folder)
@@ -225,9 +168,9 @@ def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refuse
     own = facts(run.config)
     for stated in ({}, {'settings': own, 'step': 20}):
         assert list(series(**stated)['entropy']) == [4.0, 3.0]
-    for stated in ({'settings': {**own, **changes}, 'step': 20}, {'settings': own, 'step': 10}):
-        with pytest.raises(ValueError, match=word if stated['step'] == 20 else 'step=10'):
-            series(**stated)
+    for changes, step, word in (({'seed': 2}, 20, 'seed=2'), ({}, 10, 'step=10')):
+        with pytest.raises(ValueError, match=word):
+            series(settings={**own, **changes}, step=step)
 
 
 def test_a_damaged_analysis_and_one_with_two_runs_of_a_name_are_named(tmp_path):
