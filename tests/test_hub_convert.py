@@ -72,6 +72,16 @@ def test_vanilla_goes_out_as_what_transformers_knows_and_comes_back(name, tmp_pa
 
 
 VARIANTS = {
+    'the family': dict(
+        RES,
+        residual_from='token',
+        residual_layers=(0, 2),
+        residual_gate='head',
+        share_k_from=(0, 1, 1),
+        x0_residual=True,
+        qk_norm=True,
+        n_layer=3,
+    ),
     'ResFormer, learned': dict(
         RES, residual_learned=True, residual_layers=(2,), residual_lambda=(2.0, 1.0)
     ),
