@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -217,6 +218,13 @@ def test_a_file_that_does_not_hold_the_figure_is_named_and_the_others_are_drawn(
         status, _, _ = reproduced('redraw', 'fig7', 'fig6', 'fig8')
         assert_one_line(status, 'fig7.json', 'fig8.json')
         Path('results/tiny/fig6.png').unlink()
+
+
+def test_a_kept_file_that_lacks_a_panel_is_drawn_as_far_as_it_goes(here, titles):
+    Path('results/tiny').mkdir(parents=True)
+    shutil.copy(ROOT / 'results/tiny/fig5.json', 'results/tiny')
+    assert reproduced('redraw', 'fig5')[0] == 0
+    assert titles == ['Fig. 5: Loss by size (tiny)']
 
 
 def test_figures_and_claims_are_of_runs_that_exist(here, titles):
