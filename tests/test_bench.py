@@ -444,3 +444,14 @@ def test_a_profile_has_a_trace_and_the_costliest_kernels_of_each_row(work):
         assert out.count('aten::mm') >= 2
         for name in names:
             assert json.loads((work / f'traces/{name}.json').read_text())['traceEvents']
+
+
+def test_decoding_without_a_value_cache_is_a_row(work):
+    run(*DECODE, EAGER, '--variants=svformer,svformer+values=token', '--out=values.json')
+    rows = read_rows(work / 'values.json')
+    by_name = [
+        [row for row in rows if ('token' in row['name']) == token] for token in (False, True)
+    ]
+    for cached, by_token in zip(*by_name, strict=True):
+        assert by_token['cache_bytes'] < cached['cache_bytes']
+        assert by_token['table_bytes'] and not cached['table_bytes']
