@@ -205,16 +205,12 @@ def wire(config):
 def wire_layer(config, n):
     """Layer n, but for what later layers read."""
     owner = {part: owner_of(config, part, n) for part in 'qkv'}
-    lender = {part: lender_of(config, part, n) for part in 'qkv'}
     heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
     heads = {part: heads[part] if owner[part] == n else 0 for part in 'qkv'}
-    joins = {
-        part: ((part, lender[part]), config.share_v_heads)
-        for part in 'v'
-        if heads[part] and lender[part] != n
-    }
-    for part in joins:
-        heads[part] -= config.share_v_heads
+    joins, lender = {}, lender_of(config, 'v', n)
+    if owner['v'] == n != lender:
+        heads['v'] -= config.share_v_heads
+        joins['v'] = ('v', lender), config.share_v_heads
     sources = {part: sources_of(config, part, n) for part in 'qkv'}
     of_values = {'current': [], 'identity': [], 'cross': []}
     of_values[config.residual_map] = sources['v']
@@ -659,10 +655,11 @@ class GPT(nn.Module):
         return x
 
     def embed(self, idx):
-        """The embedding of idx, before positions, and x_0, which is its RMSNorm."""
+        """The embedding of idx, before positions, and x_0, which is its RMSNorm; None if it is not read."""
+        config = self.config
         x = self.transformer.wte(idx)
-        x0 = rms_norm(self.config, x)
-        return (x0 if self.config.embed_norm else x), x0
+        x0 = rms_norm(config, x) if config.embed_norm or config.x0_residual else None
+        return (x0 if config.embed_norm else x), x0
 
     def with_x0(self, n, x, x0):
         """What block n reads."""
@@ -895,7 +892,8 @@ class KVCache:
         self.table = model.value_table(dtype) if values == 'token' else None
         self.values = None  # the table's rows of the tokens so far, during a step
         if self.table is not None:
-            self.ids = torch.zeros(batch_size, max_len, dtype=torch.int32, device=device)
+            ids = torch.zeros(batch_size, max_len, dtype=torch.int32, device=device)
+            self.tensors['ids', 0] = ids
         for layer in model.wiring:
             for part in 'kv' if self.table is None else 'k':
                 shape = batch_size, layer.heads[part], max_len, model.config.head_size
@@ -908,8 +906,7 @@ class KVCache:
     @property
     def nbytes(self):
         """Bytes of keys and values; of keys and token ids, where values are looked up."""
-        ids = [] if self.table is None else [self.ids]
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *ids))
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def table_nbytes(self):
@@ -919,8 +916,9 @@ class KVCache:
         """Prepare for idx (B, T), more tokens; returns their positions (T,) and the mask for attend()."""
         positions, mask = self.place(idx.size(1))
         if self.table is not None:
-            self.ids.index_copy_(1, positions, idx.int())
-            rows = F.embedding(self.ids[:, : self.end], self.table)
+            ids = self.tensors['ids', 0]
+            ids.index_copy_(1, positions, idx.int())
+            rows = F.embedding(ids[:, : self.end], self.table)
             self.values = to_heads(self.config, rows)
         return positions, mask
 
@@ -949,7 +947,7 @@ class KVCache:
         return self.positions, torch.arange(self.end, device=device) <= self.positions[:, None]
 
     def append(self, part, layer, t):
-        """Store t (B, n_kv_head, T, hs) at the positions that begin() gave."""
+        """Store t (B, n_kv_head, T, hs) at the positions that begin() gave; not values that are looked up."""
         if part == 'k' or self.table is None:
             tensor = self.tensors[part, layer]
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))

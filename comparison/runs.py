@@ -74,11 +74,10 @@ def named_runs(words):
     return tuple(map(str, runs))
 
 
-def read_entries(run):
-    """The lines of a run's log.jsonl, [{'step': ...}]. ValueError names a damaged line."""
-    path = Path(run, 'log.jsonl')
+def entries_of(log, path):
+    """The lines of a log.jsonl, its text, as [{'step': ...}]. ValueError names a damaged line."""
     entries = []
-    for number, line in enumerate(read_text(run, 'log.jsonl').splitlines(), 1):
+    for number, line in enumerate(log.splitlines(), 1):
         try:
             entry = json.loads(line)
         except ValueError:
@@ -284,13 +283,14 @@ def read_state(folder, wanted=None, but=()):
     """The State of a run. wanted: the facts that it must have, but for those named in `but`."""
     folder = Path(folder)
     failed = (read_text(folder, 'failed.txt') or '').strip()
-    if read_text(folder, 'log.jsonl') is None:
+    log = read_text(folder, 'log.jsonl')
+    if log is None:
         return State(folder, 'failed' if failed else 'missing', failed)
     state = State(folder, 'unfinished')
     losses = {}
     try:
         state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
-        state.entries = read_entries(folder)
+        state.entries = entries_of(log, folder / 'log.jsonl')
         foreign = foreign_text(state, wanted, but)
         if foreign:
             state.kind, state.detail = 'foreign', foreign

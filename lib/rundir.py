@@ -291,20 +291,22 @@ def load_state(model, optimizer, scaler, checkpoint):
 
     weight_decay and the betas stay those of the settings, which may have changed.
     """
-    weights = dict(model.named_parameters())
-    names = {p: name for name, p in weights.items()}
-    order = [names[p] for group in optimizer.param_groups for p in group['params']]
+    names = {p: name for name, p in model.named_parameters()}
+    params = [(group, p) for group in optimizer.param_groups for p in group['params']]
+    numbers = {names[p]: i for i, (_, p) in enumerate(params)}
     states = {}
     # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
     for name, state in copy.deepcopy(checkpoint['optimizer']['state']).items():
-        name = order[name] if isinstance(name, int) else name  # older checkpoints count
+        i = name if isinstance(name, int) else numbers[name]  # older checkpoints count
+        group, p = params[i]
+        moments = ['momentum_buffer'] if group['rows'] else ['exp_avg', 'exp_avg_sq']
         # Without this check, AdamW would write past the end of moments that are too small.
-        shapes = [tensor.shape for kind, tensor in state.items() if kind != 'step']
-        if {*shapes} != {weights[name].shape}:
+        expected = {'step': (), **dict.fromkeys(moments, p.shape)}
+        if {kind: tensor.shape for kind, tensor in state.items()} != expected:
             raise ValueError(
                 f'{checkpoint["path"]} has optimizer moments that do not match its weights'
             )
-        states[order.index(name)] = state
+        states[i] = state
     optimizer.load_state_dict({**optimizer.state_dict(), 'state': states})
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
