@@ -35,6 +35,11 @@ def pytest_configure(config):
         hypothesis.settings.load_profile('same')
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: a garbage collection need not look at it again."""
+    gc.freeze()
+
+
 def write_dataset(folder, splits, n_vocab=64, seed=0):
     """Write a dataset as prepare_slimpajama.py does. Returns what meta.json says.
 
