@@ -8,7 +8,8 @@ $ python compare.py config/demo.py --arms="vanilla; again: seed_offset=1000"   #
 $ python compare.py ... --print=True                 # the commands still to be run, for any scheduler
 $ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # runs that exist
 
-Each arm is trained with each seed as an ordinary run in out/compare/<name>/; finished runs are
+Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
+on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
 anything else is a comparison of another --name. The report is out/compare/<name>/report.html; beside
 it are report.md, report.json and forest.svg. The exit status is 1 where a run has not finished.
@@ -19,7 +20,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from comparison import charts, launch, measures, report
+from comparison import charts, launch, report
 from comparison.assemble import compare_plan, compare_runs
 from comparison.plan import Plan, parse_arms, parse_contrasts
 from comparison.results import Results, train
@@ -41,11 +42,10 @@ class CompareConfig:
     rates: tuple = ()  # learning rates that every arm tries on the tuning seeds; (): untuned
     tuning_seeds: tuple = (101, 102)  # none of them may be a test seed
     contrasts: str = ''  # more, besides each arm against the baseline: 'mine-resformer, a-b'
-    name: str = ''  # its folder in out/compare; '': named for the config or the runs
+    name: str = ''  # its folder in out/compare; '': named for the config, or 'runs'
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 1  # GPUs of each training, by torchrun
     print: bool = False  # write the commands still to be run, one per line, and train nothing
-    timing: bool = True  # measure step times, in turns, on this machine
     runs: tuple = ()  # folders of runs that exist, to be compared as they are
 
     def __post_init__(self):
@@ -88,45 +88,22 @@ def compare_arms(options, argv):
     """Train arms, or print their commands. Returns (what the report shows, its folder)."""
     plan = make_plan(options, argv)
     results = Results(plan)
-    if plan.replaced:
-        print(
-            f'eval_iters=0 in place of the {plan.replaced} of the config: each run is evaluated on the '
-            f'whole validation split; --eval_iters={plan.replaced} keeps it',
-            file=sys.stderr,
-        )
     if not options.print:
         plan.check_training(options.gpus)
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.folder, 'comparing in', '--name'):
         record = plan.write()
-        timing = measures.read_times(plan)
-
-        def redraw():
-            comparison = compare_plan(results, record, timing)
-            write_report(plan.folder, comparison)
-            return comparison
-
-        if options.print:
-            print_commands(results, options.gpus)
-            return redraw(), plan.folder
-        if options.timing and not timing:
-            timing = measures.measure_times(plan, options.gpus)
         try:
-            train(results, options.jobs, options.gpus, ended=redraw)
+            if options.print:
+                # Those that depend on results come later.
+                for job in results.jobs():
+                    print(launch.shell_line(job.arguments, plan.settings.device, options.gpus))
+            else:
+                train(results, options.jobs, options.gpus)
         finally:
-            comparison = redraw()
+            comparison = compare_plan(results, record)
+            write_report(plan.folder, comparison)
     return comparison, plan.folder
-
-
-def print_commands(results, gpus):
-    """The commands that can be run now, one per line; those that depend on results come later."""
-    jobs = results.jobs()
-    for job in jobs:
-        print(launch.shell_line(job.arguments, results.plan.settings.device, gpus))
-    names = {job.name for job in jobs}
-    for name, problem in results.problems().items():
-        if name not in names:
-            print(f'{name}: {problem}', file=sys.stderr)
 
 
 def compare_existing(options, argv):
@@ -137,11 +114,8 @@ def compare_existing(options, argv):
             raise ValueError(f'--{key} is for runs to be trained; these are taken as they are')
         if argument.endswith('.py'):
             raise ValueError(f'{argument}: give a config file or folders of runs, not both')
-    runs = named_runs(options.runs)
-    parents = {Path(run).resolve().parent.name for run in runs}
-    title = options.name or (f'{parents.pop()}_runs' if len(parents) == 1 else 'runs')
-    folder = folder_of(title)
-    comparison = compare_runs(runs, title, options.contrasts)
+    folder = folder_of(options.name or 'runs')
+    comparison = compare_runs(named_runs(options.runs), folder.name, options.contrasts)
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')
     write_report(folder, comparison)
@@ -177,9 +151,9 @@ def main():
         else:
             print(__doc__.strip())
             sys.exit(2)
-    if not options.print:
-        print(f'{report.headline(comparison)}\nwrote {folder}/report.html')
-        sys.exit(1 if comparison['problems'] else 0)
+    where = sys.stderr if options.print else sys.stdout
+    print(f'{report.headline(comparison)}\nwrote {folder}/report.html', file=where)
+    sys.exit(1 if comparison['problems'] and not options.print else 0)
 
 
 if __name__ == '__main__':

@@ -5,16 +5,18 @@ compare_plan() is for a plan and its runs, compare_runs() for runs that exist wi
 """
 
 import itertools
-import os
 import re
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from comparison import measures
+import torch
+
+from comparison.curves import measure_curves, smoothing
 from comparison.plan import TEXT, all_contrasts, changes, contrast_name, parse_contrasts
-from comparison.runs import ROUNDING, difference, gpt_config, read_state, same_but_seeds
-from comparison.verdict import describe, judge, paired, paired_differences
-from model import GPTConfig
+from comparison.runs import ROUNDING, by_seed, disagreement, read_state, same_but_seeds
+from comparison.verdict import describe, judge, paired
+from model import GPT, GPTConfig
 
 # --- the comparison -------------------------------------------------------------------------------
 
@@ -28,28 +30,24 @@ class ArmRuns:
     rate: float | None  # the learning rate; None while it is not known
     states: dict = field(default_factory=dict)  # {seed: State}
 
-    @property
-    def tokens_per_step(self):
-        rows = self.facts['gradient_accumulation_steps'] * self.facts['batch_size']
-        return rows * self.facts['block_size']
+    def finished(self):
+        """{seed: State} of the runs that have finished."""
+        return {seed: state for seed, state in self.states.items() if state.kind == 'finished'}
 
-    def losses(self, domain='mean'):
+    def losses(self):
         """{seed: validation loss} of the runs that have finished."""
-        return {s: x.losses[domain] for s, x in self.states.items() if domain in x.losses}
+        return {seed: state.loss for seed, state in self.finished().items()}
 
 
-def compare_plan(results, record, timing):
-    """Everything the report shows of a planned comparison.
-
-    record: what plan.json holds. timing: from measures.measure_times(), or None.
-    """
+def compare_plan(results, record):
+    """Everything the report shows of a planned comparison; record: what plan.json holds."""
     plan = results.plan
     arms = {}
     for name in plan.arms:
-        rate = results.rate(name)
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
         own = plan.facts(plan.example(name))
-        arms[name] = ArmRuns(own, plan.own[name][1], rate, states)
+        _, config = plan.own[name]
+        arms[name] = ArmRuns(own, config, results.rate(name), states)
 
     problems = results.problems()
     incomplete = {}
@@ -60,83 +58,64 @@ def compare_plan(results, record, timing):
         if reasons:
             incomplete[contrast_name(*pair)] = reasons[0]
     states = [results.state(run) for run in results.all_runs()]
-    title = plan.folder.name
-    comparison = assemble(title, arms, plan.contrasts, incomplete, timing, problems, states)
+    comparison = assemble(plan.folder.name, arms, plan.contrasts, incomplete, problems, states)
     tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
-    return comparison | {'plan': record, 'tuning': tuning, 'replaced': plan.replaced}
+    return comparison | {'plan': record, 'tuning': tuning}
 
 
-def assemble(title, arms, contrasts, incomplete, timing, problems, states):
+def assemble(title, arms, contrasts, incomplete, problems, states):
     """Losses, verdicts, domains, costs and curves of arms, {name: ArmRuns}.
 
     incomplete: {contrast: why it has no verdict}. problems: {run or arm: why it has not finished}.
     states: of all runs, also of those that no arm has.
     """
     baseline = next(iter(arms))
-    differences, domains = {}, {}
-    finished = [state for arm in arms.values() for state in arm.states.values()]
-    names = dict.fromkeys(name for state in finished for name in state.losses)
+    pairs = {}
     for ours, theirs in contrasts:
-        key = contrast_name(ours, theirs)
-        by_domain = {}
-        for domain in names:
-            pair = (arms[name].losses(domain) for name in (ours, theirs))
-            by_domain[domain] = paired_differences(*pair)
-        differences[key] = by_domain.pop('mean', {})
-        domains[key] = {domain: describe(values) for domain, values in by_domain.items()}
+        pairs[contrast_name(ours, theirs)] = paired(arms[ours].losses(), arms[theirs].losses())
+    differences = {}
+    for key, losses in pairs.items():
+        differences[key] = {seed: ours - theirs for seed, (ours, theirs) in losses.items()}
     verdicts = judge(differences, incomplete)
     for ours, theirs in contrasts:
-        verdict = verdicts[contrast_name(ours, theirs)]
-        pairs = paired(arms[ours].losses(), arms[theirs].losses()).values()
-        losses = [mean_and_sd(each) for each in zip(*pairs, strict=True)]
-        verdict |= {'ours': ours, 'theirs': theirs, 'losses': losses}
-    table = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
-    for name in table:
-        table[name] |= measures.step_time(timing, name, baseline)
+        key = contrast_name(ours, theirs)
+        each = [describe(dict(enumerate(one))) for one in zip(*pairs[key].values(), strict=True)]
+        losses = [(numbers['mean'], numbers['sd']) for numbers in each]
+        verdicts[key] |= {'ours': ours, 'theirs': theirs, 'losses': losses}
     return {
         'title': title,
         'plan': None,
         'tuning': {},
-        'replaced': None,
         'problems': problems,
-        'seconds': sum(map(measures.seconds_of, states)),
         'provenance': origins(states),
         'baseline': baseline,
-        'arms': table,
+        'arms': {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()},
         'contrasts': verdicts,
-        'domains': domains,
-        'timing': timing,
         'evaluation': describe_evaluation(arms[baseline].facts),
-        'curves': measures.relative_curves(arms, baseline),
-        'mixing': {name: measures.mixing_weights(arm) for name, arm in arms.items()},
+        'curves': relative_curves(arms, baseline),
     }
 
 
 def arm_numbers(arm, base):
-    """An arm's line in the tables."""
-    losses = arm.losses()
-    mean, sd = mean_and_sd(losses.values())
-    cost = measures.of_model(arm.config)
+    """An arm's line in the tables: its losses, and what it costs, counted."""
+    facts, numbers = arm.facts, describe(arm.losses())
     rates = {'learning_rate': arm.rate} if arm.rate not in (base.rate, None) else {}
+    model, length = GPT.without_weights(arm.config), arm.config.block_size
+    tokens = facts['gradient_accumulation_steps'] * facts['batch_size'] * length
+    entries = [entry for state in arm.states.values() for entry in state.entries]
+    speeds = [entry['tok_per_s'] for entry in entries if entry.get('tok_per_s')]
     return {
-        'changes': changes(arm.facts, base.facts) | rates,
+        'changes': changes(facts, base.facts) | rates,
         'rate': arm.rate,
-        'steps': arm.facts['max_iters'],
-        'tokens_per_step': arm.tokens_per_step,
-        'flops_per_step': cost['flops_per_token'] * arm.tokens_per_step,
-        'losses': losses,
-        'mean': mean,
-        'sd': sd,
-        'cost': cost,
-        **measures.trouble(arm.states.values()),
+        'steps': facts['max_iters'],
+        'losses': numbers['differences'],
+        'mean': numbers['mean'],
+        'sd': numbers['sd'],
+        'parameters': model.num_params(non_embedding=False),
+        'flops': model.flops_per_token(length) * tokens * facts['max_iters'],
+        'cache_bytes_per_token': model.new_cache(1, length, torch.float16).nbytes / length,
+        'ms_per_step': 1e3 * tokens / statistics.median(speeds) if speeds else None,
     }
-
-
-def mean_and_sd(values):
-    """(mean, standard deviation), each None where there are too few values."""
-    values = list(values)
-    mean = statistics.fmean(values) if values else None
-    return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
 def describe_evaluation(own):
@@ -147,7 +126,7 @@ def describe_evaluation(own):
 
 
 # What a run was made with.
-ORIGINS = 'commit device cpu threads world_size torch load dtype compile attention_kernel'.split()
+ORIGINS = 'commit device cpu threads world_size torch dtype compile attention_kernel'.split()
 
 
 def origins(states):
@@ -162,36 +141,46 @@ def origins(states):
     return {name: sorted(each, key=str) for name, each in values.items()}
 
 
+def relative_curves(arms, baseline):
+    """measure_curves() of the finished runs of all arms but the baseline."""
+    pairs = {}
+    for name in arms:
+        both = paired(arms[name].finished(), arms[baseline].finished())
+        both = {seed: pair for seed, pair in both.items() if all(x.training() for x in pair)}
+        if both and name != baseline:
+            pairs[name] = both
+    return measure_curves(pairs, smoothing(arms[baseline].facts['max_iters']))
+
+
 # --- runs that exist ------------------------------------------------------------------------------
 
 
 def compare_runs(folders, title, contrasts=''):
     """Everything the report shows of runs that exist; contrasts: text, as in --contrasts."""
-    states = []
+    states = {}
     for folder in folders:
-        states.append(read_state(folder))
-        if not states[-1].config:
-            raise ValueError(f'{folder} is not a run: {states[-1].detail or "it has no log.jsonl"}')
-    # Runs that differ in nothing else may be about how a run rounds.
-    groups = group_runs(states, ROUNDING)
+        state = states[folder] = read_state(folder)
+        if not state.config:
+            raise ValueError(f'{folder} is not a run: {state.reason}')
+    facts = {folder: state.facts for folder, state in states.items()}
+    # These only a pair of runs must share. And runs that differ in nothing else may be about how a
+    # run rounds.
+    but = ('resumed', 'data')
+    groups = same_but_seeds(facts, (*but, *ROUNDING))
     if len(groups) < 2:
-        groups = group_runs(states)
+        groups = same_but_seeds(facts, but)
     if len(groups) < 2:
         raise ValueError('these runs differ in nothing but their seeds: nothing to compare')
 
     arms, problems = {}, {}
-    for group in groups:
-        first = group[0]
-        config = gpt_config(first.config, first.folder)
-        name = group_name(group, arms)
-        arm = arms[name] = ArmRuns(first.facts, config, first.facts['learning_rate'])
-        for state in group:
-            if state.kind != 'finished':
-                problems[str(state.folder)] = f'{state.kind}: {state.detail}'
-            if arm.states.setdefault(state.config['seed'], state) is not state:
-                seed = state.config['seed']
-                text = f'left out: another run of {name} has seed {seed}, too'
-                problems[str(state.folder)] = text
+    for first, runs in groups.items():
+        own = {seed: states[run] for seed, run in by_seed(runs, facts).items()}
+        name = arm_name(first, facts[first]['seed'])
+        name = str(first) if name in arms else name
+        rate = facts[first]['learning_rate']
+        arms[name] = ArmRuns(facts[first], states[first].model, rate, own)
+        unfinished = [run for run in runs if states[run].kind != 'finished']
+        problems |= {str(run): states[run].reason for run in unfinished}
 
     pairs = all_contrasts(arms, parse_contrasts(contrasts, arms))
     incomplete = {}
@@ -199,30 +188,12 @@ def compare_runs(folders, title, contrasts=''):
         reason = why_incomparable(arms[ours], arms[theirs])
         if reason:
             incomplete[contrast_name(ours, theirs)] = reason
-    timing = measures.logged_times(arms)
-    return assemble(title, arms, pairs, incomplete, timing, problems, states)
+    return assemble(title, arms, pairs, incomplete, problems, states.values())
 
 
-def group_runs(states, but=()):
-    """[[State]] of the same facts, but for their seeds and what only a pair of them must share."""
-    facts = {number: state.facts for number, state in enumerate(states)}
-    groups = same_but_seeds(facts, ('resumed', 'data', *but)).values()
-    return [[states[number] for number in group] for group in groups]
-
-
-def group_name(states, others):
-    """What the names of a group's folders have in common, without the seed at their end."""
-    names = [state.folder.resolve().name for state in states]
-    bare = []
-    for name, state in zip(names, states, strict=True):
-        # window_512 of window_512_seed3; another number is no seed.
-        seed = rf'([_-]?seed|[_-]s?|)(?<!\d)0*{state.config["seed"]}$'
-        bare.append(re.sub(seed, '', name))
-    common = re.sub(r'[_-](seed|s)?$', '', os.path.commonprefix(bare))
-    for choice in (common, names[0], str(states[0].folder)):
-        if choice and choice not in others:
-            return choice
-    return f'{names[0]} {len(others) + 1}'
+def arm_name(folder, seed):
+    """The name of a run's folder, without the seed at its end."""
+    return re.sub(rf'[_-](seed)?0*{seed}$', '', Path(folder).resolve().name)
 
 
 # Facts that two runs of different arms must share, too.
@@ -235,13 +206,12 @@ def why_incomparable(ours, theirs):
     for pair in pairs:
         for state in pair:
             if state.kind != 'finished':
-                return f'{state.folder} is {state.kind}: {state.detail}'
-        one, other = (state.facts for state in pair)
+                return f'{state.folder} is {state.reason}'
         # Every pair is alike in how it was resumed; in all else, all runs are.
-        found = difference(one, other, only=SHARED)
-        found = found or difference(pairs[0][0].facts, other, ['resumed'], SHARED)
-        if found:
-            folders = ' and '.join(str(state.folder) for state in pair)
-            name, value, other_value = found
-            return f'{folders} differ in {name}: {value!r} and {other_value!r}'
+        first, theirs = pairs[0][0], pair[1]
+        reason = disagreement(*pair, only=SHARED) or disagreement(
+            first, theirs, ['resumed'], SHARED
+        )
+        if reason:
+            return reason
     return '' if pairs else 'they have no seed in common'

@@ -1,7 +1,7 @@
 """
 Curves: the training loss of runs minus that of their baselines, and the difference at their ends.
 
-A pair is (a run, its baseline), two States of comparison/runs.py. Losses are in nats per token.
+A pair is (a run, its baseline), two finished States of comparison/runs.py. Losses are in nats per token.
 """
 
 import numpy as np
@@ -35,23 +35,6 @@ def smoothed(steps, values, window):
     return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
 
 
-def validation_difference(ours, theirs, last):
-    """Validation loss minus the baseline's, of the same step, `last` or later; None without one."""
-    a, b = ours.evaluations(), theirs.evaluations()
-    for step in sorted(a.keys() & b.keys(), reverse=True):
-        losses = a[step]['mean'], b[step]['mean']
-        if step >= last and None not in losses:
-            return losses[0] - losses[1]
-    return None
-
-
-def end_of(ours, theirs):
-    """The difference of the validation losses at the end; None where it is not known."""
-    if ours.loss is None or theirs.loss is None:
-        return validation_difference(ours, theirs, 0)
-    return ours.loss - theirs.loss
-
-
 def smoothing(steps):
     """Over how many of its steps the curves of a comparison are smoothed."""
     return max(1, steps // 50)
@@ -66,10 +49,10 @@ def measure_curves(pairs, smooth):
     result = {}
     for name, of_seeds in pairs.items():
         curves, ends = {}, {}
-        for seed, pair in of_seeds.items():
-            steps, values = smoothed(*pair_series(*pair), smooth)
+        for seed, (ours, theirs) in of_seeds.items():
+            steps, values = smoothed(*pair_series(ours, theirs), smooth)
             curves[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
-            ends[seed] = end_of(*pair)
+            ends[seed] = ours.loss - theirs.loss
         # All take the same steps, but may have logged others of them.
         common = sorted(set.intersection(*map(set, curves.values())))
         common = common[:: -max(1, len(common) // POINTS)][::-1]  # with the last one

@@ -30,11 +30,11 @@ import subprocess
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from comparison.runs import ROUNDING, as_json, difference, facts, same_value
+from comparison.runs import ROUNDING, as_json, difference, differences, facts
 from comparison.verdict import LEVEL, RULE
 from configurator import check_key, configure, read_settings
 from lib.data import Dataset
-from lib.files import write_json
+from lib.files import unreadable, write_json
 from lib.rundir import known_commit
 from model import GPTConfig
 from train import TrainConfig, check_rates, share_of_micro_steps
@@ -101,11 +101,10 @@ def parse_contrasts(text, arms):
     contrasts = []
     for word in filter(None, re.split(r'[\s,;]+', text)):
         pairs = [pair for pair in itertools.permutations(arms, 2) if contrast_name(*pair) == word]
-        if not pairs:
-            raise ValueError(f'contrasts: {word!r} is not ARM-ARM of {", ".join(arms)}')
-        if len(pairs) > 1:
-            meanings = ', or '.join(f'{ours} against {theirs}' for ours, theirs in pairs)
-            raise ValueError(f'contrasts: {word!r} may be {meanings}; rename an arm')
+        if len(pairs) != 1:
+            raise ValueError(
+                f'contrasts: {word!r} is ARM-ARM of {", ".join(arms)} in {len(pairs)} ways, not in one'
+            )
         contrasts += pairs
     return contrasts
 
@@ -176,7 +175,7 @@ class Plan:
         self.contrasts = all_contrasts(arms, contrasts)
 
         # The config files are read here alone: somebody may edit them while the runs are trained.
-        self.settings, self.config = self.configure({})
+        self.settings, _ = self.configure({})
         self.own = {}
         for name, own in self.arms.items():
             with of_arm(name):
@@ -192,24 +191,23 @@ class Plan:
     # --- what is refused ---
 
     def check_numbers(self):
-        for name, least in (('seeds', 0), ('tuning_seeds', 0), ('rates', 1e-12)):
+        for name, least, kind in (
+            ('seeds', 0, int),
+            ('tuning_seeds', 0, int),
+            ('rates', 1e-12, float),
+        ):
             values = getattr(self, name)
-            kinds = (int, float) if name == 'rates' else int
-            wrong = [x for x in values if isinstance(x, bool) or not isinstance(x, kinds)]
-            if wrong or min(values, default=least) < least:
-                raise ValueError(f'{name}={values} must be numbers, each at least {least}')
+            kinds = {type(value) for value in values} - {int, kind}
             # The names of runs have six digits of a rate.
-            if len({f'{value:g}' for value in values}) < len(values):
-                raise ValueError(f'{name}={values} names one twice')
+            if kinds or len({f'{x:g}' for x in values if x >= least}) < len(values):
+                raise ValueError(f'{name}={values} must be different numbers, at least {least}')
         if not self.seeds:
             raise ValueError('seeds must be at least 1')
-        if len(self.rates) == 1:
+        if self.rates and not (len(self.rates) > 1 and self.tuning_seeds):
             raise ValueError(
-                f'rates={self.rates} holds a single rate, so there is nothing to tune; give it as '
+                f'rates={self.rates} must be two or more, tried on --tuning_seeds; a single one is '
                 '--learning_rate'
             )
-        if self.rates and not self.tuning_seeds:
-            raise ValueError('rates are tried on tuning seeds: give --tuning_seeds')
 
     def check_names(self, arms):
         lower = {}
@@ -309,11 +307,6 @@ class Plan:
                 chosen[name] = 0
         return chosen | {'init_from': 'auto', 'out_dir': str(self.run_folder(run))}
 
-    @property
-    def replaced(self):
-        """The eval_iters of the config that chosen_settings() replaces by 0; None where it does not."""
-        return None if 'eval_iters' in self.common else self.settings.eval_iters
-
     def arguments(self, run):
         """The arguments of train.py for a run."""
         settings = self.common | self.arms[run.arm] | self.chosen_settings(run)
@@ -375,19 +368,19 @@ class Plan:
     def write(self):
         """Write plan.json, or read it where the same plan is there. Returns what it holds.
 
-        Raises ValueError where it is another plan. More seeds are the same plan: it says how many
-        there were before.
+        Raises ValueError where it is another plan, or damaged. More seeds are the same plan: it says
+        how many there were before.
         """
         path = self.folder / 'plan.json'
         contents, earlier = self.contents(), []
-        old = read_plan(path)
-        if old:
+        if path.exists():
+            old = read_plan(path)
             check_same_plan(old['plan'], contents, path)
             before = old['plan']['seeds']
             if before == contents['seeds']:
                 return old
             contents = old['plan'] | {'seeds': contents['seeds']}
-            earlier = [*old.get('earlier_seeds', []), before]
+            earlier = [*old['earlier_seeds'], before]
         plan = {
             'hash': hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12],
             'date': datetime.datetime.now().isoformat(' ', 'seconds'),
@@ -422,50 +415,43 @@ def take_offset(arm, settings):
 
 def changes(own, base):
     """{fact: value} of what makes an arm, by its facts and the baseline's."""
-    names = [name for name in own | base if name not in ('seed', 'learning_rate', 'resumed')]
-    return {n: own.get(n) for n in names if not same_value(own.get(n), base.get(n))}
+    found = differences(own, base, ('seed', 'learning_rate', 'resumed'))
+    return {name: value for name, (value, _) in found.items()}
 
 
 def read_plan(path):
-    """What a plan.json holds; None where there is none. ValueError if it is damaged."""
-    if not path.exists():
-        return None
-    plan = None
-    with contextlib.suppress(ValueError):
+    """What a plan.json holds. Raises ValueError if it is damaged."""
+    with unreadable(f'{path} is damaged', 'move it away, to write the plan again'):
         plan = json.loads(path.read_text())
-    match plan:
-        case {
-            'plan': {'arms': dict(), 'contrasts': list(), 'seeds': list(), 'settings': dict()},
-            'hash': str(),
-            'date': str(),
-            'commit': str(),
-            'diff': str(),
-        }:
-            return plan
-    raise ValueError(f'{path} is damaged; move it away, to write the plan again')
+        decisive(plan['plan'])
+        # What older ones lack.
+        added = {'runs_before': 0, 'earlier_seeds': []}
+        names = ('hash', 'date', *added, 'plan', 'commit', 'diff')
+        return {name: (added | plan)[name] for name in names}
 
 
 def check_same_plan(old, new, path):
     """Raise ValueError where two plans differ, but for more seeds."""
     # Settings that only one of them knows were added or taken away since.
-    settings = [name for name in new['settings'] if name in old['settings']]
-    ours = decisive(new, settings) | {'seeds': [s for s in old['seeds'] if s in new['seeds']]}
-    other = difference(decisive(old, settings) | {'seeds': old['seeds']}, ours)
+    but = old['settings'].keys() ^ new['settings'].keys()
+    if set(old['seeds']) <= set(new['seeds']):
+        but.add('seeds')
+    other = difference(decisive(old), decisive(new), but)
     if other:
         name, before, now = other
-        now = new['seeds'] if name == 'seeds' else now
         raise ValueError(
             f'{path} is another plan: {name} was {before}, not {now}; give another --name'
         )
 
 
-def decisive(plan, settings):
-    """{name: value} of all in a plan that decides its results, and of these settings."""
-    values = {name: plan['settings'][name] for name in settings}
-    values['arms'] = list(plan['arms'])
-    for name, arm in plan['arms'].items():
-        values |= {f'{key} of {name}': arm.get(key) for key in ('differs', 'rate', 'seed_offset')}
-    return values | {name: plan.get(name) for name in ('contrasts', 'rates', 'tuning_seeds')}
+def decisive(contents):
+    """{name: value} of all in a plan that decides its results."""
+    arms = contents['arms']
+    values = {'arms': list(arms)}
+    for name, arm in arms.items():
+        values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
+    names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
+    return values | contents['settings'] | {name: contents[name] for name in names}
 
 
 def code_state():

@@ -4,14 +4,12 @@ A comparison as text: report.md, and report.html with its plots in it, which nee
 The verdicts come first. Nothing is computed here.
 """
 
-import datetime
 import html as escaping
 import math
 
 from comparison import charts
 from comparison.charts import MINUS, TIMES, seeds_text, signed
 from comparison.curves import smoothing
-from comparison.verdict import half_width
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -36,17 +34,12 @@ def listed(values):
     return ', '.join(f'{value:g}' if isinstance(value, float) else str(value) for value in values)
 
 
-def capitalized(text):
-    """A sentence: its first letter large, and the names in it as they are."""
-    return text[:1].upper() + text[1:]
-
-
 # --- the verdicts ---------------------------------------------------------------------------------
 
 
 def headline(comparison):
-    """The verdicts for the terminal: a summary, and a line each."""
-    lines = [f'{comparison["title"]}: {state(comparison)}', summary(comparison)]
+    """The verdicts for the terminal, a line each."""
+    lines = [f'{comparison["title"]}. {state(comparison)}']
     for contrast in comparison['contrasts'].values():
         lines.append('  ' + ' '.join(sentences(comparison, contrast)))
     lines += [f'{name}: {problem}' for name, problem in comparison['problems'].items()]
@@ -59,37 +52,21 @@ def state(comparison):
     for name, arm in comparison['arms'].items():
         changes = ' '.join(f'{key}={value}' for key, value in arm['changes'].items())
         words.append(f'{name} ({changes})' if changes else name)
-    finished = 'not finished' if comparison['problems'] else 'finished'
+    finished = 'Not finished' if comparison['problems'] else 'Finished'
     return f'{finished}. Arms: {"; ".join(words)}. The first is the baseline.'
-
-
-def summary(comparison):
-    """One sentence for all contrasts."""
-    by_word = {'better': [], 'worse': [], 'undecided': []}
-    for contrast in comparison['contrasts'].values():
-        by_word[contrast['verdict']].append(f'{contrast["ours"]} against {contrast["theirs"]}')
-    if not by_word['better'] and not by_word['worse']:
-        return 'Nothing is decided: no arm can be called better or worse than another.'
-    parts = [f'{word}: {", ".join(names)}.' for word, names in by_word.items() if names]
-    return ' '.join(map(capitalized, parts))
 
 
 def sentences(comparison, contrast):
     """[who wins, by which numbers, why it is undecided, at what cost], without what is not known."""
-    parts = [verdict(comparison, contrast), evidence(contrast)]
-    parts += [doubt(contrast), gain_and_cost(comparison, contrast)]
+    parts = [verdict(contrast), evidence(contrast), doubt(contrast), cost(comparison, contrast)]
     return [part for part in parts if part]
 
 
-def verdict(comparison, contrast):
+def verdict(contrast):
     ours, theirs, mean = contrast['ours'], contrast['theirs'], contrast['mean']
-    rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
-    untuned = ''
-    if not comparison['tuning'] and rates[0] != rates[1]:
-        untuned = f' at rates that were not tuned ({listed(rates)})'
     if contrast['verdict'] == 'undecided':
-        return f'{ours} against {theirs}{untuned}: undecided.'
-    return f'{ours} is {contrast["verdict"]} than {theirs} by {abs(mean):.4f} nats{untuned}.'
+        return f'{ours} against {theirs}: undecided.'
+    return f'{ours} is {contrast["verdict"]} than {theirs} by {abs(mean):.4f} nats.'
 
 
 def evidence(contrast):
@@ -114,8 +91,6 @@ def doubt(contrast):
     parts = []
     if contrast['reason']:
         parts.append(f'The reason: {contrast["reason"]}.')
-    if contrast['seeds'] == 1:
-        parts.append('One seed does not tell how much the difference varies from seed to seed.')
     if contrast['rests_on']:
         seeds = f'seed {" or ".join(map(str, contrast["rests_on"]))}'
         if len(contrast['rests_on']) == contrast['seeds']:
@@ -131,28 +106,15 @@ def doubt(contrast):
     return ' '.join(parts)
 
 
-def gain_and_cost(comparison, contrast):
+def cost(comparison, contrast):
     """What the arm costs beside what it gains; '' for contrasts that leave the baseline out."""
-    ours = comparison['arms'][contrast['ours']]
-    baseline = comparison['arms'][comparison['baseline']]
+    ours, theirs = (comparison['arms'][contrast[name]] for name in ('ours', 'theirs'))
     if contrast['theirs'] != comparison['baseline']:
         return ''
-    costs = []
-    if ours['ratio'] is not None:
-        low, high = ours['quartiles']
-        spread = f'(quartiles {low:.2f} to {high:.2f})'
-        costs.append(f'a step takes {ours["ratio"]:.2f} times as long {spread}')
-    for name, unit in (
-        ('flops_per_step', 'FLOPs'),
-        ('tokens_per_step', 'tokens'),
-        ('steps', 'steps'),
-    ):
-        ratio = ours[name] / baseline[name]
-        if ratio != 1 or name == 'flops_per_step':
-            costs.append(f'{TIMES}{ratio:.3f} {unit}' if ratio != 1 else f'the same {unit}')
-    more = ours['cost']['parameters'] - baseline['cost']['parameters']
-    costs.append(f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters')
-    return f'Cost: {", ".join(costs)}.'
+    ratio, more = ours['flops'] / theirs['flops'], ours['parameters'] - theirs['parameters']
+    flops = f'{TIMES}{ratio:.3f} FLOPs' if ratio != 1 else 'the same FLOPs'
+    parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters'
+    return f'Cost: {flops}, {parameters}.'
 
 
 # --- what a reader must know ----------------------------------------------------------------------
@@ -182,9 +144,9 @@ def cautions(comparison):
                 f'The best learning rate of {arm}, {sweep["best"]:g}, is at the edge of those '
                 'tried, extended once: a better one may lie beyond.'
             )
-    if plan and plan.get('runs_before'):
+    if plan and plan['runs_before']:
         notes.append(f'When the plan was written, {plan["runs_before"]} runs had begun already.')
-    for seeds in plan.get('earlier_seeds', []) if plan else []:
+    for seeds in plan['earlier_seeds'] if plan else ():
         notes.append(
             f'Seeds were added: the plan had {listed(seeds)} before. The p values assume that nobody '
             'looked at their results.'
@@ -193,47 +155,20 @@ def cautions(comparison):
         values = comparison['provenance'].get(fact, [])
         if len(values) > 1:
             notes.append(f'The runs differ in {fact}: {listed(values)}.')
-    for name, arm in comparison['arms'].items():
-        if arm['skipped'] or arm['spikes']:
-            notes.append(
-                f'The runs of {name}, all together, skipped {arm["skipped"]} steps for a gradient '
-                f'that is not finite; spikes of their loss: {arm["spikes"]}.'
-            )
     return notes
 
 
 def facts(comparison):
     """['name: text']: how it was made."""
     lines = [f'metric: validation loss at the end of training, {comparison["evaluation"]}']
-    if comparison['replaced']:
-        lines.append(f'eval_iters: 0 in place of the {comparison["replaced"]} of the config')
     plan = comparison['plan']
     if plan:
-        lines.append(f'test seeds: {listed(plan["plan"]["seeds"])}')
-        if plan['plan']['rates']:
-            lines.append(f'tuning seeds: {listed(plan["plan"]["tuning_seeds"])}')
         lines.append(f'rule: {plan["plan"]["rule"]}')
         lines.append(f'plan: {plan["hash"]}, written {plan["date"]}, in plan.json')
         length = len(plan['diff'].splitlines())
         work_tree = f'with a diff of {length:,} lines, in plan.json' if length else 'unchanged'
         lines.append(f'code: commit {plan["commit"][:12]}, {work_tree}')
-    for name, values in comparison['provenance'].items():
-        if name != 'load':
-            lines.append(f'{name}: {listed(values)}')
-    return lines
-
-
-def times(comparison):
-    """['name: text']: the facts that would change if the same runs were trained again."""
-    total = datetime.timedelta(seconds=round(comparison['seconds']))
-    lines = [f'training and evaluation took: {total}, all runs together']
-    load = comparison['provenance'].get('load')
-    if load:
-        lines.append(f'load of the machine: {min(load)} to {max(load)}')
-    timing = comparison['timing']
-    if timing:
-        lines.append(f'step times: {timing["how"]}')
-        lines += [f'step time of {arm}: {text}' for arm, text in timing['problems'].items()]
+    lines += [f'{name}: {listed(values)}' for name, values in comparison['provenance'].items()]
     return lines
 
 
@@ -253,13 +188,11 @@ def arm_table(comparison):
 
 
 def cost_table(comparison):
-    head = ['arm', 'parameters', 'FLOPs/step', 'KV cache bytes/token', 'ms/step', 'peak GiB']
+    head = ['arm', 'parameters', 'training FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
     rows = []
     for name, arm in comparison['arms'].items():
-        cost, peak = arm['cost'], arm['peak_bytes']
-        row = [name, f'{cost["parameters"]:,}', f'{arm["flops_per_step"]:.4g}']
-        row += [f'{cost["cache_bytes_per_token"]:,.0f}', plain(arm['ms'], 1)]
-        rows.append([*row, plain(peak and peak / 2**30, 2)])
+        row = [name, f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}']
+        rows.append([*row, f'{arm["cache_bytes_per_token"]:,.0f}', plain(arm['ms_per_step'], 1)])
     return 'Cost', head, rows
 
 
@@ -269,33 +202,15 @@ def tuning_table(comparison):
     for arm, sweep in comparison['tuning'].items():
         row = [arm]
         for rate in rates:
-            trial = sweep['trials'].get(rate)
-            text = ''
-            if trial and trial['mean'] is None:
-                text = f'{len(trial["losses"])} finished'
-            elif trial:
-                text = plain(trial['mean']) if math.isfinite(trial['mean']) else 'diverged'
+            mean = sweep['trials'].get(rate)
+            text = 'diverged' if mean == math.inf else plain(mean)
             row.append(f'{text}, chosen' if rate == sweep['best'] else text)
         rows.append(row)
     title = 'Validation loss by learning rate, mean of the tuning seeds'
     return title, ['arm', *(f'{rate:g}' for rate in rates)], rows
 
 
-def domain_table(comparison):
-    names = list(next(iter(comparison['domains'].values()), {}))
-    rows = []
-    for key, by_domain in comparison['domains'].items():
-        c = comparison['contrasts'][key]
-        row = [f'{c["ours"]} {MINUS} {c["theirs"]}']
-        for d in by_domain.values():
-            half = '' if d['low'] is None else f' ± {half_width(d):.4f}'
-            row.append(f'{signed(d["mean"])}{half}')
-        rows.append(row)
-    title = 'Difference per domain, ± half of its 95% interval (not corrected)'
-    return title, ['contrast', *names], rows
-
-
-TABLES = (arm_table, cost_table, tuning_table, domain_table)
+TABLES = (arm_table, cost_table, tuning_table)
 
 
 def sections(comparison):
@@ -307,16 +222,15 @@ def sections(comparison):
         title, head, rows = make(comparison)
         if rows and len(head) > 1:
             tables.append((title, (head, rows)))
-    ends = [('How it was made', facts(comparison)), ('Time', times(comparison))]
-    return [section for section in lists + tables + ends if section[1]]
+    sections = [*lists, *tables, ('How it was made', facts(comparison))]
+    return [section for section in sections if section[1]]
 
 
 # --- report.md and report.html --------------------------------------------------------------------
 
 
 def markdown(comparison):
-    lines = [f'# {comparison["title"]}', '', capitalized(state(comparison)), '']
-    lines += [summary(comparison), '']
+    lines = [f'# {comparison["title"]}', '', state(comparison), '']
     for contrast in comparison['contrasts'].values():
         first, *others = sentences(comparison, contrast)
         lines.append(f'- **{first}** {" ".join(others)}'.rstrip())
@@ -344,7 +258,6 @@ body { margin: 0 auto; max-width: 1160px; padding: 20px 16px 60px; background: v
 h1 { font-size: 1.45rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 32px 0 8px; }
 p.sub { margin: 0 0 10px; color: var(--soft); }
-p.summary { margin: 0 0 14px; font-size: 1.1rem; font-weight: 600; }
 .verdicts { display: grid; gap: 12px 28px; align-items: start; }
 @media (min-width: 900px) { .verdicts { grid-template-columns: 5fr 6fr; }
   .forest { position: sticky; top: 12px; } }
@@ -356,9 +269,8 @@ p.summary { margin: 0 0 14px; font-size: 1.1rem; font-weight: 600; }
 .verdict p + p { color: var(--soft); }
 .better { border-color: var(--better); } .better b { color: var(--better); }
 .worse { border-color: var(--worse); } .worse b { color: var(--worse); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr));
-  gap: 18px 28px; align-items: start; margin-top: 16px; }
-.plots svg { width: 100%; height: auto; min-width: 560px; max-width: 720px; }
+.plot { margin-top: 16px; }
+.plot svg { width: 100%; height: auto; min-width: 560px; max-width: 720px; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; background: linear-gradient(to right, var(--paper) 40%, transparent) local,
   linear-gradient(to left, var(--paper) 40%, transparent) right local,
@@ -396,8 +308,7 @@ def html(comparison):
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<title>{title}</title><style>{THEME}{STYLE}</style></head><body>',
         f'<h1>{title}</h1>',
-        f'<p class="summary">{text(summary(comparison))}</p>',
-        f'<p class="sub">{text(capitalized(state(comparison)))}</p>',
+        f'<p class="sub">{text(state(comparison))}</p>',
         '<div class="verdicts"><div class="forest">',
         charts.forest(comparison['contrasts'], list(comparison['arms'])),
         '</div><div class="cards">',
@@ -406,7 +317,7 @@ def html(comparison):
     ]
     below = [html_section(*section) for section in sections(comparison)]
     # What a reader must know stands before the plots, tables after them.
-    parts += [below[0], f'<div class="plots">{plots(comparison)}</div>', *below[1:]]
+    parts += [below[0], f'<div class="plot scroll">{curves(comparison)}</div>', *below[1:]]
     return '\n'.join(part for part in parts if part) + '\n</body></html>\n'
 
 
@@ -432,12 +343,8 @@ def html_row(tag, cells):
     return f'<tr>{"".join(f"<{tag}>{escaping.escape(cell)}</{tag}>" for cell in cells)}</tr>'
 
 
-def plots(comparison):
-    """The SVGs that have something to show, below the forest; they scroll where they would be too small."""
-    arms = list(comparison['arms'])
-    steps = comparison['arms'][comparison['baseline']]['steps']
-    drawings = [
-        charts.relative_curves(comparison['curves'], arms, smoothing(steps)),
-        charts.mixing_weights(comparison['mixing'], arms),
-    ]
-    return ''.join(f'<div class="scroll">{drawing}</div>' for drawing in drawings if drawing)
+def curves(comparison):
+    """The SVG below the forest, which scrolls where it would be too small; '' where it shows nothing."""
+    arms = comparison['arms']
+    steps = arms[comparison['baseline']]['steps']
+    return charts.relative_curves(comparison['curves'], list(arms), smoothing(steps))

@@ -15,14 +15,12 @@ not matter who trained them.
 import math
 import statistics
 import sys
-import time
 
 from tqdm import tqdm
 
 from comparison import launch
 from comparison.plan import Run
 from comparison.runs import read_state
-from configurator import first_line
 
 
 class Results:
@@ -48,24 +46,21 @@ class Results:
         return [Run(arm, rate, seed) for seed in self.plan.tuning_seeds]
 
     def try_rate(self, arm, rate):
-        """{'losses': {seed: loss}, 'mean': their mean, None unless all are there}.
+        """The mean loss of an arm's tuning runs at a rate; None unless all are there.
 
         A run that diverged has an infinite loss. One that was killed, or that is another's, says
         nothing about its rate.
         """
-        losses = {}
+        losses = []
         for run in self.tuning_runs(arm, rate):
             state = self.state(run)
-            if state.kind == 'finished':
-                losses[run.seed] = state.loss
-            elif state.has_diverged:
-                losses[run.seed] = math.inf
-        is_complete = len(losses) == len(self.plan.tuning_seeds)
-        mean = statistics.fmean(losses.values()) if is_complete else None
-        return {'losses': losses, 'mean': mean}
+            if state.kind != 'finished' and not state.has_diverged:
+                return None
+            losses.append(math.inf if state.has_diverged else state.loss)
+        return statistics.fmean(losses)
 
     def tune(self, arm):
-        """An arm's rates and the best of them, or None where the rates are given.
+        """An arm's rates with their losses, and the best of them; None where the rates are given.
 
         Where the best is the lowest or the highest, one more step of the grid is tried, once.
         """
@@ -132,7 +127,7 @@ class Results:
             state = self.state(run)
             is_result = state.has_diverged and run.seed in self.plan.tuning_seeds
             if state.kind != 'finished' and not is_result:
-                texts[run.name] = f'{state.kind}: {state.detail}'.removesuffix(': ')
+                texts[run.name] = state.reason
             if state.kind == 'foreign':
                 texts[run.name] += '; delete its folder, or give another --name'
         for arm in self.plan.arms:
@@ -147,11 +142,10 @@ class Results:
 
 def best_rate(trials):
     """The rate of the lowest mean loss; None while a run is missing, or if every rate diverged."""
-    means = [(trial['mean'], rate) for rate, trial in trials.items()]
-    if None in dict(means):
+    if None in trials.values():
         return None
-    mean, best = min(means)
-    return best if math.isfinite(mean) else None
+    best = min(trials, key=trials.get)
+    return best if math.isfinite(trials[best]) else None
 
 
 def next_rate(rates, edge):
@@ -163,12 +157,12 @@ def next_rate(rates, edge):
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(results, jobs=0, gpus=1, ended=lambda: None):
+def train(results, jobs=0, gpus=1):
     """Train the missing runs of a plan, with a line of progress.
 
-    jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. ended: called,
-    at most once a minute, when trainings have ended. If one fails, the others are still trained:
-    ask results.problems(). KeyboardInterrupt lets every training save itself, and is raised again.
+    jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. If one fails, the
+    others are still trained: ask results.problems(). KeyboardInterrupt lets every training save
+    itself, and is raised again.
     """
     plan = results.plan
     slots = launch.find_slots(plan.settings.device, jobs, gpus)
@@ -176,33 +170,18 @@ def train(results, jobs=0, gpus=1, ended=lambda: None):
         # Tried again: until then it would count as lost, and its arm would go on at another rate.
         launch.failure_file(job.folder).unlink(missing_ok=True)
     expected = planned_steps(plan)
-    bar = tqdm(total=sum(expected), unit='step', desc='runs')
-    last_call = time.monotonic()
-
-    def missing():
-        nonlocal last_call
-        queue = results.jobs()
-        if time.monotonic() - last_call > 60:
-            try:
-                ended()
-            except Exception as error:  # no reason to end the trainings
-                text = f'{type(error).__name__}: {first_line(error)}'
-                print(f'\nwarning: cannot draw the report: {text}', file=sys.stderr)
-            last_call = time.monotonic()
-        return queue
+    # A log file takes a line a minute.
+    interval = 1 if sys.stderr.isatty() else 60
+    bar = tqdm(total=sum(expected), unit='step', desc='runs', mininterval=interval)
 
     def tick(running):
         finished = [state.config['max_iters'] for state in results.finished.values()]
-        bar.n = sum(finished) + sum(launch.last_step(job.folder) for job in running)
-        bar.initial = bar.initial or bar.n
-        text = f'{len(finished)} of {len(expected)} runs'
-        # A log file takes a line for each run.
-        bar.set_description(text, refresh=sys.stderr.isatty() or not bar.desc.startswith(text))
+        bar.set_description(f'{len(finished)} of {len(expected)} runs', refresh=False)
+        steps = sum(finished) + sum(launch.last_step(job.folder) for job in running)
+        bar.update(steps - bar.n)
 
-    try:
-        launch.launch(missing, slots, gpus, tick)
-    finally:
-        bar.close()
+    with bar:
+        launch.launch(results.jobs, slots, gpus, tick)
 
 
 def planned_steps(plan):

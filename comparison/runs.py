@@ -6,7 +6,6 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
     state.config                      what config.json says: settings, origin, data, provenance
     state.losses, state.loss          the last evaluation: {domain: loss, ..., 'mean': ...}, its mean
     state.training()                  {step: training loss}
-    state.evaluations()               {step: {domain: loss, ..., 'mean': ...}}
     state.model                       GPTConfig
     state.facts                       {name: value} of all that decides the run's numbers
 
@@ -35,6 +34,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from configurator import first_line
+from lib.files import unreadable
 from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
 from model import GPTConfig
 from train import INCIDENTAL, NOT_FINITE, TrainConfig
@@ -78,19 +78,12 @@ def entries_of(log, path):
     """The lines of a log.jsonl, its text, as [{'step': ...}]. ValueError names a damaged line."""
     entries = []
     for number, line in enumerate(log.splitlines(), 1):
-        try:
+        with unreadable(f'{path}, line {number}: not a line of a training log'):
             entry = json.loads(line)
-        except ValueError:
-            raise ValueError(f'{path}, line {number}: not JSON') from None
-        is_entry = (
-            isinstance(entry, dict)
-            and isinstance(entry.get('step'), int)
-            and isinstance(entry.get('loss'), int | float | None)
-            and isinstance(entry.get('changed'), dict | None)
-        )
-        if not is_entry:
-            raise ValueError(f'{path}, line {number}: not a line of a training log')
-        entries.append(entry)
+            kinds = {'step': int, 'loss': int | float | None, 'changed': dict | None}
+            if not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
+                raise TypeError(f'not {", ".join(kinds)}')
+            entries.append(entry)
     return entries
 
 
@@ -99,19 +92,12 @@ def read_run_config(run, *needed):
     of those `needed` is missing or no number."""
     path = Path(run, 'config.json')
     text = read_text(run, 'config.json')
-    if text is None:
-        if needed:
-            raise FileNotFoundError(f'there is no {path}')
-        return {}
-    try:
-        config = json.loads(text)
-    except ValueError:
-        raise ValueError(f'{path}: not JSON') from None
-    if not isinstance(config, dict):
-        raise ValueError(f'{path} holds no settings')
-    for name in needed:
-        if not isinstance(config.get(name), int | float):
-            raise ValueError(f'{path} does not say {name}')
+    if text is None and needed:
+        raise FileNotFoundError(f'there is no {path}')
+    with unreadable(f'{path} does not say {", ".join(needed) or "settings"}'):
+        config = dict(json.loads(text or '{}'))
+        for name in needed:
+            float(config[name])
     return config
 
 
@@ -187,18 +173,30 @@ def changes_on_the_way(entries):
     return words
 
 
-def difference(a, b, but=(), only=()):
-    """The first (name, value, other value) in which two runs' facts differ, or None.
+def differences(a, b, but=(), only=()):
+    """{name: (value, other value)} of the facts in which two runs differ.
 
     a, b: {name: value}. but: names of facts that may differ. only: those that count; (): all.
     """
+    result = {}
     for name in only or {**a, **b}:  # in this order
         value, other = a.get(name), b.get(name)
         is_unrecorded = name in RECORDED and None in (value, other)
-        if name in but or is_unrecorded or same_value(value, other):
-            continue
-        return name, value, other
-    return None
+        if name not in but and not is_unrecorded and not same_value(value, other):
+            result[name] = value, other
+    return result
+
+
+def difference(a, b, but=(), only=()):
+    """The first (name, value, other value) of differences(), or None."""
+    return next(((name, *values) for name, values in differences(a, b, but, only).items()), None)
+
+
+def disagreement(ours, theirs, but=(), only=()):
+    """The difference() of two States in words; '' where there is none."""
+    found = difference(ours.facts, theirs.facts, but, only)
+    words = '{} and {} differ in {}: {!r} and {!r}'
+    return words.format(ours.folder, theirs.folder, *found) if found else ''
 
 
 def same_but_seeds(facts, but=()):
@@ -211,10 +209,19 @@ def same_but_seeds(facts, but=()):
     return groups
 
 
+def by_seed(runs, facts):
+    """{seed: run} of the runs of one model. Raises ValueError for two of one seed."""
+    seeds = {}
+    for run in runs:
+        other = seeds.setdefault(facts[run]['seed'], run)
+        if other != run:
+            raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
+    return seeds
+
+
 def same_value(a, b):
     """Whether two settings are the same, but for the last bits of a float."""
-    both_numbers = isinstance(a, int | float) and isinstance(b, int | float)
-    if both_numbers and not isinstance(a, bool) and not isinstance(b, bool):
+    if {type(a), type(b)} <= {int, float}:
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
     return a == b
 
@@ -252,6 +259,11 @@ class State:
         return self.losses.get('mean')
 
     @property
+    def reason(self):
+        """Why it has not finished."""
+        return f'{self.kind}: {self.detail}'.removesuffix(': ')
+
+    @property
     def has_diverged(self):
         """Whether training itself has led to numbers that are not finite, at whatever step."""
         gave_up = self.kind == 'failed' and NOT_FINITE in self.detail
@@ -273,10 +285,6 @@ class State:
             if loss is not None and math.isfinite(loss):
                 losses[entry['step']] = loss
         return losses
-
-    def evaluations(self):
-        """{step: {domain: validation loss, ..., 'mean': mean over domains}}"""
-        return {entry['step']: entry['val'] for entry in self.entries if 'val' in entry}
 
 
 def read_state(folder, wanted=None, but=()):
@@ -318,8 +326,6 @@ def foreign_text(state, wanted, but):
     name, value, expected = (wanted and difference(state.facts, wanted, but)) or ('', '', '')
     if name == 'data':
         return f'it was trained on other data than {wanted["dataset"]} now holds'
-    if name == 'resumed':
-        return f'it was resumed with other settings ({"; ".join(value)})'
     return name and f'a run with {name}={value!r}, not {expected!r}'
 
 

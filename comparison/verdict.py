@@ -60,10 +60,6 @@ def paired(ours, theirs):
     return {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
 
 
-def paired_differences(ours, theirs):
-    return {seed: a - b for seed, (a, b) in paired(ours, theirs).items()}
-
-
 def t_test(differences, level=LEVEL):
     """(mean, standard deviation, half width of the interval, p) of differences (..., n), n >= 2.
 

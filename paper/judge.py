@@ -24,7 +24,7 @@ import numpy as np
 
 from comparison import charts
 from comparison.charts import seeds_text
-from comparison.runs import difference, read_state
+from comparison.runs import difference, disagreement, read_state
 from comparison.verdict import describe, half_width, judge, paired
 from lib.files import unreadable
 from lib.tables import markdown_table
@@ -62,25 +62,20 @@ def read_pool(folders, scale):
     models = {key_of(Arm(model).configs(PAPER)[1]): model for model in NAMES}
     lengths = dict(zip(scale.lengths, LENGTHS, strict=True))
     runs = {str(folder): read_state(folder) for folder in folders}
-    pool = {}
     for folder, run in runs.items():
         if run.kind != 'finished':
-            raise ValueError(f'{folder} is {run.kind}: {run.detail or "no run, and no figure"}')
+            raise ValueError(f'{folder} is no figure, and no finished run: {run.reason}')
+    pool = {}
+    for first, seeds in losses.arms_of({folder: run.facts for folder, run in runs.items()}).items():
+        run = runs[first]
         model, length = models.get(key_of(run.model)), lengths.get(run.model.block_size)
         if not model or not length:
-            raise ValueError(f'{folder} is no model of the paper, or of no length of this scale')
-        seeds = pool.setdefault(Arm(model, length=length), {})
-        for other in seeds.values():
-            check_seed(run, other)
-        seeds[run.facts['seed']] = run
+            raise ValueError(f'{first} is no model of the paper, or of no length of this scale')
+        arm = Arm(model, length=length)
+        for other in pool.get(arm, {}).values():
+            raise ValueError(disagreement(run, other, ('seed',)))
+        pool[arm] = {seed: runs[folder] for seed, folder in seeds.items()}
     return pool
-
-
-def check_seed(run, other):
-    """Raise ValueError where two runs of one arm are not of two seeds, or differ in more."""
-    name, *values = difference(run.facts, other.facts, ('seed',)) or ['seed']
-    if values or run.facts['seed'] == other.facts['seed']:
-        raise ValueError(f'{run.folder} and {other.folder} are one model with {name} {values}')
 
 
 def key_of(config):

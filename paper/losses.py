@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from comparison.curves import pair_series, smoothed, validation_difference
-from comparison.runs import difference, same_but_seeds
+from comparison.curves import pair_series, smoothed
+from comparison.runs import by_seed, disagreement, same_but_seeds
 from comparison.verdict import LEVEL, distributions
 from model import GPTConfig
 
@@ -23,13 +23,9 @@ OWN = {'learning_rate', *asdict(GPTConfig())} - GPTConfig().shape().keys()
 
 def check_pair(ours, theirs, but=()):
     """Raise ValueError where two runs differ in more than their models, rates and what is in `but`."""
-    found = difference(ours.facts, theirs.facts, OWN.union(but))
-    if found:
-        name, value, other = found
-        raise ValueError(
-            f'{ours.folder} has {name}={value!r} and {theirs.folder} has {other!r}, so the two cannot '
-            'be compared'
-        )
+    words = disagreement(ours, theirs, OWN.union(but))
+    if words:
+        raise ValueError(f'{words}, so the two cannot be compared')
 
 
 def arms_of(facts):
@@ -37,14 +33,7 @@ def arms_of(facts):
 
     facts: {run: its facts}. Raises ValueError for two runs of one seed.
     """
-    arms = {}
-    for first, runs in same_but_seeds(facts).items():
-        seeds = arms[first] = {}
-        for run in runs:
-            other = seeds.setdefault(facts[run]['seed'], run)
-            if other != run:
-                raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
-    return arms
+    return {first: by_seed(runs, facts) for first, runs in same_but_seeds(facts).items()}
 
 
 # --- training losses ------------------------------------------------------------------------------
@@ -163,7 +152,7 @@ class Crossing:
     tokens: int  # of these steps
     mean: float  # of the last differences, in nats
     interval: tuple | None  # the 95% interval of that mean; None: too few steps for one
-    validation: float | None  # validation loss minus the baseline's at the end; None: not evaluated
+    validation: float  # validation loss minus the baseline's at the end
 
     def __str__(self):
         """In words, with the numbers behind them."""
@@ -177,11 +166,8 @@ class Crossing:
         interval = 'too few steps for an interval'
         if self.interval:
             interval = '95% interval {:+.4f} to {:+.4f}'.format(*self.interval)
-        validation = 'not evaluated at the end'
-        if self.validation is not None:
-            validation = f'validation loss {self.validation:+.4f}'
         mean = f'mean of the last {tail_of(self.steps):,} steps {self.mean:+.4f}'
-        return f'{words[self.kind]} ({mean}, {interval}; {validation})'
+        return f'{words[self.kind]} ({mean}, {interval}; validation loss {self.validation:+.4f})'
 
 
 def crossing(ours, theirs, window):
@@ -190,10 +176,10 @@ def crossing(ours, theirs, window):
     last = int(steps[-1])
     tail = values[steps > last - tail_of(last + 1)]
     interval = block_interval(tail)
-    validation = validation_difference(ours, theirs, last)
+    validation = ours.loss - theirs.loss
 
     is_behind = interval is not None and interval[0] > 0
-    if is_behind and validation is not None and validation > 0:
+    if is_behind and validation > 0:
         step = first_step_behind(*smoothed(steps, values, window))
         kind = 'overtaken'
         if step is None or not was_ahead(values[steps < step]):

@@ -109,8 +109,8 @@ def scatter(seed, name=''):
 
 
 def compare_command(*words):
-    return runs.call(compare.main, 'small.py', '--timing=False', *words)
+    return runs.call(compare.main, 'small.py', *words)
 
 
 def collect(plan):
-    return compare_plan(Results(plan), plan.write(), None)
+    return compare_plan(Results(plan), plan.write())

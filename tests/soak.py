@@ -72,7 +72,7 @@ def start(name):
     """Start or continue a comparison."""
     flags = [f'--{key}={value}' for key, value in SETTINGS.items()]
     flags += ['--arms=vanilla; resformer: v_residual=True', '--seeds=1', '--jobs=1']
-    return fork(run_program, 'compare.py', [f'--name={name}', '--timing=False', *flags])
+    return fork(run_program, 'compare.py', [f'--name={name}', *flags])
 
 
 class Training:

@@ -97,14 +97,6 @@ def test_noise_alone_is_rarely_a_crossing(tmp_path):
     assert kinds.count('overtaken') + kinds.count('never ahead') < 3
 
 
-def test_a_run_that_was_not_evaluated_at_its_end_is_not_overtaken(tmp_path):
-    pair = write_pair(tmp_path, np.linspace(-1, 1, 200))
-    for run in pair:
-        run.entries[-1] = {'step': 190, 'val': {'mean': 9.0}}
-    found = losses.crossing(*pair, 1)
-    assert found.validation is None and found.kind == 'not overtaken'
-
-
 def test_the_prediction_of_a_crossing_is_not_made_from_noise(tmp_path):
     """A line through noise rises in every second run."""
     rng = np.random.default_rng(3)

@@ -41,7 +41,8 @@ def read(folder):
     run = read_state(folder)
     training = run.training()
     assert run.kind == 'finished' and list(training) == list(range(len(training)))
-    return np.array(list(training.values())), run.evaluations()
+    evaluations = {entry['step']: entry['val'] for entry in run.entries if 'val' in entry}
+    return np.array(list(training.values())), evaluations
 
 
 def final(folder):

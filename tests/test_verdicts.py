@@ -122,7 +122,7 @@ def test_arms_are_found_by_what_runs_are_whatever_their_folders_are_called(tmp_p
 @pytest.mark.parametrize(
     'more, words',
     [
-        ({}, 'one model with seed'),
+        ({}, 'one model with one seed'),
         ({'seed': 9, 'learning_rate': 3e-3, 'min_lr': 3e-4}, 'learning_rate'),
         ({'seed': 9, 'residual_layers': [5], 'v_residual': True}, 'no model of the paper'),
         ({'seed': 9, 'block_size': 99}, 'length'),
