@@ -29,12 +29,10 @@ peak_gib    of tensors; with CUDA graphs also the pool that all graphs of this p
 --profile=FOLDER traces one more step of each row and prints its costliest kernels.
 """
 
-import contextlib
 import copy
 import dataclasses
 import gc
 import importlib.util
-import os
 import re
 import statistics
 import time
@@ -49,7 +47,6 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from configurator import choose, configure, first_line, one_line_errors
-from lib.data import Dataset, Loader, TrainingRows
 from lib.machine import ATTENTION, Machine, check_compiler
 from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers
@@ -104,7 +101,6 @@ class TableConfig:
 class BenchConfig(TableConfig):
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     batch_size: int = 32  # sequences of each process in a step
-    real_data: str = ''  # batches of this dataset, and the time spent waiting for them
     activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
     activation_checkpointing: bool = False  # store less, compute it again
 
@@ -262,12 +258,6 @@ def stopwatch(machine):
     return seconds
 
 
-def middle(times):
-    """(median, interquartile range / median) of a list of seconds."""
-    low, median, high = np.percentile(times, (25, 50, 75))
-    return median, (high - low) / median
-
-
 def allocated(machine):
     """Bytes of tensors on this process's GPU; 0 without one."""
     if machine.kind != 'cuda':
@@ -390,13 +380,14 @@ class Row:
     def profile(self, batch, folder):
         """Trace a step into a file of the folder, and print its ten costliest kernels.
 
-        All processes take the step, but only the first writes its trace.
+        All processes take the step, but only the first writes and prints.
         """
         with torch.profiler.profile() as trace:
             self.step(batch)
+        if not self.machine.is_first:
+            return
         name = '_'.join(map(str, self.about.values()))
-        if self.machine.is_first:
-            trace.export_chrome_trace(f'{folder}/{name}.json')
+        trace.export_chrome_trace(f'{folder}/{name}.json')
         kind = 'device' if self.machine.kind == 'cuda' else 'cpu'
         kernels = trace.key_averages().table(sort_by=f'self_{kind}_time_total', row_limit=10)
         print(f'\n{name}\n{kernels}')
@@ -405,11 +396,11 @@ class Row:
         """{name in the JSON: value}."""
         if self.problem:
             return {**self.about, 'problem': self.problem}
-        median, spread = middle(self.seconds)
+        low, median, high = np.percentile(self.seconds, (25, 50, 75))
         return {
             **self.about,
             **self.numbers(median),
-            'spread': spread,
+            'spread': (high - low) / median,
             'first_step_s': self.first,
             'peak_gib': self.peak / 2**30 if self.peak else None,
             'seconds': self.seconds,
@@ -532,28 +523,25 @@ def attempt(row, act, *args):
 def measure(groups, settings, about, machine):
     """Time rows and print a table for each group of them. Returns the numbers of all.
 
-    groups: [(rows that take turns, a function that gives their next batch)].
+    groups: [(rows that take turns, their batch)].
     """
     numbers = {**about, 'settings': asdict(settings), 'rows': []}
-    print('  '.join(f'{name}={value}' for name, value in about.items()))
-    for rows, next_batch in groups:
+    if machine.is_first:
+        print('  '.join(f'{name}={value}' for name, value in about.items()))
+    for rows, batch in groups:
         finished = numbers['rows']
-        waiting = []
         for row in rows:
             attempt(row, row.build, machine)
         for round_ in range(-settings.warmup, settings.rounds):
             for row in rows:
-                began = time.perf_counter()
-                batch = next_batch()
-                waiting.append(time.perf_counter() - began)
                 attempt(row, row.step, batch, round_ >= 0)
             if round_ >= 0:
                 reports = compared(rows)
                 numbers['rows'] = finished + reports
-                numbers['waiting_for_data_s'] = statistics.median(waiting)
                 save_numbers(numbers, settings, machine)
 
-        print_table(rows[0].COLUMNS, reports)
+        if machine.is_first:
+            print_table(rows[0].COLUMNS, reports)
         for row in rows:
             # At the end, because there may not be enough time for it.
             if settings.profile and not row.problem:
@@ -592,34 +580,13 @@ def print_table(columns, reports):
     print('\n' + markdown_table(list(columns), lines), flush=True)
 
 
-def open_batches(settings, shape, machine, closing):
-    """A function that gives the next (x, y): of a dataset, or the same random ones every time."""
-    if not settings.real_data:
-        size = (2, settings.batch_size, shape.block_size)
-        fixed = torch.randint(shape.vocab_size, size, device=machine.device)
-        return lambda: fixed
-
-    dataset = Dataset(settings.real_data)
-    dataset.check_vocabulary(shape.vocab_size)
-    loader = Loader(
-        TrainingRows(dataset, shape.block_size, TrainConfig.seed, {}),
-        settings.batch_size,
-        machine.world_size,
-        rank=machine.rank,
-        world_size=machine.world_size,
-        device=machine.device,
-    )
-    closing.callback(loader.close)
-    return loader.next
-
-
 def decoding_groups(settings, shape, recipes, machine):
     """The rows of each context and batch size, and their texts."""
     for context in settings.contexts:
         for batch in settings.batch_sizes:
             rows = [Decoder(name, own, config, batch, context) for name, _, own, config in recipes]
             idx = torch.randint(shape.vocab_size, (batch, context), device=machine.device)
-            yield rows, lambda: idx  # noqa: B023
+            yield rows, idx
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -650,7 +617,7 @@ def check_start(settings, shape, machine):
         check_out(settings.out)
 
 
-def bench(settings, shape, closing):
+def bench(settings, shape):
     """Time the rows of a table, print and write it. Returns its numbers."""
     machine = Machine(settings.device, settings.dtype, '', tf32=True, attention=settings.attention)
     check_start(settings, shape, machine)
@@ -664,12 +631,11 @@ def bench(settings, shape, closing):
         rows = [
             Row(name, own.training(), config, make, own.mode) for name, make, own, config in recipes
         ]
-        groups = [(rows, open_batches(settings, shape, machine, closing))]
+        size = (2, settings.batch_size, shape.block_size)
+        groups = [(rows, torch.randint(shape.vocab_size, size, device=machine.device))]
 
     about = {**provenance(machine), **shape.shape()}
     numbers = measure(groups, settings, about, machine)
-    if getattr(settings, 'real_data', ''):
-        print(f'\nwaiting for data: {1e3 * numbers["waiting_for_data_s"]:.2f} ms a step')
     # The group of the processes must end after the rows: where the last DistributedDataParallel ends
     # it, gloo's thread and Python may wait for each other for ever.
     machine.close()
@@ -681,12 +647,9 @@ def bench(settings, shape, closing):
 def main():
     compile_rows_apart()
     modes = {'': (BenchConfig, GPTConfig), 'decode': (DecodeConfig, GPTConfig)}
-    with one_line_errors(ValueError, OSError), contextlib.ExitStack() as closing:
-        if os.environ.get('RANK', '0') != '0':  # one table is enough
-            quiet = closing.enter_context(open(os.devnull, 'w'))
-            closing.enter_context(contextlib.redirect_stdout(quiet))
+    with one_line_errors(ValueError, OSError):
         _, (settings, shape) = choose(modes, __doc__, ignored=[TrainConfig])
-        bench(settings, shape, closing)
+        bench(settings, shape)
 
 
 if __name__ == '__main__':

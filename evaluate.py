@@ -105,32 +105,22 @@ def score(model, idx, targets, machine, n_vocab=None):
 # --- loss per domain -----------------------------------------------------------------------------
 
 
-def compare_losses(runs, settings, machine):
+def evaluate_losses(runs, settings, machine):
     """The losses of several runs, as a dict for JSON: the provenance, and under 'runs' {run: report}.
 
     A report has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
-    `standard_error` over windows of one run (not over seeds), and the `bits_per_byte`. A run that
-    reads the same windows as the first also has `minus_first`, its difference from the first. It is
-    paired window by window, because most of the spread is common to all runs.
+    `standard_error` over windows of one run (not over seeds), and the `bits_per_byte`.
     """
     reports = {}
     numbers = {**provenance(machine), 'standard_errors': LOSS_ERRORS, 'runs': reports}
     for run in map(str, runs):
-        losses, report = run_losses(run, settings, machine)
-        if not reports:
-            first, first_losses = report, losses
-        elif all(report[name] == first[name] for name in ('dataset', 'block_size')):
-            differences = {}
-            for domain, (sums, counts) in losses.items():
-                differences[domain] = sums - first_losses[domain][0], counts
-            report['minus_first'] = summary(differences)
-        reports[run] = report
+        reports[run] = run_losses(run, settings, machine)
         save_numbers(numbers, settings, machine)  # a later run may fail
     return numbers
 
 
 def run_losses(run, settings, machine):
-    """(a run's domain_losses(), its report, a dict for JSON)."""
+    """The report of a run, a dict for JSON."""
     model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
     if checkpoint is None and not settings.dataset:
         raise ValueError(f'{run} is not a run of train.py: say on which --dataset')
@@ -151,7 +141,7 @@ def run_losses(run, settings, machine):
         bits_per_byte = float(sums.sum() / math.log(2) / n_bytes)
         domains[domain] |= {'bits_per_byte': bits_per_byte, 'tokens': int(counts.sum())}
     mean['bits_per_byte'] = mean_of(domains, 'bits_per_byte')
-    report = {
+    return {
         'domains': domains,
         'mean': mean,
         'dataset': str(dataset.folder),
@@ -159,7 +149,6 @@ def run_losses(run, settings, machine):
         'step': checkpoint['step'] if checkpoint else None,
         'block_size': model.config.block_size,
     }
-    return losses, report
 
 
 def domain_losses(model, dataset, settings, machine, label):
@@ -215,14 +204,14 @@ def mean_of(entries, name):
 
 
 def evaluate_tasks(runs, settings, machine):
-    """Zero-shot scores of several runs: (a dict for JSON, {run: the harness's samples}).
+    """Zero-shot scores of several runs, as a dict for JSON.
 
-    The dict has the provenance, and under 'runs' the scores of each run: for each of its `tasks`, and
+    It has the provenance, and under 'runs' the scores of each run: for each of its `tasks`, and
     as their `average`, the accuracy. Standard errors are over items of one run, not over seeds.
     """
     names = settings.tasks.split(',')
     ask = harness(names, settings.data_dir, settings.limit)
-    reports, samples = {}, {}
+    reports = {}
     numbers = {
         **provenance(machine),
         'standard_errors': TASK_ERRORS,
@@ -235,7 +224,6 @@ def evaluate_tasks(runs, settings, machine):
         model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
         lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
         output = ask(lm)
-        samples[run] = output['samples']
         block_size = model.config.block_size
         scores = {name: task_scores(output, name, lm, block_size) for name in names}
         reports[run] = {
@@ -245,7 +233,7 @@ def evaluate_tasks(runs, settings, machine):
             'block_size': block_size,
         }
         save_numbers(numbers, settings, machine)  # a later run may fail
-    return numbers, samples
+    return numbers
 
 
 def task_scores(output, name, lm, block_size):
@@ -314,23 +302,16 @@ def make_lm(model, tokenizer, settings, machine):
 
 
 def print_losses(numbers):
-    """A row per domain, and per run its loss, bits per byte and difference."""
+    """A row per domain, and per run its loss and bits per byte."""
     columns = []
     for run, report in numbers['runs'].items():
         entries = {**report['domains'], 'mean': report['mean']}
         step = report['step']
-        columns.append((run if step is None else f'{run}, step {step:,}', losses_text(entries)))
-        bits = {name: f'{entry["bits_per_byte"]:.4f}' for name, entry in entries.items()}
+        losses = {name: pm(x['loss'], x['standard_error']) for name, x in entries.items()}
+        columns.append((run if step is None else f'{run}, step {step:,}', losses))
+        bits = {name: f'{x["bits_per_byte"]:.4f}' for name, x in entries.items()}
         columns.append(('bits/byte', bits))
-        if 'minus_first' in report:
-            columns.append(('minus first', losses_text(report['minus_first'], '+')))
     print_table(columns, LOSS_ERRORS)
-
-
-def losses_text(entries, sign=''):
-    return {
-        name: pm(entry['loss'], entry['standard_error'], sign) for name, entry in entries.items()
-    }
 
 
 def print_tasks(numbers):
@@ -366,10 +347,14 @@ def print_table(columns, errors):
     print(f'\n±: standard errors {errors}.')
 
 
-def pm(value, error, sign='', digits=4):
+def pm(value, error, digits=4):
     """'1.8145 ± 0.0033', without an error '1.8145'."""
-    text = f'{value:{sign}.{digits}f}'
+    text = f'{value:.{digits}f}'
     return text if error is None else f'{text} ± {error:.{digits}f}'
+
+
+# {mode: what measures, and what prints}
+PARTS = {'loss': (evaluate_losses, print_losses), 'tasks': (evaluate_tasks, print_tasks)}
 
 
 def main():
@@ -383,12 +368,8 @@ def main():
 
     errors = one_line_errors(ValueError, OSError, everywhere=True)
     with errors, advise_on_memory('Lower --batch_size.'):
-        if mode == 'loss':
-            numbers = compare_losses(runs, settings, machine)
-            show = print_losses
-        else:
-            numbers, _ = evaluate_tasks(runs, settings, machine)
-            show = print_tasks
+        evaluate, show = PARTS[mode]
+        numbers = evaluate(runs, settings, machine)
         if machine.is_first:
             show(numbers)
     machine.close()

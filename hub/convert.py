@@ -24,17 +24,9 @@ from lib.trained import load_run
 
 __all__ = ['export', 'llama_settings', 'load']
 
-# A key in config.json that says: this folder may be replaced.
-MARK = 'nanoresformer_export'
-
-# What a variant takes along, as it stands here, and everything that an export consists of.
+# What a variant takes along, as it stands here.
 HERE = Path(__file__).parent
 CODE = (HERE.parent / 'model.py', HERE / 'modeling_nanoresformer.py')
-WEIGHTS = 'model.safetensors'
-FILE_NAMES = {
-    *('config.json', WEIGHTS, 'tokenizer.json', 'tokenizer_config.json'),
-    *(path.name for path in CODE),
-}
 
 # Models of transformers, and the fields of GPTConfig that they can express. Any other field that
 # differs from its default makes a variant. Dropout acts in training only, so an export may lose it:
@@ -46,34 +38,26 @@ EXPRESSIBLE = {'llama': {*LLAMA, 'dropout'}, 'gpt2': {*GPT2, 'arch', 'dropout'}}
 @dataclass
 class ExportConfig:
     out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
-    to: str = ''  # the folder to write: a new or empty one, or an export to replace
+    to: str = ''  # the folder to write, a new or an empty one
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
 
     def __post_init__(self):
-        check_replaceable(self.to)
+        check_empty(self.to)
 
 
-def check_replaceable(to):
-    """Refuse a folder with anything in it but an export.
-
-    A folder that transformers saved from an export has the mark, too, but also other files.
-    """
-    names = {path.name for path in Path(to).glob('*')}
-    config = Path(to, 'config.json')
-    is_export = names <= FILE_NAMES and config.exists() and MARK in config.read_text()
-    if not to or Path(to).is_file() or (names and not is_export):
-        raise ValueError(
-            f'--to={to} must be a new or empty folder, or one that an export made, to replace it'
-        )
+def check_empty(to):
+    path = Path(to)
+    if not to or path.is_file() or any(path.glob('*')):
+        raise ValueError(f'--to={to} must be a new or an empty folder')
 
 
 def export(model, tokenizer, to):
     """Write `model` and its tokenizer as a Hugging Face folder, whole or not at all.
 
     Raises ValueError, before anything is written, if one of its weights would be lost or `to` holds
-    anything else, and OSError if the folder cannot be written.
+    anything, and OSError if the folder cannot be written.
     """
-    check_replaceable(to)
+    check_empty(to)
     config = model.config
     if is_plain(config):
         kind, code, settings = config.arch, (), plain_settings(config)
@@ -82,7 +66,6 @@ def export(model, tokenizer, to):
     state = rename_weights(model, kind)
     settings['dtype'] = 'float32'
     settings['bos_token_id'] = settings['eos_token_id'] = tokenizer.eot
-    settings[MARK] = True
 
     to = Path(to).resolve()
     half = to.with_name(f'{to.name}.half')
@@ -93,8 +76,7 @@ def export(model, tokenizer, to):
         write_tokenizer(half, tokenizer, config.block_size)
         for path in code:
             shutil.copy(path, half)
-        write_weights(half / WEIGHTS, state)
-        shutil.rmtree(to, ignore_errors=True)
+        write_weights(half / 'model.safetensors', state)
         os.replace(half, to)
     finally:
         shutil.rmtree(half, ignore_errors=True)

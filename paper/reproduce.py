@@ -138,7 +138,7 @@ def measure(panel, pool, settings, machine=None):
     if panel.how == 'tasks':
         limit = 0 if scale is PAPER else 200
         options = evaluate.TasksConfig(data_dir=settings.data_dir, limit=limit)
-        numbers, _ = evaluate.evaluate_tasks(folders, options, machine)
+        numbers = evaluate.evaluate_tasks(folders, options, machine)
         evaluate.print_tasks(numbers)
         return numbers['runs']
     if panel.how in analyze.ANALYSES:

@@ -1,6 +1,7 @@
 """bench.py: what a table holds, what is refused, and what survives a failure."""
 
 import json
+import re
 import weakref
 from dataclasses import fields
 from types import SimpleNamespace
@@ -83,12 +84,10 @@ def graphs(monkeypatch):
 
 def test_the_table_and_the_json_have_every_row(work):
     names = ['vanilla', 'svformer', 'gqa+n_kv_head=1+q_residual=True', 'vanilla+mode=default']
-    variants = f'--variants={",".join(names)}'
-    out, _ = run(*TINY, EAGER, variants, '--real_data=tiny', '--out=results/bench.json')
+    out, _ = run(*TINY, EAGER, f'--variants={",".join(names)}', '--out=results/bench.json')
     rows = read_rows(work / 'results/bench.json')
     assert [row['name'] for row in rows] == names
     assert all(len(row['seconds']) == 2 and row['tok_per_s'] > 0 for row in rows)
-    assert rows[0]['x vanilla'] == 1 and 'waiting for data' in out
     for row, line in zip(rows, printed(out), strict=True):
         assert line['name'] == row['name'] and line['mfu'] == line['peak_gib'] == 'n/a'
         assert line['ms_per_step'] == f'{row["ms_per_step"]:,.1f}'
@@ -111,49 +110,37 @@ def test_the_numbers_follow_from_the_seconds():
     assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5
 
 
-def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(work):
-    _, err = run(*TINY, EAGER, '--rounds=1', '--variants=all', '--out=all.json')
-    names = [row['name'] for row in read_rows(work / 'all.json')]
-    left_out = [line.removeprefix('note: left out ') for line in err.splitlines()]
-    assert {*names, *(words.partition(':')[0] for words in left_out)} == {*bench.VARIANTS}
-    assert 'vanilla' in names and 'gqa' not in names
+def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(capsys):
+    settings, machine = bench.BenchConfig(variants='all', compile=False), Machine('cpu')
+    names = [name for name, *_ in bench.read_rows(settings, GPTConfig(**SHAPE), machine)]
+    left_out = re.findall('^note: left out (.+?):', capsys.readouterr().err, re.M)
+    assert {*names, *left_out} == {*bench.VARIANTS} and 'vanilla' in names and 'gqa' in left_out
 
 
 def test_two_processes_count_the_tokens_of_both_and_print_one_table(work):
-    options = ['--variants=vanilla,svformer', '--real_data=tiny', '--out=two.json']
+    options = ['--variants=svformer', '--profile=both', '--out=two.json']
     (first, out, err), second = ranks(2, bench_of, *TINY, EAGER, *options)
     assert first == second[0] == 0, err
     assert out.count('ms_per_step') == 1 and second[1] == ''
-    for row in read_rows(work / 'two.json'):
-        assert row['tok_per_s'] * row['ms_per_step'] / 1e3 == pytest.approx(2 * 2 * 16)
-
-
-def test_the_rows_end_before_the_group_of_the_processes(monkeypatch):
-    """Or a DistributedDataParallel ends it, and gloo's thread and Python may wait for each other."""
-    models, alive = [], []
-    prepare = bench.Row.prepare
-
-    def noted(row, model):
-        models.append(weakref.ref(model))
-        prepare(row, model)
-
-    monkeypatch.setattr(bench.Row, 'prepare', noted)
-    close = lambda machine: alive.extend(model() for model in models)  # noqa: E731
-    monkeypatch.setattr(bench.Machine, 'close', close)
-    run(*TINY, EAGER, '--variants=vanilla,resformer')
-    assert alive == [None, None]
+    (row,) = read_rows(work / 'two.json')
+    assert row['tok_per_s'] * row['ms_per_step'] / 1e3 == pytest.approx(2 * 2 * 16)
 
 
 # --- the peer ------------------------------------------------------------------------------------
 
 
-def test_the_peer_is_timed_compiled_and_not(work, graphs):
+def test_the_peer_is_timed_compiled_and_not(work):
     pytest.importorskip('transformers')
-    words = ['--variants=vanilla', '--peers=hf', '--n_layer=1', '--activation_memory_budget=0.9']
-    run(*TINY, *words, '--out=hf.json')
-    rows = read_rows(work / 'hf.json')
-    assert [row['name'] for row in rows] == ['vanilla', 'hf', 'hf+compile=False']
-    assert all({f'x {other["name"]}' for other in rows} <= row.keys() for row in rows)
+    shape, machine = GPTConfig(**SHAPE), Machine('cpu')
+    settings = bench.BenchConfig(variants='vanilla', peers='hf', activation_memory_budget=0.9)
+    rows = bench.read_rows(settings, shape, machine)
+    compiled = {name: own.compile for name, _, own, _ in rows}
+    assert compiled == {'vanilla': True, 'hf': True, 'hf+compile=False': False}
+
+    run(*TINY, EAGER, '--variants=vanilla', '--peers=hf', '--n_layer=1', '--out=hf.json')
+    ours, theirs = read_rows(work / 'hf.json')
+    assert theirs['name'] == 'hf' and ours['x vanilla'] == theirs['x hf'] == 1
+    assert ours['x hf'] > 0 and theirs['x vanilla'] > 0
 
 
 def test_the_peer_is_llama_of_our_shape_without_a_mask_compiled_or_not():
@@ -205,49 +192,39 @@ def train_step_of(name, machine, config, batch):
 
 
 OWN = ['compile=False', 'activation_memory_budget=0.9', 'activation_checkpointing=True']
+ON_GPU = torch.cuda.is_available()
 OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune']
 
 
-def test_every_setting_of_a_row_takes_the_same_step(graphs):
+@pytest.mark.parametrize('variant', ['neutreno_resformer'] + ['cla_gqa'] * ON_GPU)
+def test_every_setting_of_a_row_takes_the_same_step(graphs, variant):
     """Loss and gradients: what an update leaves in the weights, to a part of the largest change. No two
     rows share compiled code, and two of these settings keep less for the backward pass."""
-    variant = 'neutreno_resformer'
-    on_gpu = torch.cuda.is_available()
     machine = Machine()
-    width = 512 if on_gpu else 32  # cuDNN's kernels do not take a head size of 4
+    width = 512 if ON_GPU else 32  # cuDNN's kernels do not take a head size of 4
     config = GPTConfig(n_layer=2, vocab_size=96, n_head=8, n_embd=width, block_size=32)
     x, y = torch.randint(96, (2, 3, 32), device=machine.device)
     expected, most = train_step_of(variant, machine, config, (x, y))
     of_vanilla = set(graphs)
-    for setting in OWN + OF_GPUS * on_gpu:
+    for setting in OWN + OF_GPUS * ON_GPU:
         graphs.clear()
         change, kept = train_step_of(f'{variant}+{setting}', machine, config, (x, y))
-        tolerance = 2e-2 if on_gpu else 1e-5
+        tolerance = 2e-2 if ON_GPU else 1e-5
         assert (change - expected).abs().max() < tolerance * expected.abs().max(), setting
         assert not of_vanilla & set(graphs)
         if setting.startswith('activation'):
             assert kept < most, setting
 
 
-@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
-def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch, mode):
+def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch):
     """Tensors within a graph are not allocated anew when it runs: torch's own peak lacks them."""
     segments = [
         {'segment_pool_id': (0, 0), 'total_size': 1000, 'allocated_size': 0},
         {'segment_pool_id': (0, 1), 'total_size': 500, 'allocated_size': 300},
         {'segment_pool_id': (0, 2), 'total_size': 70, 'allocated_size': 0},
     ]
-    answers = {'memory_snapshot': segments, 'max_memory_allocated': 10_000}
-    answers |= {'memory_allocated': 4000, 'reset_peak_memory_stats': None}
-    for function, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
-    monkeypatch.setattr(torch._C, '_cuda_clearCublasWorkspaces', lambda: None, raising=False)
-    row = bench.Row('vanilla', TrainConfig(), GPTConfig(), mode=mode)
-    row.machine = SimpleNamespace(kind='cuda', choose_kernels=lambda: None)
-    row.static = 4000
-    monkeypatch.setattr(row, 'act', lambda batch: 1.0)
-    row.step(None)
-    assert row.peak == 10_000 + 270 * (mode == 'reduce-overhead')
+    monkeypatch.setattr(torch.cuda, 'memory_snapshot', lambda: segments)
+    assert bench.idle_in_graphs() == 270
 
 
 def test_the_clock_waits_until_the_device_has_done_its_work():
@@ -263,19 +240,18 @@ def test_the_clock_waits_until_the_device_has_done_its_work():
 
 
 def test_decoding_reports_every_size_and_its_cache(work):
-    variants = '--variants=vanilla,svformer+compile=False'
+    # k and v of four layers; four k and one v; four k, and the tokens, whose values a table has.
+    tensors = {'vanilla': 8, 'svformer': 5, 'svformer+values=token': 4 + 1 / 16}
+    variants = f'--variants={",".join(tensors)}'
     out, _ = run(*DECODE, EAGER, '--batch_sizes=(1, 2)', variants, '--out=decode.json')
     rows = read_rows(work / 'decode.json')
     assert [(row['name'], row['batch'], row['context']) for row in rows] == [
-        (name, batch, context)
-        for context in (8, 16)
-        for batch in (1, 2)
-        for name in ('vanilla', 'svformer+compile=False')
+        (name, batch, context) for context in (8, 16) for batch in (1, 2) for name in tensors
     ]
     for row in rows:
-        # k and v of four layers, or four k and one v.
-        tensors = 8 if row['name'] == 'vanilla' else 5
-        assert row['cache_bytes'] == tensors * row['batch'] * row['context'] * 16 * 4
+        size = row['batch'] * row['context'] * 16 * 4
+        assert row['cache_bytes'] == tensors[row['name']] * size
+        assert bool(row['table_bytes']) == ('token' in row['name'])
         assert row['tok_per_s'] * row['ms_per_token'] / 1e3 == pytest.approx(row['batch'])
     for row, line in zip(rows, printed(out), strict=True):
         assert line['batch'] == f'{row["batch"]}' and line['context'] == f'{row["context"]}'
@@ -307,23 +283,17 @@ def test_several_processes_do_not_decode(monkeypatch):
         (['--variants=vanilla+batch_size=64'], ['--batch_size']),
         (['--variants=vanilla,gqa'], ['gqa', 'n_head=2']),
         (['--variants=vanilla+attention=flsh'], ['flsh', 'flash', 'cudnn']),
-        (['--variants=vanilla+mode=foo'], ['foo', 'reduce-overhead']),
         (['--variants=vanilla+compile=False+mode=max-autotune'], ['mode', 'compile']),
         (['--compile=False', '--activation_memory_budget=0.9'], ['memory_budget', 'compile']),
         (['--variants=hf+share_v=True'], ['hf', 'share_v']),
         (['--peers=hf', '--activation_checkpointing=True'], ['hf', 'activation_checkpointing']),
         (['--v_residual=True'], ['v_residual', '--variants=vanilla+']),
         (['--rounds=0'], ['rounds=0']),
-        (['--warmup=-20'], ['warmup=-20']),
         (['--out=data'], ['data', 'folder']),
         (['--profile=a_file'], ['a_file']),
-        (['--real_data=tiny', '--vocab_size=40', EAGER], ['vocab_size=40']),
-        (['--real_data=none', EAGER], ['none']),
         ([*DECODE, '--contexts=(64,)'], ['contexts', 'block_size=16']),
         ([*DECODE, '--new_tokens=8'], ['contexts', 'new_tokens=8']),
-        ([*DECODE, '--prefill_chunk=0'], ['prefill_chunk=0']),
         ([*DECODE, '--batch_sizes=(0,)'], ['batch_sizes=(0,)']),
-        ([*DECODE, "--contexts=('a',)"], ["contexts=('a',)"]),
         ([*DECODE, '--variants=hf'], ['hf', 'vanilla']),
         ([*DECODE, '--variants=vanilla+activation_checkpointing=True'], ['checkpointing']),
     ],
@@ -409,24 +379,11 @@ def test_memory_that_lacks_in_one_of_several_processes_ends_them_all(monkeypatch
     assert_one_line(status, 'cla', 'out of memory')
 
 
-def test_data_that_cannot_be_read_end_the_bench(work, monkeypatch):
-    """They are not the problem of one row, after which the next one would wait for ever."""
-
-    def unreadable(rows, size):
-        raise OSError('A.bin is gone')
-
-    monkeypatch.setattr(bench.TrainingRows, 'batch', unreadable)
-    status, _, _ = program(bench.main, *TINY, EAGER, '--real_data=tiny')
-    assert_one_line(status, 'A.bin is gone')
-
-
-@pytest.mark.parametrize('words', [TINY, [*DECODE, '--contexts=(16,)', '--batch_sizes=(1,)']])
-def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(work, monkeypatch, words):
+def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(work, monkeypatch):
     is_third = lambda row: row.name == 'cla' and len(row.seconds) == 2  # noqa: E731
     failing(monkeypatch, 'step', KeyboardInterrupt(), is_third)
     options = ['--rounds=5', '--variants=vanilla,cla', '--out=half.json']
-    status, _, _ = program(bench.main, *words, EAGER, *options)
-    assert status == 130
+    assert program(bench.main, *TINY, EAGER, *options)[0] == 130
     assert [len(row['seconds']) for row in read_rows(work / 'half.json')] == [2, 2]
 
 
@@ -434,24 +391,10 @@ def test_an_interrupted_bench_leaves_the_rounds_that_were_finished(work, monkeyp
 
 
 def test_a_profile_has_a_trace_and_the_costliest_kernels_of_each_row(work):
-    size = ['--contexts=(16,)', '--batch_sizes=(2,)']
-    for words, names in (
-        (TINY, ['vanilla', 'cla']),
-        ([*DECODE, *size], ['vanilla_2_16', 'cla_2_16']),
-    ):
-        out, _ = run(*words, EAGER, '--variants=vanilla,cla', '--profile=traces')
-        assert [line for line in out.splitlines() if line in names] == names
-        assert out.count('aten::mm') >= 2
-        for name in names:
-            assert json.loads((work / f'traces/{name}.json').read_text())['traceEvents']
-
-
-def test_decoding_without_a_value_cache_is_a_row(work):
-    run(*DECODE, EAGER, '--variants=svformer,svformer+values=token', '--out=values.json')
-    rows = read_rows(work / 'values.json')
-    by_name = [
-        [row for row in rows if ('token' in row['name']) == token] for token in (False, True)
-    ]
-    for cached, by_token in zip(*by_name, strict=True):
-        assert by_token['cache_bytes'] < cached['cache_bytes']
-        assert by_token['table_bytes'] and not cached['table_bytes']
+    sizes = ['--contexts=(16,)', '--batch_sizes=(2,)']
+    out, _ = run(*DECODE, *sizes, EAGER, '--variants=vanilla,cla', '--profile=traces')
+    names = ['vanilla_2_16', 'cla_2_16']
+    assert [line for line in out.splitlines() if line in names] == names
+    assert out.count('aten::mm') >= 2
+    for name in names:
+        assert json.loads((work / f'traces/{name}.json').read_text())['traceEvents']
