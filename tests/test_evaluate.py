@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from byte_runs import RESFORMER, random_model, write_byte_dataset
-from programs import BYTES, assert_one_line, small_bpe, table
+from programs import assert_one_line, small_bpe, table
 from programs import program as call_program
 from runs import newest, ranks
 
@@ -32,15 +32,15 @@ program = functools.partial(call_program, evaluate.main)
 
 def run_evaluate(*words):
     """evaluate.py in a process of its own, for runs.ranks."""
-    status, out, err = program(*words)
-    print(out, err)
+    status, out, _ = program(*words)
+    print(out)
     assert status == 0, status
 
 
 def compared(*runs, **options):
     """The reports of evaluate.py loss."""
     settings = evaluate.LossConfig(device='cpu', **options)
-    return evaluate.compare_losses(runs, settings, Machine('cpu', settings.dtype))['runs']
+    return evaluate.evaluate_losses(runs, settings, Machine('cpu', settings.dtype))['runs']
 
 
 def read_reports(path):
@@ -68,107 +68,70 @@ def slow_windows(run, dataset):
     return losses
 
 
-def mean_of_tokens(windows):
-    return statistics.fmean(sum(windows, []))
-
-
 def error_of_tokens(windows):
-    """Standard error of the mean over all tokens, where a window's tokens come together."""
-    mean = mean_of_tokens(windows)
-    residuals = [sum(window) - len(window) * mean for window in windows]
+    """Standard error of the mean over all tokens, where a window's tokens come together; None of one
+    window."""
     n = len(windows)
-    return math.sqrt(n / (n - 1) * sum(x * x for x in residuals)) / len(sum(windows, []))
+    if n == 1:
+        return None
+    tokens = sum(windows, [])
+    mean = statistics.fmean(tokens)
+    residuals = [sum(window) - len(window) * mean for window in windows]
+    return math.sqrt(n / (n - 1) * sum(x * x for x in residuals)) / len(tokens)
 
 
 VARIANTS = {
-    'ResFormer': RESFORMER,
-    'gpt2 tied': dict(arch='gpt2', tie_embeddings=True),
-    'DenseFormer': dict(denseformer=True),
+    'ResFormer': ('bytes', RESFORMER),
+    'DenseFormer, gpt2 tied': ('bytes', dict(arch='gpt2', tie_embeddings=True, denseformer=True)),
+    'domains of one window': ('short', {}),
 }
 
 
-@pytest.mark.parametrize('changes', VARIANTS.values(), ids=VARIANTS)
-def test_losses_are_those_of_a_slow_loop_over_the_windows(run, changes):
-    out = run('loop', **changes)
+@pytest.mark.parametrize('dataset, changes', VARIANTS.values(), ids=VARIANTS)
+def test_losses_are_those_of_a_slow_loop_over_the_windows(run, dataset, changes):
+    out = run('loop', dataset, **changes)
     report = compared(out)[out]
-    files = Dataset('bytes').meta['splits']['validation']
-    windows = slow_windows(out, 'bytes')
-    # The last window is short in A, none in B (it is full), and of one prediction in C.
-    assert [len(windows[domain][-1]) for domain in 'ABC'] == [699 % 32, 32, 1]
+    files = Dataset(dataset).meta['splits']['validation']
+    windows = slow_windows(out, dataset)
+    # The last window is short in A, and in bytes none in B (it is full), and of one prediction in C.
+    lasts = {'bytes': [699 % 32, 32, 1], 'short': [699 % 32, 20, 1]}
+    assert [len(windows[domain][-1]) for domain in 'ABC'] == lasts[dataset]
 
     assert list(report['domains']) == list('ABC')
     for domain, entry in report['domains'].items():
         losses = sum(windows[domain], [])
+        bits = sum(losses) / math.log(2) / files[domain]['bytes']
+        error = error_of_tokens(windows[domain])
         assert entry == {
             'loss': pytest.approx(statistics.fmean(losses), abs=1e-5),
-            'standard_error': pytest.approx(error_of_tokens(windows[domain]), abs=1e-5),
-            'bits_per_byte': pytest.approx(
-                sum(losses) / math.log(2) / files[domain]['bytes'], abs=1e-5
-            ),
+            'standard_error': error and pytest.approx(error, abs=1e-5),
+            'bits_per_byte': pytest.approx(bits, abs=1e-5),
             'tokens': files[domain]['tokens'] - 1,  # the first is not predicted
         }
-    domains = report['domains'].values()
-    errors = [entry['standard_error'] for entry in domains]
-    assert report['mean']['standard_error'] == pytest.approx(math.hypot(*errors) / 3)
+    entries = report['domains'].values()
+    errors = [entry['standard_error'] for entry in entries]
+    error = None if None in errors else pytest.approx(math.hypot(*errors) / 3)
+    assert report['mean']['standard_error'] == error
     for name in ('loss', 'bits_per_byte'):
-        mean = statistics.fmean(entry[name] for entry in domains)
+        mean = statistics.fmean(entry[name] for entry in entries)
         assert report['mean'][name] == pytest.approx(mean, abs=1e-12)
-    assert (report['block_size'], report['dataset'], report['step']) == (32, 'data/bytes', 1)
-
-
-def test_differences_to_the_first_run_are_paired_window_by_window(run):
-    first, second, same = run('first'), run('second', **RESFORMER), run('same')
-    reports = compared(first, second, same)
-    assert 'minus_first' not in reports[first]
-    nothing = {'loss': 0.0, 'standard_error': 0.0}
-    assert reports[same]['minus_first'] == dict.fromkeys([*'ABC', 'mean'], nothing)
-
-    base, windows = slow_windows(first, 'bytes'), slow_windows(second, 'bytes')
-    errors, losses = [], []
-    for domain in 'ABC':
-        pairs = zip(windows[domain], base[domain], strict=True)
-        paired = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
-        errors.append(error_of_tokens(paired))
-        losses.append(mean_of_tokens(paired))
-        expected = {'loss': losses[-1], 'standard_error': errors[-1]}
-        assert reports[second]['minus_first'][domain] == pytest.approx(expected, abs=1e-5)
-    expected = {'loss': statistics.fmean(losses), 'standard_error': math.hypot(*errors) / 3}
-    assert reports[second]['minus_first']['mean'] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_domain_of_one_window_has_a_loss_and_no_standard_error(run):
-    out = run('few', dataset='short')
-    report = compared(out)[out]
-    windows = slow_windows(out, 'short')
-    for domain in 'BC':
-        loss = statistics.fmean(windows[domain][0])
-        assert report['domains'][domain]['loss'] == pytest.approx(loss, abs=1e-5)
-        assert report['domains'][domain]['standard_error'] is None
-    assert report['domains']['A']['standard_error'] > 0
-    assert report['mean']['standard_error'] is None
-    status, text, _ = program('loss', out, '--device=cpu')
-    assert status == 0 and f'| {report["domains"]["C"]["loss"]:.4f} |' in text
-
-
-def losses(reports):
-    """[the mean loss of each run, and its difference from the first]"""
-    minus = [report.get('minus_first', report)['mean']['loss'] for report in reports.values()]
-    return [report['mean']['loss'] for report in reports.values()] + minus
+    assert (report['block_size'], report['dataset'], report['step']) == (32, f'data/{dataset}', 1)
 
 
 def test_losses_depend_on_no_batch_size_nor_number_of_processes_and_repeat_exactly(run):
-    outs = run('alone'), run('together', **RESFORMER)
-    words = ['loss', str(outs[0]), outs[1], '--batch_size=4', '--out=two.json']
-    processes = ranks(2, run_evaluate, *words, '--device=cpu')
+    out = run('together', **RESFORMER)
+    words = ['loss', out, '--batch_size=4', '--out=two.json', '--device=cpu']
+    processes = ranks(2, run_evaluate, *words)
     for status, _, err in processes:
         assert status == 0, err
     # Only the first process prints.
-    assert [out.count('| A |') for _, out, _ in processes] == [1, 0]
+    assert [text.count('| A |') for _, text, _ in processes] == [1, 0]
 
-    reports = compared(*outs, batch_size=4)
-    assert reports == compared(*outs, batch_size=4)
-    assert losses(read_reports('two.json')) == pytest.approx(losses(reports), abs=1e-9)
-    assert losses(compared(*outs, batch_size=64)) == pytest.approx(losses(reports), abs=1e-6)
+    reports = compared(out, batch_size=4)
+    assert reports == compared(out, batch_size=4)
+    loss = reports[out]['mean']['loss']
+    assert read_reports('two.json')[out]['mean']['loss'] == pytest.approx(loss, abs=1e-9)
+    assert compared(out, batch_size=64)[out]['mean']['loss'] == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_lower_precision_changes_the_losses_little(run):
@@ -181,30 +144,16 @@ def test_a_lower_precision_changes_the_losses_little(run):
 # --- which runs, on which data -------------------------------------------------------------------
 
 
-def test_runs_with_other_windows_or_other_data_have_no_difference(run):
-    outs = [run('at 32'), run('at 16', block_size=16), run('elsewhere', dataset='short')]
-    words = [str(outs[0]), *outs[1:], '--out=apart.json', '--device=cpu']
-    status, out, _ = program('loss', *words)
-    assert status == 0 and 'minus first' not in out
-    reports = read_reports('apart.json')
-    assert list(reports) == outs
-    for domain, windows in slow_windows(outs[1], 'bytes').items():
-        loss = reports[outs[1]]['domains'][domain]['loss']
-        assert loss == pytest.approx(mean_of_tokens(windows), abs=1e-5)
-
-
-@pytest.mark.parametrize('which', ['bytes', 'BPE'])
-def test_a_hugging_face_folder_is_compared_on_the_dataset_that_is_named(run, tmp_path, which):
-    encoder = BYTES if which == 'bytes' else small_bpe(tmp_path / 'bpe')
-    name, folder = f'hub-{which}', str(tmp_path / 'export')
-    write_byte_dataset(Path('data', name), {'A': 100, 'B': 50}, encoder)
+def test_a_hugging_face_folder_is_evaluated_on_the_dataset_that_is_named(run, tmp_path):
+    encoder = small_bpe(tmp_path / 'bpe')
+    folder = str(tmp_path / 'export')
+    write_byte_dataset(Path('data/hub'), {'A': 100, 'B': 50}, encoder)
     export(random_model(), encoder, folder)
-    report = compared(folder, dataset=name)[folder]
-    for domain, windows in slow_windows(folder, name).items():
-        loss = report['domains'][domain]['loss']
-        assert loss == pytest.approx(mean_of_tokens(windows), abs=1e-5)
-    status, _, _ = program('loss', str(folder), '--device=cpu')
-    assert_one_line(status, 'export', '--dataset')
+    domains = compared(folder, dataset='hub')[folder]['domains']
+    for domain, windows in slow_windows(folder, 'hub').items():
+        loss = statistics.fmean(sum(windows, []))
+        assert domains[domain]['loss'] == pytest.approx(loss, abs=1e-5)
+    assert_one_line(program('loss', folder, '--device=cpu')[0], 'export', '--dataset')
 
 
 def test_another_dataset_of_the_same_name_is_refused_unless_it_is_named(run):
@@ -264,7 +213,6 @@ def test_without_a_mode_the_usage_is_told_and_exit_status_2():
     status, out, err = program()
     assert (status, err) == (2, '')
     assert 'evaluate.py loss out/' in out and 'evaluate.py tasks out/' in out
-    assert program('los') == (2, out, '') and program('--help') == (0, out, '')
     for mode, setting in (('loss', '--dataset='), ('tasks', '--limit=0')):
         assert setting in program(mode, '--help')[1]
 
@@ -273,27 +221,24 @@ def test_without_a_mode_the_usage_is_told_and_exit_status_2():
 
 
 def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
-    outs = run('left'), run('right', **RESFORMER)
-    words = ['loss', str(outs[0]), outs[1], '--out=losses.json', '--device=cpu']
-    status, text, _ = program(*words)
+    outs = run('left'), run('right', 'short', **RESFORMER)
+    status, text, _ = program('loss', *outs, '--out=losses.json', '--device=cpu')
     assert status == 0
     reports = read_reports('losses.json')
     assert reports == compared(*outs)
     # They are no spread between seeds, for which people take them.
     errors = 'over windows of one run, not over seeds'
-    assert (
-        errors in text and errors == json.loads(Path('losses.json').read_text())['standard_errors']
-    )
+    assert errors in text and f'"{errors}"' in Path('losses.json').read_text()
 
     head, _, *rows = table(text)
     first, second = (f'{out}, step 1' for out in outs)
-    assert head[1:] == [first, 'bits/byte', second, 'bits/byte', 'minus first']
+    assert head[1:] == [first, 'bits/byte', second, 'bits/byte']
     assert [row[0] for row in rows] == [*'ABC', 'mean']
     for name, *row in rows:
         cells = []
         for out in outs:
             entry = {**reports[out]['domains'], 'mean': reports[out]['mean']}[name]
-            cells.append(f'{entry["loss"]:.4f} ± {entry["standard_error"]:.4f}')
-            cells.append(f'{entry["bits_per_byte"]:.4f}')
-        minus = reports[outs[1]]['minus_first'][name]
-        assert row == [*cells, f'{minus["loss"]:+.4f} ± {minus["standard_error"]:.4f}']
+            error = entry['standard_error']
+            plus_minus = '' if error is None else f' ± {error:.4f}'
+            cells += [f'{entry["loss"]:.4f}{plus_minus}', f'{entry["bits_per_byte"]:.4f}']
+        assert row == cells
