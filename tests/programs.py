@@ -1,6 +1,7 @@
 """Programs called in this process, and small models, runs and damages to call them with."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -42,6 +43,14 @@ def table(text):
     rows = [line[1:-1].split('|') for line in text.splitlines() if line.startswith('|')]
     assert len({len(row) for row in rows}) == 1, text
     return [[cell.strip() for cell in row] for row in rows]
+
+
+def import_file(path):
+    """A Python file as a module of its own, such as another model.py."""
+    spec = importlib.util.spec_from_file_location('a_fork', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # --- models and tokenizers -----------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What a fork of model.py relies on: a source, weights, an idea after attention, parameters of its own."""
 
-import importlib.util
 import subprocess
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import reference
 import torch
 import variants
 from conftest import ROOT
+from programs import import_file
 from torch import nn
 from variants import RES, SIZE, config_of, tokens
 
@@ -35,10 +35,7 @@ def patched(tmp_path, request):
     patch = ROOT / f'tests/patches/{request.param}.patch'
     done = subprocess.run(['git', 'apply', patch], cwd=tmp_path, capture_output=True, text=True)
     assert not done.returncode, f'renew {patch}, for it no longer applies: {done.stderr}'
-    spec = importlib.util.spec_from_file_location('patched_model', tmp_path / 'model.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(tmp_path / 'model.py')
 
 
 def trained_and_decoded(patched, **settings):

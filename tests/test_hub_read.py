@@ -1,7 +1,6 @@
 """hub/read.py: checkpoints of transformers, from a folder or the hub, become a GPT, or are refused."""
 
 import contextlib
-import os
 import shutil
 from dataclasses import asdict
 
@@ -18,15 +17,12 @@ from checkpoints import (
     transformers,
     written,
 )
-from conftest import ROOT
 from huggingface_hub.utils import filter_repo_objects
 from programs import BYTES, MALICE, Evil, cut, ours, tokens
-from runs import finish, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hub.convert import export, load
-from model import GPT, GPTConfig
 
 quiet = checkpoints.quiet
 
@@ -121,63 +117,6 @@ def test_a_checkpoint_in_half_precision_is_read_exactly(tmp_path):
     assert_equal_logits(gpt, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
-MEASURE = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from hub.read import load
-torch.set_num_threads(1)
-
-def anonymous():  # bytes of this process's own; pages of a mapped file are the system's to drop
-    resident, shared = map(int, open('/proc/self/statm').read().split()[1:3])
-    return (resident - shared) * os.sysconf('SC_PAGE_SIZE')
-
-class Watch(TorchDispatchMode):
-    peak = 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        self.peak = max(self.peak, anonymous())
-        return result
-
-for folder in sys.argv[3:]:
-    load(sys.argv[2])
-    before = anonymous()
-    with Watch() as watch:
-        model = load(folder)
-    size = sum(p.nbytes for p in model.parameters())
-    print((watch.peak - before) / size, (anonymous() - before) / size)
-    del model
-"""
-
-
-@pytest.mark.skipif(
-    not os.path.exists('/proc/self/statm'), reason='no /proc: memory is not measured'
-)
-def test_reading_takes_the_memory_of_the_weights_once(tmp_path):
-    with torch.device('meta'):
-        big = GPT(GPTConfig(vocab_size=320, n_layer=10, n_head=8, n_embd=384, block_size=16))
-    big = big.to_empty(device='cpu')  # 72 MB
-    for p in big.parameters():
-        p.data.fill_(1.0)
-
-    one, other = tmp_path / 'safetensors', tmp_path / 'bin'
-    export(big, BYTES, one)
-    del big
-    shutil.copytree(one, other, ignore=shutil.ignore_patterns('*.safetensors'))
-    torch.save(load_file(one / 'model.safetensors'), other / 'pytorch_model.bin')
-    written(tmp_path / 'small')
-
-    script = tmp_path / 'measure.py'
-    script.write_text(MEASURE)
-    status, out, err = finish(start(script, ROOT, tmp_path / 'small', one, other))
-    assert status == 0, err
-    assert len(out.splitlines()) == 2
-    for line in out.splitlines():
-        peak, final = map(float, line.split())
-        assert 0.9 < final < 1.1 and peak < 1.2, out
-
-
 # --- the hub, which no test may need -------------------------------------------------------------
 
 
@@ -257,21 +196,15 @@ OLD_LINEAR = dict(rope_parameters=None, rope_scaling={'type': 'linear', 'factor'
 HALF_LLAMA3 = dict(rope_parameters={'rope_type': 'llama3', 'factor': 4.0})
 NOT_COMPUTED = [
     ('llama', dict(model_type='qwen2'), ['qwen2', 'llama, mistral and gpt2']),
-    ('llama', dict(model_type=None), ['model_type']),
-    ('llama', dict(model_type=['llama']), ["['llama']"]),
     ('llama', dict(hidden_act='gelu'), ["hidden_act='gelu'"]),
     ('llama', YARN, ["'yarn'"]),
     ('llama', OLD_LINEAR, ["'linear'"]),
     ('llama', HALF_LLAMA3, ['rope_scaling']),
     ('llama', dict(hidden_size=None), ['hidden_size']),
     ('llama', dict(hidden_size='32'), ['hidden_size', '32']),
-    ('llama', dict(num_hidden_layers=True), ['num_hidden_layers']),
-    ('llama', dict(max_position_embeddings=0), ['block_size=0']),
     ('llama', dict(num_attention_heads=5), ['n_head=5']),
     ('llama', dict(tie_word_embeddings='yes'), ['tie_word_embeddings', 'yes']),
-    ('llama', dict(rope_parameters='default'), ['rope_parameters', 'default']),
     ('llama', dict(rope_parameters={'rope_theta': 'x'}), ['rope_theta', 'x']),
-    ('gpt2', dict(scale_attn_by_inverse_layer_idx=True), ['scale_attn_by_inverse_layer_idx=True']),
     ('gpt2', dict(scale_attn_weights=False), ['scale_attn_weights']),
     ('gpt2', dict(activation_function='relu'), ["'relu'"]),
 ]
@@ -287,9 +220,7 @@ def test_a_config_that_is_not_what_gpt_computes_is_refused_by_what_differs(
 
 WRONG_VARIANTS = [
     (dict(n_layer='3'), ['n_layer', "'3'"]),
-    (dict(n_head=5), ['n_head=5']),
     (dict(n_layer=4), ['model.transformer.h.3.ln_1.weight']),
-    (dict(n_layer=2), ['model.transformer.h.2.']),
     (dict(share_v=False), ['model.transformer.h.1.attn.c_attn.weight', '(64, 32)', '(96, 32)']),
 ]
 
@@ -325,7 +256,7 @@ def test_missing_files_are_refused_by_name(form, tmp_path):
     assert_refused(tmp_path, 'config.json')
 
 
-@pytest.mark.parametrize('text', ['{"weight_map": {', '{}', '[]', '{"weight_map": {"a": 5}}'])
+@pytest.mark.parametrize('text', ['{"weight_map": {', '[]', '{"weight_map": {"a": 5}}'])
 def test_damaged_json_is_refused(text, tmp_path):
     FORMATS['sharded safetensors'](tmp_path, written(tmp_path))
     for name in ('model.safetensors.index.json', 'config.json'):
@@ -348,18 +279,14 @@ def layer(n, name):
     return f'model.layers.{n}.{name}.weight'
 
 
-# {name: tensor}, None drops it. The first is named. With GQA, q has 32 rows, k and v 16.
-Q, K = layer(0, 'self_attn.q_proj'), layer(0, 'self_attn.k_proj')
+# {name: tensor}, None drops it. The first is named.
 GATE, UP = layer(0, 'mlp.gate_proj'), layer(0, 'mlp.up_proj')
 WRONG = {
     'lacks a matrix': {layer(2, 'mlp.up_proj'): None},
     'one layer more': {layer(3, 'input_layernorm'): torch.ones(32)},
     'a bias': {'model.layers.0.self_attn.q_proj.bias': torch.ones(32)},
-    'vocabulary too large': {'lm_head.weight': torch.ones(97, 32)},
     'matrix transposed': {layer(0, 'mlp.down_proj'): torch.ones(44, 32)},
-    'norm a number': {'model.norm.weight': torch.tensor(1.0)},
     'gate shorter, up longer': {GATE: torch.ones(43, 32), UP: torch.ones(45, 32)},
-    'keys longer, queries shorter': {Q: torch.ones(16, 32), K: torch.ones(32, 32)},
     'integers': {'model.norm.weight': torch.ones(32, dtype=torch.int8)},
     'eight bits': {'model.norm.weight': torch.ones(32).to(torch.float8_e4m3fn)},
     'a gpt2 matrix not transposed': {'transformer.h.0.attn.c_attn.weight': torch.ones(96, 32)},
@@ -381,7 +308,7 @@ def test_weights_that_are_not_the_models_are_refused_by_name(name, tmp_path):
     assert_refused(tmp_path, word)
 
 
-@pytest.mark.parametrize('content', [[1], {'a': [1.0]}, {3: torch.ones(2)}], ids=str)
+@pytest.mark.parametrize('content', [[1], {3: torch.ones(2)}], ids=str)
 def test_a_bin_file_with_other_things_than_tensors_by_name_is_refused(content, tmp_path):
     FORMATS['bin'](tmp_path, written(tmp_path))
     torch.save(content, tmp_path / 'pytorch_model.bin')
