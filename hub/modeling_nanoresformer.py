@@ -101,7 +101,8 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         B, T = input_ids.shape
         if attention_mask is not None and not torch.all(attention_mask):
-            raise ValueError('this model does not support padding: give sequences of equal length')
+            goes_on = use_cache or past_key_values is not None or logits_to_keep == 1
+            refuse_padding(attention_mask, goes_on)
         if use_cache and past_key_values is None and self.training and torch.is_grad_enabled():
             raise ValueError('a cache keeps no gradients: train with use_cache=False')
 
@@ -122,3 +123,17 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+def refuse_padding(mask, goes_on):
+    """Raise ValueError unless all padding of an attention mask (B, T) is on the right, where causal
+    attention never looks, and nothing follows it."""
+    if torch.any(mask[:, 1:] > mask[:, :-1]):
+        raise ValueError(
+            'this model cannot skip padding on the left, which every later token would attend to: pad on '
+            'the right'
+        )
+    if goes_on:
+        raise ValueError(
+            'generation would go on behind the padding: give sequences of equal length'
+        )

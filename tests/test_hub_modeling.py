@@ -146,7 +146,7 @@ def foreign_cache():
 
 
 REFUSED = [
-    ('padding', dict(attention_mask=torch.tensor([[0] + [1] * 6, [1] * 7]))),
+    ('padding on the left', dict(attention_mask=torch.tensor([[0] + [1] * 6, [1] * 7]))),
     ('DynamicCache', dict(past_key_values=foreign_cache())),
     ('position_ids', dict(position_ids=torch.arange(5, 12)[None])),
     ('position_ids', dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2))),
@@ -165,6 +165,19 @@ def test_what_the_model_does_not_compute_is_refused_not_ignored(svformer):
     with pytest.raises(ValueError, match='position_ids'):
         theirs(new, position_ids=torch.tensor([[0]]), past_key_values=past)
     theirs(new, position_ids=torch.tensor([[7]]), past_key_values=past)
+
+
+@torch.no_grad()
+def test_a_batch_padded_on_the_right_is_scored_and_not_continued(pair):
+    _, theirs = pair
+    idx = tokens(T=7)
+    mask = torch.tensor([[1] * 4 + [0] * 3, [1] * 7])
+    padded = theirs(idx, attention_mask=mask).logits
+    torch.testing.assert_close(padded[:1, :4], theirs(idx[:1, :4]).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(padded[1:], theirs(idx[1:]).logits, atol=1e-5, rtol=1e-5)
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match='behind the padding'):
+            theirs.generate(idx, attention_mask=mask, **GREEDY, use_cache=use_cache)
 
 
 def test_a_cache_in_training_is_refused_as_it_keeps_no_gradients(svformer):
