@@ -103,19 +103,17 @@ class GPTConfig:
     def prepare(self):
         """Refuse what no model can be made of. Take a value as the default where it equals what the
         default stands for."""
-        for f in fields(self):
-            if isinstance(f.default, tuple):  # JSON has lists
-                setattr(self, f.name, tuple(getattr(self, f.name)))
+        for name, value in vars(self).items():
+            if isinstance(value, list):  # JSON has no tuples
+                setattr(self, name, tuple(value))
         check_ranges(self)
         check_contradictions(self)
         if self.n_kv_head == self.n_head:
             self.n_kv_head = 0
-        if self.residual_gate_inputs == self.n_embd:
-            self.residual_gate_inputs = 0
         switches = {f'share_{part}_every': [f'share_{part}'] for part in 'qkv'}
         switches |= dict.fromkeys(('residual_lambda', 'residual_layers'), RESIDUALS)
-        for name in switches:
-            is_read = any(getattr(self, switch) for switch in switches[name])
+        for name, others in switches.items():
+            is_read = any(getattr(self, other) for other in others)
             if is_read and not acts(self, name):
                 setattr(self, name, getattr(type(self), name))
 
@@ -125,9 +123,8 @@ class GPTConfig:
 
     def variant(self):
         """{field: value} of every other field that is not its default: what makes it this model."""
-        values = vars(self)
-        changed = [f.name for f in fields(self) if values[f.name] != f.default]
-        return {name: values[name] for name in changed if name not in SHAPE}
+        others = [f for f in fields(self) if f.name not in SHAPE]
+        return {f.name: value for f in others if (value := getattr(self, f.name)) != f.default}
 
     @property
     def head_size(self):
@@ -165,21 +162,26 @@ SOURCES = {
     'first+token': lambda n, L: [*range(n)[:1], f'token {n}'],
 }
 
+# residual_gate: the settings that each gate reads. See Attention.gated().
+GATES = {
+    '': (),
+    'head': ('residual_gate_inputs', 'residual_gate_bias', 'residual_lambda'),
+    'channel': ('residual_gate_rank',),
+}
+
 
 @dataclass
 class Layer:
     """How layer n is wired. A key, (part, layer), names a raw or an attended tensor."""
 
     n: int
-    owner: (
-        dict  # {part: the layer whose q, k or v it attends with}; itself in a vanilla Transformer
-    )
+    owner: dict  # {part: the layer whose q, k or v it attends with}; vanilla: itself
     heads: dict  # {part: the number of heads that it projects}; 0: it borrows them
-    joins: dict  # {part: (key, number of heads)}: it borrows these last heads beside its own
+    joins: dict  # {part: key of the tensor whose last heads it borrows beside its own}
     sources: dict  # {part: keys of the raw tensors that are mixed into its own}, such as ('v', 0)
-    weights: dict  # {part: the weight of each source, then its own}
+    weights: list  # of each source in this mixture, then of its own; []: nothing is mixed
     learned: bool  # whether these weights are parameters, which start there
-    gate: tuple  # how the weights of v follow from x: (kind, *its settings); (): they do not
+    gate: dict  # {setting: value} of what makes the weights of v follow from x; {}: they do not
     reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
     added: list  # keys of the raw values whose mean is added to attention's output
     neutreno: float  # how much of V_1 - V_n is added to it
@@ -194,7 +196,7 @@ def wire(config):
     for layer in reversed(layers):
         layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
         layer.attended_later = sorted(attended)
-        joined = [key for key, _ in layer.joins.values()]
+        joined = layer.joins.values()
         raw.update(layer.added, joined, *layer.sources.values())
         if layer.neutreno:
             raw.add(('v', 0))
@@ -204,86 +206,64 @@ def wire(config):
 
 def wire_layer(config, n):
     """Layer n, but for what later layers read."""
-    owner = {part: owner_of(config, part, n) for part in 'qkv'}
+    owners = {part: owners_of(config, part) for part in 'qkv'}
     heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
-    heads = {part: heads[part] if owner[part] == n else 0 for part in 'qkv'}
-    joins, lender = {}, lender_of(config, 'v', n)
-    if owner['v'] == n != lender:
-        heads['v'] -= config.share_v_heads
-        joins['v'] = ('v', lender), config.share_v_heads
+    heads = {part: heads[part] if owners[part][n] == n else 0 for part in 'qkv'}
+    joins = {}
+    if config.share_v_heads:  # a borrower, too, attends with values of its own
+        if not heads['v']:
+            heads['v'] = config.kv_heads - config.share_v_heads
+            joins['v'] = 'v', owners['v'][n]
+        owners['v'] = {layer: layer for layer in range(config.n_layer)}
+
+    def keys(part, layers):
+        # A source that is no layer has no owner.
+        return [(part, owners[part].get(layer, layer)) for layer in layers]
+
     sources = {part: sources_of(config, part, n) for part in 'qkv'}
-    of_values = {'current': [], 'identity': [], 'cross': []}
-    of_values[config.residual_map] = sources['v']
-    sources['v'] = of_values['current']  # those that are mixed in before attention
+    of_values = {config.residual_map: sources['v']}
+    sources['v'] = of_values.get('current', [])  # those that are mixed in before attention
+    count = max(len(layers) for layers in sources.values())
+    uniform = 1 / (count + 1)
+    source, own = config.residual_lambda or (uniform, uniform)
+    weights = [float(source)] * count + [float(own)]
+    gate = GATES[config.residual_gate] if sources['v'] and not config.residual_learned else ()
     # NeuTRENO's V_1 - V_n is zero where nothing is mixed into V_1, and where all layers attend with it.
-    differs = (n > 0 or sources['v']) and any(
-        owner_of(config, 'v', layer) for layer in range(config.n_layer)
-    )
+    differs = (n > 0 or sources['v']) and any(owners['v'].values())
     return Layer(
         n,
-        owner,
-        heads,
-        joins,
-        sources={part: keys_of(config, part, sources[part]) for part in 'qkv'},
-        weights={part: weights_of(config, len(sources[part])) for part in 'qkv'},
-        learned=config.residual_learned and any(sources.values()),
-        gate=gate_of(config) if sources['v'] else (),
-        reads={part: keys_of(config, part, (*of_values['cross'], n)) for part in 'kv'},
-        added=keys_of(config, 'v', of_values['identity']),
+        owner={part: owners[part][n] for part in 'qkv'},
+        heads=heads,
+        joins=joins,
+        sources={part: keys(part, sources[part]) for part in 'qkv'},
+        weights=weights if count else [],
+        learned=config.residual_learned and count > 0,
+        gate={name: getattr(config, name) for name in gate},
+        reads={part: keys(part, (*of_values.get('cross', ()), n)) for part in 'kv'},
+        added=keys('v', of_values.get('identity', ())),
         neutreno=config.neutreno if differs else 0.0,
     )
 
 
-def lender_of(config, part, n):
-    """The layer whose q, k or v layer n borrows; itself if it borrows none. So is a source that is no
-    layer."""
-    if isinstance(n, str):
-        return n
-    owners = getattr(config, f'share_{part}_from')
-    if n < len(owners):
-        return owners[n]
-    if not getattr(config, f'share_{part}'):
-        return n
-    every = getattr(config, f'share_{part}_every') or config.n_layer
-    return n - n % every
-
-
-def owner_of(config, part, n):
-    """The layer whose q, k or v layer n attends with: its own where it borrows only some heads."""
-    return n if part == 'v' and config.share_v_heads else lender_of(config, part, n)
-
-
-def keys_of(config, part, layers):
-    return [(part, owner_of(config, part, layer)) for layer in layers]
+def owners_of(config, part):
+    """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
+    every = 1
+    if getattr(config, f'share_{part}'):
+        every = getattr(config, f'share_{part}_every') or config.n_layer
+    owners = {n: n - n % every for n in range(config.n_layer)}
+    return owners | dict(enumerate(getattr(config, f'share_{part}_from')))
 
 
 def sources_of(config, part, n):
     """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
     every = () if 'token' in config.residual_from else range(config.n_layer)  # tables are named
-    layers = config.residual_layers or every
-    mixes = getattr(config, f'{part}_residual') and lender_of(config, part, n) == n and n in layers
+    is_named = n in (config.residual_layers or every)
+    mixes = getattr(config, f'{part}_residual') and owners_of(config, part)[n] == n and is_named
     # The source's weight is 0 for ever.
     is_idle = config.residual_lambda == (0, 1) and not config.residual_learned
     if not mixes or is_idle:
         return []
     return list(SOURCES[config.residual_from](n, config.n_layer))
-
-
-def weights_of(config, count):
-    """The weights of a mixture: of each of its sources, then of the layer's own."""
-    uniform = 1 / (count + 1)
-    source, own = config.residual_lambda or (uniform, uniform)
-    return [float(source)] * count + [float(own)] if count else []
-
-
-def gate_of(config):
-    """What a gate is made of, see Attention.gated()."""
-    if config.residual_gate == 'head':
-        inputs = config.residual_gate_inputs or config.n_embd
-        return 'head', inputs, config.residual_gate_bias, config.residual_lambda
-    if config.residual_gate == 'channel':
-        return 'channel', config.residual_gate_rank
-    return ()
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -296,7 +276,7 @@ class Needs:
     # It starts as draw(tensor, generator=...) makes it, seeded by (seed, name, block). None: as made.
     draw: Callable | None = None
     blocks: dict = field(default_factory=dict)  # {block: its rows}; {}: all rows are one block
-    drawn: dict = field(default_factory=dict)  # {block: rows to draw, the first of which it takes}
+    drawn: int = 0  # a block of fewer rows than these takes the first of them
     muon: tuple = ()  # rows of each matrix that Muon updates, if it is chosen; (): AdamW's
     rate: str = ''  # the setting that multiplies its learning rate
     decay: bool = False  # weight decay pulls it to zero
@@ -309,6 +289,11 @@ def parameter(data, **needs):
     p = nn.Parameter(data)
     p.needs = Needs(**needs)
     return p
+
+
+def neutral(numbers):
+    """The parameter of a few weights that start where nothing changes, or as the settings say."""
+    return parameter(torch.tensor(numbers), logged=True, optional=True)
 
 
 def normal(std):
@@ -333,6 +318,13 @@ def make_c_proj(config, width):
     return make(nn.Linear, width, C, config.arch == 'gpt2', draw=normal(std), muon=(C,))
 
 
+def make_table(config):
+    """A value for each token, (vocab_size, n_kv_head * hs)."""
+    shape = config.vocab_size, config.kv_heads * config.head_size
+    draw = normal(config.n_embd**-0.5)
+    return make(nn.Embedding, *shape, draw=draw, decay=False, rate='table_rate')
+
+
 class Attention(nn.Module):
     """Causal self-attention of a layer. Rows of c_attn: q, then k, then v, of the heads it projects."""
 
@@ -350,27 +342,25 @@ class Attention(nn.Module):
             rows,
             config.arch == 'gpt2',
             blocks=self.rows,
-            drawn={'v': kv_heads * hs},  # also where it has fewer of them
+            drawn=kv_heads * hs,  # also of v where it projects fewer heads
             muon=(*self.rows.values(),),
         )
         self.c_proj = make_c_proj(config, C)
         if config.qk_norm and heads['q']:
             self.q_gain = parameter(torch.full((config.n_head,), 1.44))
-        gate, *settings = wiring.gate or ('',)
+        gate = config.residual_gate if wiring.gate else ''
         if gate == 'head':
-            inputs, bias, _ = settings
+            inputs, bias = config.residual_gate_inputs or C, config.residual_gate_bias
             self.gate = make(nn.Linear, inputs, kv_heads, bias, draw=normal(0.0), decay=False)
         if gate == 'channel':
-            (rank,) = settings
+            rank = config.residual_gate_rank
             width = kv_heads * hs
             near_zero = functools.partial(nn.init.orthogonal_, gain=0.1)
             self.gate_down = make(nn.Linear, C, rank, False, draw=normal(0.0), decay=False)
             self.gate_up = make(nn.Linear, rank, width, False, draw=near_zero, decay=False)
             self.gate_bias = parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
         if wiring.learned:
-            (weights,) = filter(None, wiring.weights.values())
-            weights = torch.tensor(weights)
-            self.residual_lambda = parameter(weights, logged=True, optional=True)
+            self.residual_lambda = neutral(wiring.weights)
 
     def forward(self, x, raw, attended, rope, cache, mask):
         """x (B, T, C) -> (B, T, C), and raw and attended as the next layer gets them.
@@ -395,8 +385,8 @@ class Attention(nn.Module):
             if part != 'v' and rope is not None:
                 t = rotate(t, *rope)
             attended[part, n] = join(t, attended, wiring.joins.get(part))
-            if cache is not None and part != 'q':
-                cache.append(part, n, t)
+            if cache is not None:
+                cache.append((part, n), t)
 
         # Attend with the owners' tensors: in SVFormer, owner['v'] is layer 0 everywhere.
         dropout = config.dropout if self.training else 0.0
@@ -443,7 +433,7 @@ class Attention(nn.Module):
             return self.residual_lambda[:, None]
         if part == 'v' and self.wiring.gate:
             return self.gated(x)
-        return self.wiring.weights[part]
+        return self.wiring.weights
 
     def gated(self, x):
         """The weights of v from a gate g of each token, between 0 and 1.
@@ -453,20 +443,16 @@ class Attention(nn.Module):
         channel: g = sigmoid(b + (x A) B) for each channel, of the one source; 1 - g for its own.
         """
         x = x.to(self.c_attn.weight.dtype)  # autocast is off
-        gate, *settings = self.wiring.gate
-        if gate == 'head':
-            inputs, _, given = settings
-            logits = self.gate(x[..., :inputs])
+        config = self.config
+        if config.residual_gate == 'head':
+            logits = self.gate(x[..., : self.gate.in_features])
         else:
-            given = ()
             logits = self.gate_up(self.gate_down(x)) + self.gate_bias
         B, T, _ = x.size()
-        g = (
-            logits.sigmoid().view(B, T, self.config.kv_heads, -1).transpose(1, 2)
-        )  # (B, kv, T, 1 or hs)
+        g = logits.sigmoid().view(B, T, config.kv_heads, -1).transpose(1, 2)  # (B, kv, T, 1 or hs)
         count = len(self.wiring.sources['v'])
-        if given:
-            source, own = given
+        if config.residual_lambda:
+            source, own = config.residual_lambda
             return [source * g] * count + [own]
         return [g / count] * count + [1 - g]
 
@@ -478,9 +464,9 @@ class MLP(nn.Module):
         super().__init__()
         self.config = config
         width, bias = config.ffn_width, config.arch == 'gpt2'
-        rows = 2 * width if config.arch == 'llama' else width
+        parts = 2 if config.arch == 'llama' else 1
         # Muon takes gate and up for two matrices.
-        self.c_fc = make(nn.Linear, config.n_embd, rows, bias, muon=(width,) * (rows // width))
+        self.c_fc = make(nn.Linear, config.n_embd, parts * width, bias, muon=(width,) * parts)
         self.c_proj = make_c_proj(config, width)
 
     def forward(self, x):
@@ -511,9 +497,9 @@ class Block(nn.Module):
         self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, raw, attended, rope, cache, mask):
+    def forward(self, x, *others):
         """As Attention.forward()."""
-        y, raw, attended = self.attn(self.ln_1(x), raw, attended, rope, cache, mask)
+        y, raw, attended = self.attn(self.ln_1(x), *others)
         x = x + y
         x = x + self.mlp(self.ln_2(x))
         return x, raw, attended
@@ -524,39 +510,34 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wiring = wire(config)
-        self.table = None  # value_table()'s
+        self.table = None, None  # value_table()'s: (what it was made of, the table)
         self.transformer = nn.ModuleDict(
-            dict(
-                wte=make(nn.Embedding, config.vocab_size, config.n_embd),
-                h=nn.ModuleList(Block(config, layer) for layer in self.wiring),
-                ln_f=norm(config),
-            )
+            {
+                'wte': make(nn.Embedding, config.vocab_size, config.n_embd),
+                'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
+                'ln_f': norm(config),
+            }
         )
         if config.arch == 'gpt2':
             self.transformer.wpe = make(nn.Embedding, config.block_size, config.n_embd)
         else:
-            cos, sin = rope_tables(config)
-            self.register_buffer('cos', cos, persistent=False)
-            self.register_buffer('sin', sin, persistent=False)
+            for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
+                self.register_buffer(name, table, persistent=False)
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
-            averages = [torch.eye(n + 2)[-1] for n in range(config.n_layer)]
-            averages = [parameter(weights, logged=True, optional=True) for weights in averages]
+            averages = [neutral([0.0] * (n + 1) + [1.0]) for n in range(config.n_layer)]
             self.transformer.dwa = nn.ParameterList(averages)
         if config.x0_residual:
-            weights = [torch.tensor([1.0, 0.0]) for _ in range(config.n_layer)]  # r, s
-            weights = [parameter(pair, logged=True, optional=True) for pair in weights]
+            weights = [neutral([1.0, 0.0]) for _ in range(config.n_layer)]  # r, s
             self.transformer.x0 = nn.ParameterList(weights)
-        if 'token' in config.residual_from:
-            self.transformer.ve = nn.ModuleDict(
-                {str(layer.n): self.make_table() for layer in self.wiring if layer.sources['v']}
-            )
+        has_tables = 'token' in config.residual_from
+        tables = [layer.n for layer in self.wiring if layer.sources['v'] and has_tables]
+        self.transformer.ve = nn.ModuleDict({str(n): make_table(config) for n in tables})
         self.lm_head = make(nn.Linear, config.n_embd, config.vocab_size, False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        self.needs = collections.defaultdict(Needs)
-        for name, p in self.named_parameters():
-            self.needs[name] = getattr(p, 'needs', Needs())
+        needs = {name: getattr(p, 'needs', Needs()) for name, p in self.named_parameters()}
+        self.needs = collections.defaultdict(Needs, needs)
         self.init_weights(seed)
 
     @classmethod
@@ -564,13 +545,6 @@ class GPT(nn.Module):
         """A model that takes no memory, to count what it has and what it computes."""
         with torch.device('meta'):
             return cls(config)
-
-    def make_table(self):
-        """A value for each token, (vocab_size, n_kv_head * hs)."""
-        config = self.config
-        draw = normal(config.n_embd**-0.5)
-        shape = config.vocab_size, config.kv_heads * config.head_size
-        return make(nn.Embedding, *shape, draw=draw, decay=False, rate='table_rate')
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -594,7 +568,7 @@ class GPT(nn.Module):
                 digest = hashlib.sha256(f'{seed}/{name}/{block}'.encode()).digest()
                 number = int.from_bytes(digest[:8], 'little', signed=True)
                 generator = torch.Generator().manual_seed(number)
-                whole = torch.empty(needs.drawn.get(block, len(rows)), *rows.shape[1:])
+                whole = torch.empty(max(needs.drawn, len(rows)), *rows.shape[1:])
                 rows.copy_(needs.draw(whole, generator=generator)[: len(rows)])
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
@@ -604,10 +578,6 @@ class GPT(nn.Module):
         targets (B, T), -1 ignored: (None, loss), the mean cross entropy in nats, fp32. With a cache
         from new_cache(), idx continues the tokens in the cache, and is added to them.
         """
-        refuse(
-            last_only and targets is not None,
-            'last_only is for logits, targets for the loss; drop one',
-        )
         x = self.hidden(idx, cache, last_only)
         if targets is None:
             return self.lm_head(x), None
@@ -635,13 +605,13 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]
         x = F.dropout(x, self.config.dropout, self.training)
 
-        raw, attended = {}, {}  # see the top of this file
+        # See the top of this file. Each layer drops the tensors that no later one reads.
+        raw, attended = {}, {}
+        for n, table in self.transformer.ve.items():
+            raw['v', f'token {n}'] = to_heads(self.config, table(idx))
         outputs = [x]  # of the embedding and the blocks
         for n, block in enumerate(self.transformer.h):
             x = self.with_x0(n, x, x0)
-            if ('v', f'token {n}') in self.wiring[n].sources['v']:
-                row = self.transformer.ve[str(n)](idx)
-                raw = {**raw, ('v', f'token {n}'): to_heads(self.config, row)}
             x, raw, attended = block(x, raw, attended, rope, cache, mask)
             if self.config.denseformer:
                 outputs.append(x)
@@ -679,20 +649,17 @@ class GPT(nn.Module):
     def value_table(self, dtype):
         """V_1 of every token, (vocab_size, n_kv_head * hs): of llama it depends on the token alone.
         Made once, and again when a weight has changed. Raises ValueError for other models."""
-        first, others = self.wiring[0], self.wiring[1:]
-        shares = all(layer.owner['v'] == 0 for layer in others)
-        is_table = shares and not first.sources['v'] and self.config.arch == 'llama'
+        depends = self.config.arch != 'llama' or self.wiring[0].sources['v']
         refuse(
-            not is_table,
+            depends or any(layer.owner['v'] for layer in self.wiring),
             "values='token' is for llama whose layers all attend with V_1 (share_v over the whole "
             'depth), and which mixes nothing into it',
         )
         refuse(self.training, "values='token' is for decoding: call model.eval() first")
-        weights = [p for name, p in self.named_parameters() if '.h.' not in name or '.h.0.' in name]
-        versions = [dtype, *((p.data_ptr(), p._version) for p in weights)]
-        if self.table is None or self.table[0] != versions:
-            block = self.transformer.h[0]
-            x, x0 = self.embed(torch.arange(self.config.vocab_size, device=weights[0].device))
+        versions = [dtype, *((p.data_ptr(), p._version) for p in self.parameters())]
+        if self.table[0] != versions:
+            block, wte = self.transformer.h[0], self.transformer.wte.weight
+            x, x0 = self.embed(torch.arange(len(wte), device=wte.device))
             x = block.ln_1(self.with_x0(0, x, x0))
             rows = block.attn.c_attn.weight[-block.attn.rows['v'] :]
             self.table = versions, F.linear(x, rows).to(dtype)
@@ -715,22 +682,14 @@ class GPT(nn.Module):
             idx = new if cache else torch.cat((idx, new), dim=1)
             yield new
 
-    def generate(
-        self,
-        idx,
-        max_new_tokens,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        use_cache=True,
-        generator=None,
-    ):
-        """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
+    def generate(self, idx, max_new_tokens, temperature=1.0, *, use_cache=True, **how):
+        """Continue idx (B, T) as stream() does. how: the other options of sample(). Returns
+        (B, T + max_new_tokens)."""
         cache = None
         if use_cache:
             cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
-        how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, cache, **how)), dim=1)
+        new = self.stream(idx, max_new_tokens, cache, temperature=temperature, **how)
+        return torch.cat((idx, *new), dim=1)
 
     def mixing_weights(self):
         """{name: list} of the learned mixing weights, for the log."""
@@ -741,8 +700,8 @@ class GPT(nn.Module):
         """Number of weights; non_embedding leaves out embedding tables (wte, wpe, ve) and lm_head."""
         weights = set(self.parameters())
         if non_embedding:
-            tables = [module for module in self.modules() if isinstance(module, nn.Embedding)]
-            weights -= {module.weight for module in (*tables, self.lm_head)}
+            tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
+            weights -= {*tables, self.lm_head.weight}
         return sum(weight.numel() for weight in weights)
 
     def flops_per_token(self, seq_len):
@@ -773,19 +732,20 @@ def attend(q, k, v, dropout=0.0, mask=None):
     B, nh, T, hs = q.size()
     group = nh // k.size(1)
     k, v = k.type_as(q), v.type_as(q)  # a cache may have another type
-    if mask is None and T > 1:
-        if group > 1 and lacks_gqa(q):
-            k, v = to_query_heads(k, q), to_query_heads(v, q)
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=k.size(1) != nh
-        )
-    if group > 1:
+    is_causal = mask is None and T > 1
+    if is_causal and group > 1 and lacks_gqa(q):
+        k, v = to_query_heads(k, q), to_query_heads(v, q)
+    if not is_causal and group > 1:
         # The query heads of a group become rows, so that any kernel reads its keys only once.
         q = q.reshape(B, nh // group, group * T, hs)
         if mask is not None:
             mask = mask.repeat(group, 1)
+    shares = q.size(1) != k.size(1)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares
+    )
     # Not view(): some kernels on CUDA store the rows of a position side by side.
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout).reshape(B, nh, T, hs)
+    return y.reshape(B, nh, T, hs)
 
 
 def lacks_gqa(q):
@@ -816,18 +776,13 @@ def attend_cross(q, keys, values, dropout=0.0, mask=None):
 def without(y, v):
     """y less its component along v, (B, nh, T, hs) each, computed in fp32 at least."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    own, v = y.to(wide), v.to(wide)
-    share = (own * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True).clamp(min=1e-12)
-    return (own - share * v).to(y.dtype)
+    own, unit = y.to(wide), F.normalize(v.to(wide), dim=-1, eps=1e-6)
+    return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
-def join(t, tensors, joined):
-    """t (B, heads, T, hs), with the last heads of another tensor behind its own: joined is (key, heads)
-    or None."""
-    if joined is None:
-        return t
-    key, heads = joined
-    return torch.cat((t, tensors[key][:, -heads:]), dim=1)
+def join(t, tensors, key):
+    """t (B, heads, T, hs), with the further heads of another tensor behind its own, unless key is None."""
+    return t if key is None else torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
 
 
 def to_heads(config, t):
@@ -883,23 +838,24 @@ class KVCache:
             f'max_len={max_len} is more than block_size={longest}: '
             'only without a cache can generation go on, with the last block_size tokens',
         )
-        self.max_len = self.end = max_len
-        device = model.lm_head.weight.device
         refuse(values not in ('cached', 'token'), f"values={values!r} is not 'cached' or 'token'")
-        self.config = model.config
+        self.max_len = self.end = max_len
+        self.config, self.wiring = model.config, model.wiring
         self.tensors = {}
-        self.joins = {('v', layer.n): layer.joins.get('v') for layer in model.wiring}
-        self.table = model.value_table(dtype) if values == 'token' else None
-        self.values = None  # the table's rows of the tokens so far, during a step
-        if self.table is not None:
-            ids = torch.zeros(batch_size, max_len, dtype=torch.int32, device=device)
-            self.tensors['ids', 0] = ids
+        zeros, parts = model.lm_head.weight.new_zeros, 'kv'
+        self.table, self.values = (
+            zeros(0),
+            None,
+        )  # values: those of the tokens so far, during a step
+        if values == 'token':
+            self.table, parts = model.value_table(dtype), 'k'
+            self.tensors['ids', 0] = zeros(batch_size, max_len, dtype=torch.int32)
         for layer in model.wiring:
-            for part in 'kv' if self.table is None else 'k':
+            for part in parts:
                 shape = batch_size, layer.heads[part], max_len, model.config.head_size
                 if layer.heads[part]:
-                    self.tensors[part, layer.n] = torch.zeros(shape, dtype=dtype, device=device)
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
+                    self.tensors[part, layer.n] = zeros(shape, dtype=dtype)
+        self.position = zeros(1, dtype=torch.int64)  # tokens so far
         for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
 
@@ -910,25 +866,11 @@ class KVCache:
 
     @property
     def table_nbytes(self):
-        return 0 if self.table is None else self.table.nbytes
+        return self.table.nbytes
 
     def begin(self, idx):
         """Prepare for idx (B, T), more tokens; returns their positions (T,) and the mask for attend()."""
-        positions, mask = self.place(idx.size(1))
-        if self.table is not None:
-            ids = self.tensors['ids', 0]
-            ids.index_copy_(1, positions, idx.int())
-            rows = F.embedding(ids[:, : self.end], self.table)
-            self.values = to_heads(self.config, rows)
-        return positions, mask
-
-    def finish(self, T):
-        self.position += T
-        self.values = None
-
-    def place(self, T):
-        """The positions of T more tokens, and the mask."""
-        device = self.position.device
+        T, device, mask = idx.size(1), idx.device, None
         self.positions = self.position + torch.arange(T, device=device)
         if torch.compiler.is_compiling():
             # No Python number may depend on the position.
@@ -942,20 +884,30 @@ class KVCache:
                 f'{T} more tokens do not fit into a cache of max_len={self.max_len}, which holds '
                 f'{self.end - T}',
             )
-            if self.end == T or T == 1:
-                return self.positions, None
-        return self.positions, torch.arange(self.end, device=device) <= self.positions[:, None]
+        if T not in (1, self.end) or torch.compiler.is_compiling():
+            mask = torch.arange(self.end, device=device) <= self.positions[:, None]
+        if len(self.table):
+            ids = self.tensors['ids', 0]
+            ids.index_copy_(1, self.positions, idx.int())
+            self.values = to_heads(self.config, F.embedding(ids[:, : self.end], self.table))
+        return self.positions, mask
 
-    def append(self, part, layer, t):
-        """Store t (B, n_kv_head, T, hs) at the positions that begin() gave; not values that are looked up."""
-        if part == 'k' or self.table is None:
-            tensor = self.tensors[part, layer]
+    def finish(self, T):
+        self.position += T
+        self.values = None
+
+    def append(self, key, t):
+        """Store t (B, heads, T, hs) at the positions that begin() gave, unless it is a query or a value
+        that is looked up."""
+        if key in self.tensors:
+            tensor = self.tensors[key]
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
     def __getitem__(self, key):
-        if key[0] == 'v' and self.table is not None:
+        if key not in self.tensors:
             return self.values
-        return join(self.tensors[key][:, :, : self.end], self, self.joins.get(key))
+        part, n = key
+        return join(self.tensors[key][:, :, : self.end], self, self.wiring[n].joins.get(part))
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -1051,18 +1003,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 # --- what is refused -----------------------------------------------------------------------------
 
 # The least value of a setting.
-LEAST = {
-    **dict.fromkeys(SHAPE, 1),
-    **dict.fromkeys(('n_inner', 'n_kv_head', 'norm_eps', 'dropout'), 0),
-    **{f'share_{part}_every': 0 for part in 'qkv'},
-    **dict.fromkeys(('share_v_heads', 'residual_gate_inputs'), 0),
-    **dict.fromkeys(('rope_theta', 'residual_gate_rank'), 1),
-}
+LEAST = {f.name: min(f.default, 1) for f in fields(GPTConfig) if type(f.default) is int}
+LEAST |= {'rope_theta': 1, 'norm_eps': 0, 'dropout': 0}
 CHOICES = {
     'arch': ('llama', 'gpt2'),
     'residual_from': SOURCES,
     'residual_map': ('current', 'identity', 'cross'),
-    'residual_gate': ('', 'head', 'channel'),
+    'residual_gate': GATES,
 }
 # Read by wire() alone: what they change is what they change in the wiring.
 WIRED = (*RESIDUALS, 'neutreno') + tuple(
@@ -1075,14 +1022,12 @@ def check(config):
     for name, value in config.variant().items():
         if acts(config, name):
             continue
-        defaults = type(config)()
         idle = f'{name}={value!r} does nothing'
         for other, blamed in (config.variant() | config.shape()).items():
-            without = change(config, other, getattr(defaults, other))
+            without = change(config, other, getattr(type(config), other))
             refuse(acts(without, name), f'{idle} with {other}={blamed!r}; drop one of them')
-        alone = change(defaults, name, value)
         switches = [f.name for f in fields(config) if f.default is False]
-        switches = [switch for switch in switches if acts(change(alone, switch, True), name)]
+        switches = [switch for switch in switches if acts(change(config, switch, True), name)]
         advice = f'turn on {" or ".join(switches)}, or drop it' if switches else 'drop it'
         raise ValueError(f'{idle}: {advice}')
 
@@ -1114,9 +1059,8 @@ def check_ranges(config):
         value = getattr(config, name)
         refuse(value not in choices, f'{name}={value!r} is not one of {tuple(choices)}')
     for name, value in vars(config).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            is_number = not isinstance(number, float) or math.isfinite(number)
-            refuse(not is_number, f'{name}={value} must be finite')
+        is_broken = isinstance(value, float) and not math.isfinite(value)
+        refuse(is_broken, f'{name}={value} must be finite')
     for name, least in LEAST.items():
         value = getattr(config, name)
         refuse(value < least, f'{name}={value} must be at least {least}')
@@ -1128,10 +1072,8 @@ def check_ranges(config):
     is_odd = config.arch == 'llama' and config.head_size % 2
     refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
     inputs, heads = config.residual_gate_inputs, config.share_v_heads
-    refuse(inputs > n_embd, f'residual_gate_inputs={inputs} are more than n_embd={n_embd}')
-    refuse(
-        heads >= n_kv_head, f'share_v_heads={heads} must be fewer than the {n_kv_head} value heads'
-    )
+    refuse(inputs >= n_embd, f'residual_gate_inputs={inputs} must be fewer than n_embd={n_embd}')
+    refuse(heads >= n_kv_head, f'share_v_heads={heads} must be fewer than {n_kv_head} value heads')
     for part in 'qkv':
         owners = getattr(config, f'share_{part}_from')
         refuse(
@@ -1152,26 +1094,26 @@ def check_ranges(config):
 
 
 def is_owner_map(owners, n_layer):
-    layers = range(n_layer)
-    are_layers = len(owners) == n_layer and all(type(o) is int and o in layers for o in owners)
-    return are_layers and all(owners[n] <= n and owners[owners[n]] == owners[n] for n in layers)
+    are_owners = [type(o) is int and 0 <= o <= n and owners[o] == o for n, o in enumerate(owners)]
+    return all(are_owners) and len(owners) == n_layer
 
 
 def are_numbers(values, count):
-    return len(values) == count and all(type(value) in (int, float) for value in values)
+    are_finite = [type(value) in (int, float) and math.isfinite(value) for value in values]
+    return all(are_finite) and len(values) == count
 
 
-# {(setting, its values): settings that may not be on with them}
+# {setting=value: what may not be on with it}
 EXCLUDED = {
-    ('residual_map', ('identity', 'cross')): (
+    'residual_map=identity': {'residual_lambda'},
+    'residual_map=cross': {'residual_lambda', 'share_v_heads'},
+    'residual_gate=channel': {
         'residual_lambda',
-        'residual_learned',
-        'residual_gate',
-    ),
-    ('residual_map', ('cross',)): ('share_v_heads',),
-    ('residual_gate', ('head', 'channel')): ('residual_learned',),
-    ('residual_gate', ('channel',)): ('residual_lambda',),
-    ('residual_from', ('token', 'first+token')): ('q_residual', 'k_residual'),
+        'residual_from=all',
+        'residual_from=first+token',
+    },
+    'residual_from=token': {'q_residual', 'k_residual', 'residual_map'},
+    'residual_from=first+token': {'q_residual', 'k_residual', 'residual_map'},
 }
 
 
@@ -1182,28 +1124,17 @@ def check_contradictions(config):
         config.residual_learned and len(residuals) > 1,
         f'residual_learned goes with one residual, not with {" and ".join(residuals)}; keep one',
     )
-    for (name, values), others in EXCLUDED.items():
-        value = getattr(config, name)
-        for other in others if value in values else ():
-            refuse(
-                getattr(config, other), f'{name}={value!r} and {other} exclude each other; drop one'
-            )
-    uses_table = 'token' in config.residual_from
+    on = {f'{name}={value}' for name, value in config.variant().items()} | config.variant().keys()
+    for one in on & EXCLUDED.keys():
+        for other in on & EXCLUDED[one]:
+            raise ValueError(f'{one} and {other} exclude each other; drop one')
     refuse(
-        uses_table and not config.residual_layers,
+        'token' in config.residual_from and not config.residual_layers,
         f'residual_from={config.residual_from!r} needs residual_layers: the layers that have a table',
-    )
-    refuse(
-        uses_table and config.residual_map != 'current',
-        f'residual_from={config.residual_from!r} does nothing with residual_map={config.residual_map!r}',
-    )
-    refuse(
-        config.residual_gate == 'channel' and config.residual_from in ('all', 'first+token'),
-        f"residual_gate='channel' mixes one source, not residual_from={config.residual_from!r}",
     )
     for n in range(config.n_layer):
         refuse(
-            not any(owner_of(config, part, n) == n for part in 'qkv'),
+            not any(wire_layer(config, n).heads.values()),
             f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
             'set its share_*_every',
         )

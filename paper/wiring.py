@@ -52,7 +52,7 @@ def arrows(config):
         for part, owner in layer.owner.items():
             if owner != n:
                 result.append(Arrow('borrow', part, owner, n))
-        for (part, lender), _ in layer.joins.values():
+        for part, lender in layer.joins.values():
             result.append(Arrow('join', part, lender, n))
         for part, sources in layer.sources.items():
             result += [Arrow('mix', part, source, n) for _, source in sources]

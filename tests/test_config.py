@@ -18,7 +18,7 @@ NEUTRAL = dict(residual_lambda=(0.0, 1.0))
 # Settings, and words of the message that refuses them.
 REFUSED = [
     # what needs a residual, or a part to share
-    (dict(SV, residual_from='all'), 'residual_from v_residual q_residual k_residual'),
+    (dict(residual_from='all'), 'residual_from v_residual q_residual k_residual'),
     (dict(residual_layers=(1,)), 'residual_layers v_residual'),
     (dict(residual_lambda=(2.0, 1.0)), 'residual_lambda v_residual'),
     (dict(residual_learned=True), 'residual_learned v_residual'),

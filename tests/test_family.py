@@ -24,11 +24,9 @@ def mixed_values(model, idx):
     block = model.transformer.h[2]
     block.attn.c_attn.register_forward_hook(lambda module, args, out: seen.update(x=args[0]))
     block.register_forward_hook(lambda module, args, out: seen.update(raw=out[1], attended=out[2]))
-    block.attn.wiring.raw_later = [('v', 2), ('v', 0)]
-    block.attn.wiring.attended_later = [('v', 2)]
-    block.attn.wiring.n = 2
-    for earlier in model.transformer.h[:2]:
-        earlier.attn.wiring.raw_later = [('v', 0)]
+    block.attn.wiring.attended_later += [('v', 2)]
+    for layer in model.transformer.h:
+        layer.attn.wiring.raw_later += [('v', 0), ('v', 2)]
     model(idx)
     return seen['x'], seen['raw']['v', 2], seen['raw'].get(('v', 0)), seen['attended']['v', 2]
 
