@@ -8,6 +8,7 @@ axes, --faint for grids, --c0 for the baseline and --c1, --c2, ... for the other
 import functools
 import io
 import re
+import textwrap
 
 import numpy as np
 
@@ -184,7 +185,7 @@ def draw_end(axes, x, end, label, look):
     dots = list(end['differences'].values())
     axes.plot([x - 0.25] * len(dots), dots, 'o', color=look['color'], markersize=2.5, alpha=0.6)
     axes.plot(x, end['mean'], 'D', markersize=4, color=look['color'])
-    axes.plot([], [], label=f'{words}  {label}', **look)
+    axes.plot([], [], label=textwrap.fill(f'{words}  {label}', 30), **look)
 
 
 def limits_of(arms):

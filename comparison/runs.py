@@ -319,6 +319,15 @@ def read_state(folder, wanted=None, but=()):
     return state
 
 
+def finished_runs(folders):
+    """{folder: State}. Raises ValueError for a folder that is no finished run."""
+    runs = {str(folder): read_state(folder) for folder in folders}
+    for folder, run in runs.items():
+        if run.kind != 'finished':
+            raise ValueError(f'{folder} is no finished run: {run.reason}')
+    return runs
+
+
 def foreign_text(state, wanted, but):
     """In words, how a run differs from the one that is wanted; '' where it does not."""
     for name, value in unknown_settings(state.config).items():

@@ -27,6 +27,7 @@ Everything is computed per sequence, in float32 without TF32, then averaged over
 import contextlib
 import itertools
 import math
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
@@ -44,12 +45,10 @@ from hub.read import load as load_hub
 from lib.data import Dataset
 from lib.files import write_json
 from lib.machine import Machine
-from lib.rundir import check_tokenizer, provenance
+from lib.rundir import compare_tokenizers, provenance
 from lib.trained import load_run
 from model import attend, attend_cross, to_query_heads
 from paper import draw, losses
-
-BLOCK = 2**24  # attention weights in memory at once: 64 MB
 
 
 @dataclass
@@ -77,27 +76,35 @@ class AnalyzeConfig:
 # --- watching a forward pass ----------------------------------------------------------------------
 
 
-def watch(model, idx):
-    """What the layers of a model do with a batch idx (B, T), three lists with an entry for each layer:
-    what it attends with, (q, keys, values) in the shapes of model.attend_cross(); what its c_attn
-    projects; and what the block gives."""
-    attended, projected, outputs = [], [], []
+def nothing(*args):
+    return None
+
+
+def watch(model, idx, attended=nothing, projected=nothing, output=nothing):
+    """What three functions give for each layer of a model that reads idx (B, T), in three lists.
+
+    attended(q, keys, values): of what a layer attends with, in the shapes of model.attend_cross().
+    projected(block, t): of what its c_attn projects. output(block, x): of what the block gives.
+    """
+    results = [], [], []
 
     def spy(q, keys, values, *args):
-        attended.append((q, keys, values))
+        results[0].append(attended(q, keys, values))
         return attend_cross(q, keys, values, *args)
+
+    def hook(block, read, values):
+        return lambda module, args, tensor: values.append(read(block, tensor))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
         for block in model.transformer.h:
-            for module, results in ((block.attn.c_attn, projected), (block, outputs)):
-                stack.callback(module.register_forward_hook(appending_to(results)).remove)
+            for module, read, values in (
+                (block.attn.c_attn, projected, results[1]),
+                (block, output, results[2]),
+            ):
+                stack.callback(module.register_forward_hook(hook(block, read, values)).remove)
         model(idx, last_only=True)
-    return attended, projected, outputs
-
-
-def appending_to(results):
-    return lambda module, args, output: results.append(output)
+    return results
 
 
 def join_heads(t):
@@ -120,8 +127,7 @@ def stack(layers):
 
 
 def entropy(model, idx):
-    attended, _, _ = watch(model, idx)
-    columns = [importance(q, keys) for q, keys, _ in attended]
+    columns, _, _ = watch(model, idx, lambda q, keys, values: importance(q, keys))
     return {
         'entropy': stack([torch.special.entr(each).sum(dim=1) for each in columns]),
         'first token': stack([each[:, 0] for each in columns]),
@@ -131,22 +137,15 @@ def entropy(model, idx):
 def importance(q, keys):
     """The mean over heads and queries of the attention that each token gets, (B, T), float64.
 
-    q (B, nh, T, hs), keys: a list of (B, n_kv_head, T, hs). Attention is computed anew, for some
-    queries at a time: all of it would not fit.
+    q (B, nh, T, hs), keys: a list of (B, n_kv_head, T, hs). What a head gives is its matrix times its
+    values. So the sum of a column of the matrix is the gradient of the sum of what the head gives.
     """
-    B, nh, T, hs = q.size()
-    k = torch.cat(keys, dim=2).float()  # (B, n_kv_head, S, hs)
-    groups, S = k.size(1), k.size(2)
-    times = torch.arange(T, device=q.device)
-    key_times = times.repeat(len(keys))  # (S,)
-    columns = torch.zeros(B, S, dtype=torch.float64, device=q.device)
-    for rows in times.split(max(1, BLOCK // (B * nh * S))):
-        some = q[:, :, rows].float().view(B, groups, -1, hs)
-        scores = some @ k.transpose(2, 3) / math.sqrt(hs)
-        scores = scores.view(B, nh, len(rows), S)
-        scores = scores.masked_fill(key_times > rows[:, None], -torch.inf)
-        columns += scores.softmax(dim=3).sum(dim=(1, 2))
-    return columns.view(B, len(keys), T).sum(dim=1) / (nh * T)
+    _, nh, T, _ = q.size()
+    values = [torch.zeros_like(k, requires_grad=True) for k in keys]
+    with torch.enable_grad():
+        total = attend_cross(q, keys, values)[..., 0].sum()
+        columns = torch.autograd.grad(total, values)
+    return sum(each[..., 0].double().sum(dim=1) for each in columns) / (nh * T)
 
 
 def uniform_entropy(T):
@@ -157,12 +156,12 @@ def uniform_entropy(T):
 
 
 def similarity(model, idx):
-    attended, _, outputs = watch(model, idx)
-    return {
-        'hidden states': stack([mean_cosine(x) for x, _, _ in outputs]),
-        'keys': stack([mean_cosine(join_heads(keys[-1])) for _, keys, _ in attended]),
-        'values': stack([mean_cosine(join_heads(values[-1])) for _, _, values in attended]),
-    }
+    def cosines(q, keys, values):
+        return [mean_cosine(join_heads(each[-1])) for each in (keys, values)]
+
+    attended, _, hidden = watch(model, idx, cosines, output=lambda block, x: mean_cosine(x[0]))
+    keys, values = zip(*attended, strict=True)
+    return {'hidden states': stack(hidden), 'keys': stack(keys), 'values': stack(values)}
 
 
 def mean_cosine(x):
@@ -179,22 +178,27 @@ PROJECTED, ATTENDED = 'projected values', 'values attended with'
 
 
 def spectrum(model, idx):
-    attended, projected, _ = watch(model, idx)
-    values = own_values(model, projected)
-    own = [v if v is None else eigenvalues(v) for v in values]
-    used = [eigenvalues(join_heads(values[-1])) for _, _, values in attended]
-    return {PROJECTED: stack(own), ATTENDED: stack(used)}
+    def used(q, keys, values):
+        return eigenvalues(join_heads(values[-1]))
+
+    def own(block, projected):
+        return eigenvalues(own_values(block, projected))
+
+    attended, projected, _ = watch(model, idx, used, own)
+    return {PROJECTED: stack(projected), ATTENDED: stack(attended)}
 
 
-def own_values(model, projected):
-    """[a layer's values (B, T, C), heads concatenated, before any are mixed in; None if it borrows them]
-    of what watch() says the layers project."""
-    rows = [block.attn.rows.get('v') for block in model.transformer.h]  # the last ones
-    return [t[..., -n:] if n else None for n, t in zip(rows, projected, strict=True)]
+def own_values(block, projected):
+    """A layer's values (B, T, C), heads concatenated, before any are mixed in, of what it projects; None
+    if it borrows them."""
+    n = block.attn.rows.get('v')  # the last ones
+    return projected[..., -n:] if n else None
 
 
 def eigenvalues(v):
-    """Those of v^T v / T, the largest first: (B, T, C) -> (B, C)."""
+    """Those of v^T v / T, the largest first: (B, T, C) -> (B, C). None of None."""
+    if v is None:
+        return None
     v = v.double()
     return torch.linalg.eigvalsh(v.transpose(1, 2) @ v / v.size(1)).flip(1)
 
@@ -207,7 +211,7 @@ def mapping(model, idx):
         raise ValueError(
             'mapping compares a layer with the one before: the model has a single layer'
         )
-    attended, _, _ = watch(model, idx)
+    attended, _, _ = watch(model, idx, lambda *layer: layer)
     by_equation = {EQ_3: [None], EQ_6: [None]}
     for (_, keys_before, values_before), (q, keys, values) in itertools.pairwise(attended):
         k, v, v_before = keys[-1], values[-1], values_before[-1]
@@ -259,7 +263,7 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in enumerate(own_values(model, watch(model, idx)[1])):
+        for n, v in enumerate(watch(model, idx, projected=own_values)[1]):
             if v is not None:
                 zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
                 sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
@@ -268,7 +272,7 @@ def tokens(model, rows, batch_size, label=''):
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
         left, total = [None] * model.config.n_layer, [None] * model.config.n_layer
-        for n, v in enumerate(own_values(model, watch(model, idx)[1])):
+        for n, v in enumerate(watch(model, idx, projected=own_values)[1]):
             if v is not None:
                 means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
                 left[n] = squares(v - means[place[idx]], known)
@@ -310,8 +314,7 @@ def load(run, settings):
     else:
         dataset = Dataset(checkpoint['settings']['dataset'])
         origin = dataset.folder
-        sha256 = dataset.meta['tokenizer']['sha256']
-        check_tokenizer(run, tokenizer.sha256, sha256, f'that of {origin}')
+        compare_tokenizers(checkpoint, dataset)
         rows = dataset_rows(dataset, T, settings.sequences)
     if not rows:
         raise ValueError(f'{origin} has not one sequence of {T} tokens; give a shorter --length')
@@ -425,27 +428,27 @@ PANELS = {
     'entropy': (
         'Entropy of token importance',
         'entropy of token importance (nats)',
-        {'': ['entropy']},
+        {'': 'entropy'},
     ),
     'similarity': (
         'Similarity of tokens',
         'mean cosine of pairs of tokens',
-        {name: [name] for name in ('hidden states', 'keys', 'values')},
+        {name: name for name in ('hidden states', 'keys', 'values')},
     ),
     'mapping': (
         'Two approximations of cross-layer attention',
         "cosine to cross-layer attention's output",
-        {'': [EQ_3, EQ_6]},
+        {EQ_3: EQ_3, EQ_6: EQ_6},
     ),
     'spectrum': (
         'Eigenvalues of the values',
         'largest eigenvalue',
-        {FIRST_LAYER: [PROJECTED], PROJECTED: [PROJECTED], ATTENDED: [ATTENDED]},
+        {FIRST_LAYER: PROJECTED, PROJECTED: PROJECTED, ATTENDED: ATTENDED},
     ),
     'tokens': (
         'How much of the values the token alone explains',
         'R² on sequences that gave no means',
-        {'': [EXPLAINED]},
+        {'': EXPLAINED},
     ),
 }
 
@@ -459,21 +462,22 @@ def figure_of(numbers, title=''):
     over = 'sequences' if seeds == 1 else seeds_text(seeds)
     title = f'{title or usual}\nbands: one standard error over {over}'
     size = (3.1 * max(len(panels), 2), 4.2)
-    figure, grid = draw.picture(title, size, ncols=len(panels), squeeze=False)
+    # One quantity has one axis.
+    is_shared = kind != 'spectrum'
+    figure, grid = draw.picture(title, size, ncols=len(panels), squeeze=False, sharey=is_shared)
     axes = grid[0]
     if kind == 'spectrum':
-        axes[2].sharey(axes[1])  # one quantity has one axis
+        axes[2].sharey(axes[1])
         for ax in axes:
             ax.set_yscale('log')
     for ax, (panel, series) in zip(axes, panels.items(), strict=True):
         for run, report in reports.items():
-            for name, marker in zip(series, '.x', strict=False):
-                mean, error = curve_of(kind, panel, report['series'][name])
-                label = labels[run] if len(series) == 1 else f'{labels[run]}: {name}'
-                x = np.arange(1, len(mean) + 1)
-                ax.plot(x, mean, marker=marker, markersize=4, label=label, **look[run])
-                band = {'color': look[run]['color'], 'alpha': 0.2, 'linewidth': 0}
-                ax.fill_between(x, mean - error, mean + error, **band)
+            mean, error = curve_of(kind, panel, report['series'][series])
+            x = np.arange(1, len(mean) + 1)
+            label = textwrap.fill(labels[run], 28)
+            ax.plot(x, mean, marker='.', label=label, **look[run])
+            band = {'color': look[run]['color'], 'alpha': 0.2, 'linewidth': 0}
+            ax.fill_between(x, mean - error, mean + error, **band)
         ax.set_title(panel, fontsize=10)
         ax.set_xlabel('index of the eigenvalue' if panel == FIRST_LAYER else 'layer')
         ax.xaxis.get_major_locator().set_params(integer=True)

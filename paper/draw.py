@@ -22,10 +22,9 @@ import numpy as np
 
 from comparison.charts import BESIDE, curves_picture, picture, pyplot
 from comparison.curves import measure_curves
-from comparison.runs import gpt_config, named_runs, read_run_config, read_state
+from comparison.runs import finished_runs, gpt_config, named_runs, read_run_config
 from comparison.verdict import paired
 from configurator import choose, one_line_errors
-from lib.tables import markdown_table
 from paper import figures, losses, wiring
 from paper.figures import R, S, V
 
@@ -46,19 +45,13 @@ DASHES = ('-', '--', ':', '-.')
 
 def looks(models):
     """{model: matplotlib's line settings}; no two are alike."""
-    free = [color for color in OTHERS if color not in [COLORS.get(model) for model in models]]
+    free = [color for color in OTHERS if color not in map(COLORS.get, models)]
     others = itertools.cycle(itertools.product(DASHES, free))
     result = {}
     for model in models:
         dashes, color = ('-', COLORS[model]) if model in COLORS else next(others)
         result[model] = {'color': color, 'linestyle': dashes}
     return result
-
-
-def shades(items):
-    """looks() of steps of one thing, such as a size, in order: ever darker."""
-    colors = pyplot().get_cmap('viridis_r')(np.linspace(0.15, 1, len(items)))
-    return {item: {'color': color} for item, color in zip(items, colors, strict=True)}
 
 
 def labels_and_looks(runs):
@@ -70,26 +63,10 @@ def labels_and_looks(runs):
         short[run] = re.sub(r'(_lr[\d.e-]+)?(_seed\d+)?$', '', folder.name)
     if len(set(short.values())) < len(short):
         short = {run: str(run) for run in runs}
-    of_paper = {figures.Arm(model).name: model for model in figures.NAMES}
-    models = {run: of_paper.get(name, run) for run, name in short.items()}
-    labels = {run: figures.NAMES.get(models[run], name) for run, name in short.items()}
-    look = looks(models.values())
-    return labels, {run: look[model] for run, model in models.items()}
-
-
-# --- curves ---------------------------------------------------------------------------------------
-
-
-def print_curves(arms):
-    """A table of mean curves at five steps, and of their ends."""
-    steps = next(iter(arms.values()))['steps']
-    marks = [steps[i] for i in np.linspace(0, len(steps) - 1, 6, dtype=int)[1:]]
-    rows = []
-    for name, arm in arms.items():
-        mean = np.interp(marks, arm['steps'], np.mean(list(arm['curves'].values()), axis=0))
-        numbers = [*mean, np.mean(list(arm['ends'].values()))]
-        rows.append([name, *(f'{number:+.4f}' for number in numbers)])
-    print(markdown_table(['run', *(f'step {mark}' for mark in marks), 'validation'], rows))
+    words = {figures.Arm(model).name: name for model, name in figures.NAMES.items()}
+    labels = {run: words.get(name, name) for run, name in short.items()}
+    look = looks(short.values())
+    return labels, {run: look[name] for run, name in short.items()}
 
 
 # --- losses by size, and crossings ----------------------------------------------------------------
@@ -202,7 +179,7 @@ class DrawConfig:
 
 
 def draw_relative(settings):
-    runs = {folder: read_state(folder) for folder in named_runs(settings.runs)}
+    runs = finished_runs(named_runs(settings.runs))
     arms = losses.arms_of({name: run.facts for name, run in runs.items()})
     baseline, *others = arms
     pairs = {}
@@ -215,8 +192,6 @@ def draw_relative(settings):
     if not pairs:
         raise ValueError('relative needs a baseline and at least one other model')
     curves = measure_curves(pairs, settings.window)
-    print(f'Training loss minus that of {baseline}, mean of {settings.window} steps\n')
-    print_curves(curves)
     labels, look = labels_and_looks(arms)
     return curves_picture(curves, labels, look, labels[baseline], settings.window)
 

@@ -14,7 +14,7 @@ there are 4 to 11, Figs. 9 to 14 are 12 to 17. `v5` is the version of June 2025.
 import functools
 import itertools
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from comparison.plan import read_wiring
@@ -128,8 +128,8 @@ class Arm:
         model = re.sub(r'[^\w.]+', '_', self.model.replace('=True', '')).strip('_')
         return '_'.join([model, *(f'{name}{value}' for name, value in self.unusual().items())])
 
-    def words(self, scale, names, told=()):
-        """Its model, by `names`, and what is unusual about it at a scale; told: fields to tell anyway."""
+    def words(self, scale, told=()):
+        """Its model, and what is unusual about it at a scale; told: fields to tell anyway."""
         words = {
             'size': self.size.upper(),
             'length': f'{scale.lengths[LENGTHS.index(self.length)]:,} tokens',
@@ -137,10 +137,10 @@ class Arm:
             'warmup': f'warm-up {scale.warmups[self.warmup]:,}',
         }
         told = {*told, *self.unusual()}
-        return ', '.join([names[self.model], *(words[name] for name in words if name in told)])
+        return ', '.join([NAMES[self.model], *(words[name] for name in words if name in told)])
 
     def __str__(self):
-        return self.words(PAPER, NAMES)
+        return self.words(PAPER)
 
     def baseline(self):
         """The arm whose loss is the zero of its curves."""
@@ -225,15 +225,15 @@ def arms_of(models, **at):
 # --- figures --------------------------------------------------------------------------------------
 
 
-@dataclass
 class Panel:
-    """how: 'curves' and 'critical' show arms minus their baselines, 'scaling' losses by size, 'wiring'
-    needs no run, 'tasks' and 'loss' are tables, and the others are analyses of paper.analyze."""
+    """How: 'curves' and 'critical' show arms minus their baselines, 'scaling' losses by size, 'wiring'
+    needs no run, 'tasks' and 'loss' are tables, and the others are analyses of paper.analyze. Its arms
+    are some models, at each value of a setting; title: what is seen, where a figure has several."""
 
-    how: str
-    arms: list
-    title: str = ''  # what is seen, where the figure has several panels
-    names: dict = field(default_factory=dict)  # {model: its name here}, in place of NAMES
+    def __init__(self, how, models, title='', **at):
+        self.how = how
+        self.arms = arms_of(models, **at)
+        self.title = title
 
     def runs(self):
         """Each arm that must be trained, once, baselines first."""
@@ -245,173 +245,93 @@ class Panel:
         return list(dict.fromkeys(baselines + self.arms))
 
 
-@dataclass
 class Figure:
-    title: str  # what is seen
-    panels: list
-    has_outside_panel: bool = False  # about checkpoints from elsewhere, which is left out here
+    """title: what is seen. Panels about checkpoints from elsewhere are left out here."""
+
+    def __init__(self, title, *panels):
+        self.title = title
+        self.panels = panels
 
     def runs(self):
         return list(dict.fromkeys(arm for panel in self.panels for arm in panel.runs()))
 
 
-def curves(names):
-    """The one panel of a figure that shows the curves of {model: its name here}."""
-    return [Panel('curves', arms_of(' '.join(names)), names=names)]
-
-
-BY_SIZE = arms_of('vanilla resformer', size=SIZES)
 SOME_LENGTHS = (2048, 32000, LONGEST)  # of Fig. 5
 
 FIGURES = {
     'table1': Figure(
-        'Zero-shot tasks', [Panel('tasks', arms_of('vanilla resformer', length=(2048, LONGEST)))]
+        'Zero-shot tasks', Panel('tasks', 'vanilla resformer', length=(2048, LONGEST))
     ),
-    'table5': Figure('Validation loss, mean of the domains', [Panel('loss', BY_SIZE)]),
+    'table5': Figure(
+        'Validation loss, mean of the domains', Panel('loss', 'vanilla resformer', size=SIZES)
+    ),
     'fig1': Figure(
         'Models compared, and attention entropy',
-        [
-            Panel(
-                'curves',
-                arms_of('resformer neutreno neutreno_resformer denseformer'),
-                'Models compared',
-            ),
-            Panel(
-                'entropy',
-                arms_of('vanilla resformer neutreno denseformer svformer'),
-                'How evenly attention is spread over tokens',
-            ),
-        ],
-        has_outside_panel=True,
+        Panel('curves', 'resformer neutreno neutreno_resformer denseformer', 'Models compared'),
+        Panel(
+            'entropy',
+            'vanilla resformer neutreno denseformer svformer',
+            'How evenly attention is spread over tokens',
+        ),
     ),
     'fig2': Figure(
         'Whose queries, keys and values a layer uses',
-        [Panel('wiring', arms_of('vanilla neutreno denseformer resformer svformer'))],
+        Panel('wiring', 'vanilla neutreno denseformer resformer svformer'),
     ),
-    'fig3': Figure(
-        'Cross-layer attention and its approximations',
-        [Panel('mapping', arms_of('vanilla'))],
-        has_outside_panel=True,
-    ),
+    'fig3': Figure('Cross-layer attention and its approximations', Panel('mapping', 'vanilla')),
     'fig4': Figure(
         'Sharing keys or values every two layers',
-        curves(
-            {
-                'vanilla+share_k=True+share_k_every=2': 'keys shared',
-                'svformer+share_v_every=2': 'values shared',
-                'cla': 'both shared (CLA)',
-            }
-        ),
+        Panel('curves', 'vanilla+share_k=True+share_k_every=2 svformer+share_v_every=2 cla'),
     ),
     'fig5': Figure(
         'ResFormer by sequence length and by size',
-        [
-            Panel(
-                'curves', arms_of('resformer', length=SOME_LENGTHS), 'ResFormer by sequence length'
-            ),
-            Panel('scaling', BY_SIZE, 'Loss by size'),
-            Panel('curves', arms_of('resformer', size=SIZES), 'ResFormer by size'),
-        ],
+        Panel('curves', 'resformer', 'ResFormer by sequence length', length=SOME_LENGTHS),
+        Panel('scaling', 'vanilla resformer', 'Loss by size', size=SIZES),
+        Panel('curves', 'resformer', 'ResFormer by size', size=SIZES),
     ),
     'fig6': Figure(
         'Residual on queries, keys or values',
-        curves(
-            {
-                'vanilla+q_residual=True': 'queries',
-                'vanilla+k_residual=True': 'keys',
-                'resformer': 'values (ResFormer)',
-            }
-        ),
+        Panel('curves', 'vanilla+q_residual=True vanilla+k_residual=True resformer'),
     ),
     'fig7': Figure(
         'How the source values are mapped',
-        curves(
-            {
-                'resformer': 'current (ResFormer)',
-                'resformer+residual_map=identity': 'identity',
-                'resformer+residual_map=identity+residual_from=all': 'identity, all layers',
-                'resformer+residual_map=cross': 'cross',
-            }
+        Panel(
+            'curves',
+            'resformer resformer+residual_map=identity '
+            'resformer+residual_map=identity+residual_from=all resformer+residual_map=cross',
         ),
     ),
     'fig8': Figure(
         'Which layers are the source',
-        curves(
-            {
-                'resformer': 'first (ResFormer)',
-                'resformer+residual_from=previous': 'previous',
-                'resformer+residual_from=all': 'all earlier',
-            }
-        ),
+        Panel('curves', 'resformer resformer+residual_from=previous resformer+residual_from=all'),
     ),
-    'fig9': Figure('Spectra of the values', [Panel('spectrum', arms_of('vanilla resformer'))]),
+    'fig9': Figure('Spectra of the values', Panel('spectrum', 'vanilla resformer')),
     'fig10': Figure(
         'Less KV cache: half, and an eighth',
-        [
-            Panel(
-                'curves',
-                arms_of('svformer gqa cla', length=(2048, LONGEST)),
-                'Half the KV cache',
-            ),
-            Panel(
-                'curves',
-                arms_of('svformer_gqa mqa cla_gqa', length=[LONGEST]),
-                'An eighth of the KV cache',
-                {'svformer_gqa': 'SVFormer', 'cla_gqa': 'CLA'},
-            ),
-        ],
+        Panel('curves', 'svformer gqa cla', 'Half the KV cache', length=(2048, LONGEST)),
+        Panel('curves', 'svformer_gqa mqa cla_gqa', 'An eighth of the KV cache', length=[LONGEST]),
     ),
     'fig11': Figure(
         'SVFormer by sequence length',
-        [
-            Panel('curves', arms_of('svformer', length=LENGTHS), 'SVFormer by sequence length'),
-            Panel(
-                'critical',
-                arms_of('svformer', length=LENGTHS),
-                'Whether vanilla overtakes SVFormer',
-            ),
-        ],
+        Panel('curves', 'svformer', 'SVFormer by sequence length', length=LENGTHS),
+        Panel('critical', 'svformer', 'Whether vanilla overtakes SVFormer', length=LENGTHS),
     ),
-    'fig12a': Figure(
-        'SVFormer by learning rate', [Panel('curves', arms_of('svformer', rate=(0, 1, 2)))]
-    ),
-    'fig12b': Figure('SVFormer by warm-up', [Panel('curves', arms_of('svformer', warmup=(0, 1)))]),
-    'fig12c': Figure('SVFormer by size', [Panel('curves', arms_of('svformer', size=SIZES))]),
+    'fig12a': Figure('SVFormer by learning rate', Panel('curves', 'svformer', rate=(0, 1, 2))),
+    'fig12b': Figure('SVFormer by warm-up', Panel('curves', 'svformer', warmup=(0, 1))),
+    'fig12c': Figure('SVFormer by size', Panel('curves', 'svformer', size=SIZES)),
     'fig12d': Figure(
         "On GPT-2's architecture",
-        [
-            Panel(
-                'curves',
-                arms_of('svformer gpt2+share_v=True gpt2+v_residual=True'),
-                names={'svformer': 'SVFormer on Llama'},
-            )
-        ],
+        Panel('curves', 'svformer gpt2+share_v=True gpt2+v_residual=True'),
     ),
     'fig13': Figure(
         "All layers use the first layer's queries, keys or values",
-        curves(
-            {
-                'vanilla+share_q=True': 'queries',
-                'vanilla+share_k=True': 'keys',
-                'svformer': 'values (SVFormer)',
-            }
-        ),
+        Panel('curves', 'vanilla+share_q=True vanilla+share_k=True svformer'),
     ),
     'fig14': Figure(
         "SVFormer's anchors: layers that have their own values",
-        curves(
-            {
-                'svformer+share_v_every=2': 'four anchors',
-                'svformer+share_v_every=4': 'two anchors',
-                'svformer': 'one anchor',
-            }
-        ),
+        Panel('curves', 'svformer+share_v_every=2 svformer+share_v_every=4 svformer'),
     ),
-    'fig15': Figure(
-        'Similarity of tokens',
-        [Panel('similarity', arms_of('vanilla resformer svformer'))],
-        has_outside_panel=True,
-    ),
+    'fig15': Figure('Similarity of tokens', Panel('similarity', 'vanilla resformer svformer')),
 }
 
 

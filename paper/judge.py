@@ -24,7 +24,7 @@ import numpy as np
 
 from comparison import charts
 from comparison.charts import seeds_text
-from comparison.runs import difference, disagreement, read_state
+from comparison.runs import difference, disagreement, finished_runs
 from comparison.verdict import describe, half_width, judge, paired
 from lib.files import unreadable
 from lib.tables import markdown_table
@@ -61,11 +61,7 @@ def read_pool(folders, scale):
     """
     models = {key_of(Arm(model).configs(PAPER)[1]): model for model in NAMES}
     lengths = dict(zip(scale.lengths, LENGTHS, strict=True))
-    runs = {str(folder): read_state(folder) for folder in folders}
-    for folder, run in runs.items():
-        if run.kind != 'finished':
-            raise ValueError(f'{folder} is no figure, and no finished run: {run.reason}')
-    pool = {}
+    runs, pool = finished_runs(folders), {}
     for first, seeds in losses.arms_of({folder: run.facts for folder, run in runs.items()}).items():
         run = runs[first]
         model, length = models.get(key_of(run.model)), lengths.get(run.model.block_size)

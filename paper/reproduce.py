@@ -198,22 +198,18 @@ def draw_panel(name, panel, numbers, scale, folder):
     elif panel.how == 'critical':
         picture = draw.crossing_picture(numbers, draw.COLORS[panel.arms[0].model], title)
     else:
-        picture = curves_of(figure, panel, numbers, scale, title)
+        picture = curves_of(panel, numbers, scale, title)
     draw.save(picture, path)
 
 
-def curves_of(figure, panel, numbers, scale, title):
+def curves_of(panel, numbers, scale, title):
     arms = {arm.name: arm for arm in panel.arms if arm.name in numbers}
-    look = draw.shades(arms)
-    if len({arm.model for arm in arms.values()}) > 1:
-        looks = draw.looks([arm.model for arm in arms.values()])
-        look = {name: looks[arm.model] for name, arm in arms.items()}
     baselines = {NAMES[arm.baseline().model] for arm in arms.values()}
     baseline = baselines.pop() if len(baselines) == 1 else 'its own baseline'
     told = {name for arm in arms.values() for name in arm.unusual()}
-    names = NAMES | panel.names
-    labels = {name: arm.words(scale, names, told) for name, arm in arms.items()}
-    return draw.curves_picture(numbers, labels, look, baseline, scale.window // 2, title)
+    labels = {name: arm.words(scale, told) for name, arm in arms.items()}
+    window = scale.window // 2
+    return draw.curves_picture(numbers, labels, draw.looks(arms), baseline, window, title)
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -280,14 +276,12 @@ def print_list(settings):
         done = sum(map(len, pool_of(plan([name], settings)).values()))
         runs = len(figure.runs()) * settings.seeds
         arms = ' '.join(arm.name for arm in figure.runs())
-        title = figure.title + '*' * figure.has_outside_panel
-        rows.append([name, f'{done} of {runs}', title, arms])
+        rows.append([name, f'{done} of {runs}', figure.title, arms])
     minutes = SCALES[settings.scale].minutes
     print(markdown_table(['', 'runs', 'what', 'arms'], rows, (0, 2, 3)))
     print(
         f'\nA run takes about {minutes} minutes on one core; at scale paper, hours on eight GPUs.'
     )
-    print('* one panel is left out: python -m paper.analyze ... --hf=FOLDER draws it.')
 
 
 def each(names, make, *arguments):

@@ -11,11 +11,10 @@ import pytest
 import reference
 import torch
 import variants
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as architecture
 from model import GPT, GPTConfig
-from paper import analyze, draw
+from paper import analyze
 
 SIZE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=4, n_embd=16, n_inner=20)
 B, T = 3, 19
@@ -199,19 +198,11 @@ def test_an_analysis_equals_its_direct_formula(kind, name):
     assert_close(analyzed(kind, model, tokens()[:2]), expected)
 
 
-def test_layers_that_own_fewer_heads_have_fewer_eigenvalues(tmp_path):
-    """In a fork, a layer may project the values of some heads alone, and attend with others'."""
-    layers = [torch.rand(2, 16).double(), torch.rand(2, 8).double(), None]
+def test_a_layer_that_owns_fewer_heads_has_fewer_eigenvalues():
+    layers = [torch.rand(2, 16), torch.rand(2, 8), None]
     values = analyze.stack(layers)
-    assert values.shape == (2, 3, 16)
     assert torch.equal(values[:, 1, :8], layers[1]) and values[:, 1, 8:].isnan().all()
-    assert values[:, 2].isnan().all()
-
-    rest = np.where(np.isnan(values[0]), None, values[0]).tolist()
-    series = {'mean': rest, 'standard_error': rest}
-    report = {'series': {name: series for name in (analyze.PROJECTED, analyze.ATTENDED)}}
-    numbers = {'analysis': 'spectrum', 'runs': {'out/fork': report}}
-    draw.save(analyze.figure_of(numbers), tmp_path / 'x.png')
+    assert torch.equal(values[:, 0], layers[0]) and values[:, 2].isnan().all()
 
 
 # --- tokens: means over loops, and the weight of a sequence by its effect -------------------------
@@ -222,38 +213,36 @@ def test_tokens_equals_its_direct_formula(name):
     """The last layers' values are almost noise to the tokens' means: R^2 may be below 0."""
     model = small(name)
     tokens = np.random.default_rng(0).geometric(0.2, size=(15, T))  # many of few
-    fitted, held_out = list(tokens[::2]), list(tokens[1::2])
-    values = {id(row): inside(model, torch.from_numpy(row))[1]['v'] for row in fitted + held_out}
+    # (sequences, layers, T, C)
+    values = []
+    for row in tokens:
+        layers = inside(model, torch.from_numpy(row))[1]['v']
+        values.append(np.stack([torch.cat(heads, dim=1).numpy() for heads in layers]))
+    values = np.stack(values)
+    fitted, held_out = slice(0, None, 2), slice(1, None, 2)
+    counts = np.bincount(tokens[fitted].ravel())
+    often = np.flatnonzero(counts >= 20)
+    is_often = np.isin(tokens, often)
+    assert 0 < len(often) < np.count_nonzero(counts)
 
-    def vectors(row, n):
-        return torch.cat(values[id(row)][n], dim=1).numpy()
-
-    count = {t: sum((row == t).sum() for row in fitted) for t in range(SIZE['vocab_size'])}
-    often = {t for t in count if count[t] >= 20}
-    assert often and len(often) < len([t for t in count if count[t]])
-
-    result = {'R^2': [], 'share of positions': []}
+    expected = []
     for n in range(SIZE['n_layer']):
-        of_token = {t: [] for t in often}
-        for row in fitted:
-            for t, v in zip(row, vectors(row, n), strict=True):
-                if t in often:
-                    of_token[t].append(v)
-        every = np.concatenate(list(of_token.values())).mean(axis=0)
-        left, total = np.zeros(len(held_out)), np.zeros(len(held_out))
-        for i, row in enumerate(held_out):
-            for t, v in zip(row, vectors(row, n), strict=True):
-                if t in often:
-                    left[i] += ((v - np.mean(of_token[t], axis=0)) ** 2).sum()
-                    total[i] += ((v - every) ** 2).sum()
+        v, seen = values[:, n], tokens[fitted]
+        means = {t: v[fitted][seen == t].mean(axis=0) for t in often}
+        mean = v[fitted][is_often[fitted]].mean(axis=0)
+        of_token = np.array([[means.get(t, mean) for t in row] for row in tokens])
+        left, total = (
+            (((v - each) ** 2).sum(axis=2) * is_often)[held_out].sum(axis=1)
+            for each in (of_token, mean)
+        )
         r2 = 1 - left.sum() / total.sum()
         # How R^2 moves if a sequence is there a little more than once.
-        more = 1 + 1e-6 * np.eye(len(held_out))
+        more = 1 + 1e-6 * np.eye(len(left))
         moved = (1 - more @ left / (more @ total) - r2) / 1e-6
-        nobody = reference.owner(model.config, 'v', n) != n
-        result['R^2'].append(np.full(len(moved), np.nan) if nobody else r2 + len(moved) * moved)
-    result['R^2'] = np.transpose(result['R^2'])
-    result['share of positions'] = [np.mean([t in often for t in row]) for row in held_out]
+        is_own = reference.owner(model.config, 'v', n) == n
+        expected.append(r2 + len(moved) * moved if is_own else np.full(len(moved), np.nan))
+    shares = is_often[held_out].mean(axis=1)
+    result = {'R^2': np.transpose(expected), 'share of positions': shares}
 
     for batch_size in (1, 4):
         with torch.no_grad():
@@ -270,40 +259,6 @@ def test_the_entropy_of_uniform_attention_equals_its_definition():
     columns = [sum(1 / (i + 1) for i in range(j, T)) / T for j in range(T)]
     uniform = -sum(a * math.log(a) for a in columns)
     assert analyze.uniform_entropy(T) == pytest.approx(uniform, abs=1e-12)
-
-
-# --- nothing depends on how the work is cut -------------------------------------------------------
-
-
-class Softmaxes(TorchDispatchMode):
-    """Sizes of the results of all softmaxes."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._softmax.default:
-            self.sizes.append(result.numel())
-        return result
-
-
-@pytest.mark.parametrize('name', ['vanilla', 'gpt2 ResFormer GQA', 'cross from all, GQA'])
-def test_blocks_of_queries_give_the_same_entropy_and_hold_no_more_weights_than_wanted(
-    name, monkeypatch
-):
-    model = small(name)
-    whole = analyzed('entropy', model, tokens())
-    # The attention weights of one query, per layer.
-    rows = [B * SIZE['n_head'] * T * len(read_layers(model.config, n)) for n in range(3)]
-    for block in (1, rows[0], 4 * rows[-1] + 1, 7 * rows[0]):
-        monkeypatch.setattr(analyze, 'BLOCK', block)
-        with Softmaxes() as softmaxes:
-            assert_close(analyzed('entropy', model, tokens()), whole, tolerance=1e-6)
-        sizes = softmaxes.sizes
-        assert len(sizes) == sum(math.ceil(T / max(1, block // row)) for row in rows)
-        assert max(sizes) <= max(block, *rows) and sum(sizes) == T * sum(rows)
 
 
 # --- attention is only watched --------------------------------------------------------------------

@@ -110,26 +110,27 @@ def test_the_prediction_of_a_crossing_is_not_made_from_noise(tmp_path):
 # --- drawn, and told ------------------------------------------------------------------------------
 
 
-def points_of(tmp_path, middles, steps=100):
+def points_of(tmp_path, middles):
     """Crossings at sequence lengths 64, 128, ... of differences that rise through 0 in the middle."""
     pairs = []
     for i, middle in enumerate(middles):
-        rise = np.arange(steps) - middle - 0.5 if middle else -np.ones(steps)
+        rise = STEPS - middle - 0.5 if middle else -np.ones(100)
         pairs.append(write_pair(tmp_path, rise, block_size=64 * 2**i, batch_size=2))
     return draw.measure_critical(pairs, 1)
 
 
-def test_only_three_rising_crossings_are_fitted_and_each_kind_has_a_marker(tmp_path):
-    cases = ((None, 20, 30, 130), 0), ((None, 20, 30, 40), 1), ((None, 40, 30, 20), 0)
-    for middles, fits in cases:
-        points = points_of(tmp_path, middles)
-        figure = draw.crossing_picture(points, '#0072B2')
-        lines = {line.get_label(): line for line in figure.axes[0].lines}
-        assert sum(line.get_linestyle() == '--' for line in lines.values()) == fits
-        # A run that is not overtaken is drawn at the end of its training.
-        assert list(lines['not overtaken'].get_ydata()) == [100]
-        assert list(lines['overtaken'].get_ydata())[:2] == [middles[1] + 1, middles[2] + 1]
-        assert ('predicted' in lines) == (130 in middles)
+@pytest.mark.parametrize('last, is_fitted', [(130, False), (40, True), (15, False)])
+def test_only_three_rising_crossings_are_fitted_and_each_kind_has_a_marker(
+    tmp_path, last, is_fitted
+):
+    points = points_of(tmp_path, (None, 20, 30, last))
+    axes = draw.crossing_picture(points, '#0072B2').axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    assert any(line.get_linestyle() == '--' for line in axes.lines) == is_fitted
+    # A run that is not overtaken is drawn at the end of its training.
+    assert list(lines['not overtaken'].get_ydata()) == [100]
+    assert list(lines['overtaken'].get_ydata())[:2] == [21, 31]
+    assert ('predicted' in lines) == (last == 130)
 
 
 def test_words_give_the_tokens_and_both_witnesses(tmp_path):

@@ -1,13 +1,14 @@
 """Numbers from the logs of runs (paper/losses.py), and what paper/draw.py draws of them."""
 
-import re
-
 import numpy as np
 import pytest
 from conftest import ROOT
 from programs import assert_one_line, program
 from runs import write_log, write_run
 
+from comparison import charts
+from comparison.charts import picture
+from comparison.curves import measure_curves
 from comparison.runs import read_state
 from paper import draw, figures, losses
 
@@ -26,7 +27,7 @@ def test_a_curve_is_the_mean_of_a_window_and_ends_with_the_validation_loss(tmp_p
     rng = np.random.default_rng(0)
     base, other = rng.normal(3, 0.1, 40), rng.normal(2.9, 0.1, 40)
     pair = state(tmp_path / 'b', other), state(tmp_path / 'a', base)
-    (arm,) = draw.measure_curves({'b': {1: pair}}, 5).values()
+    (arm,) = measure_curves({'b': {1: pair}}, 5).values()
     assert arm['steps'] == list(range(4, 40))
     expected = [(other - base)[step - 4 : step + 1].mean() for step in arm['steps']]
     assert arm['curves'][1] == pytest.approx(expected)
@@ -46,48 +47,33 @@ def test_a_window_is_of_steps_also_where_not_every_step_was_logged(tmp_path):
     # The last 50 steps have five logged ones: 350, 360, ..., 390.
     assert losses.late_difference(*pair, 50) == pytest.approx(-3.7)
     assert losses.last_loss(pair[0], 50) == pytest.approx(-0.7)
-    assert losses.early_difference(*pair) == pytest.approx(-0.15)
 
 
 def test_losses_that_are_not_finite_are_left_out_of_all_seeds(tmp_path):
     base = state(tmp_path / 'base', [3.0] * 20)
     odd = state(tmp_path / 'odd', [2.0] * 15 + [float('nan')] + [2.0] * 4)
-    even = state(tmp_path / 'even', [1.0] * 20)
-    (arm,) = draw.measure_curves({'x': {1: (odd, base), 2: (even, base)}}, 1).values()
-    assert 15 not in arm['steps'] and len(arm['steps']) == 19
-    assert arm['curves'] == {1: [-1.0] * 19, 2: [-2.0] * 19}
-
-
-def random_arms(count, seeds, steps=100):
-    rng = np.random.default_rng(0)
-    arms = {}
-    for i in range(count):
-        curves = {seed: rng.normal(0.1 * i, 0.1, steps).tolist() for seed in range(seeds)}
-        ends = {seed: curve[-1] for seed, curve in curves.items()}
-        arms[f'arm{i}'] = {'steps': list(range(steps)), 'curves': curves, 'ends': ends, 'end': 'e'}
-    return arms
+    (arm,) = measure_curves({'x': {1: (odd, base), 2: (base, base)}}, 1).values()
+    assert 15 not in arm['steps'] and arm['curves'] == {1: [-1.0] * 19, 2: [0.0] * 19}
 
 
 def test_several_seeds_are_thin_lines_with_their_mean():
-    arms = random_arms(2, 3)
-    labels = {'arm0': 'a', 'arm1': 'b'}
-    figure = draw.curves_picture(arms, labels, draw.looks(arms), 'vanilla', 5)
+    rng = np.random.default_rng(0)
+    curves = {seed: rng.normal(0.1, 0.1, 100).tolist() for seed in (1, 2, 3)}
+    ends = {seed: curve[-1] for seed, curve in curves.items()}
+    arms = {'mine': {'steps': list(range(100)), 'curves': curves, 'ends': ends, 'end': 'e'}}
+    figure = charts.curves_picture(arms, {'mine': 'me'}, draw.looks(arms), 'vanilla', 5)
     left, right = figure.axes
     widths = [line.get_linewidth() for line in left.lines if len(line.get_ydata()) > 2]
-    thick = [line for line in left.lines if line.get_linewidth() == 1.8]
-    assert len(thick) == 2 and widths.count(0.5) == 6
-    for (name, arm), line in zip(arms.items(), thick, strict=True):
-        np.testing.assert_allclose(line.get_ydata(), np.mean(list(arm['curves'].values()), axis=0))
-        words = [text.get_text() for text in right.get_legend().get_texts()]
-        (word,) = [word for word in words if word.endswith(f'  {labels[name]}')]
-        mean = f'{np.mean(list(arm["ends"].values())):+.3f}'.replace('-', '\N{MINUS SIGN}')
-        assert word.startswith(mean) and '±' in word
-    assert '3 seeds' in right.get_xlabel()
+    assert widths == [0.5] * 3 + [1.8]
+    mean = np.mean(list(curves.values()), axis=0)
+    np.testing.assert_allclose(left.lines[-1].get_ydata(), mean)
+    _, text = (text.get_text() for text in right.get_legend().get_texts())
+    assert text.startswith(charts.signed(mean[-1], 3)) and '±' in text and text.endswith('me')
+    assert right.get_xlabel() == '3 seeds'
     # Whatever lies behind the first fifth can be seen.
     low, high = left.get_ylim()
-    for line in left.lines:
-        later = np.array(line.get_ydata())[20:]
-        assert not len(later) or (low <= later.min() and later.max() <= high)
+    assert low <= np.min([each[20:] for each in curves.values()])
+    assert high >= np.max([each[20:] for each in curves.values()])
 
 
 # --- relative, of any runs ------------------------------------------------------------------------
@@ -95,21 +81,25 @@ def test_several_seeds_are_thin_lines_with_their_mean():
 
 def test_runs_of_several_seeds_are_one_curve_as_in_compare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    drawn = []
+    monkeypatch.setattr(draw, 'curves_picture', lambda *args: drawn.append(args) or picture('')[0])
     for seed in (1, 2):
         write_run(tmp_path / f'vanilla_seed{seed}', [3.0] * 20, seed=seed)
         write_run(tmp_path / f'mine_seed{seed}', [3.0 - seed] * 20, seed=seed, share_v=True)
     words = ['mine_seed2', 'vanilla_seed2', 'mine_seed1', '--window=5', '--out=a/b.png']
-    status, out, _ = program(draw.main, 'relative', 'vanilla_seed1', *words)
+    status, _, _ = program(draw.main, 'relative', 'vanilla_seed1', *words)
     assert status == 0, status
     assert (tmp_path / 'a/b.png').read_bytes().startswith(b'\x89PNG')
-    (row,) = re.findall(r'\| mine_seed2 \| (.*) \|', out)
-    assert row == ' | '.join(['-1.5000'] * 6)
+    curves, _, _, baseline, window = drawn[0]
+    assert curves['mine_seed2']['ends'] == {1: -1.0, 2: -2.0}
+    assert (list(curves), baseline, window) == (['mine_seed2'], 'vanilla', 5)
 
 
 @pytest.mark.parametrize(
     'runs, words',
     [
         (['a', 'none'], ['none']),
+        (['a', 'half'], ['half', 'unfinished']),
         (['a', 'b', '--window=99'], ['99']),
         (['a', 'b', '--window=0'], ['window=0']),
         (['a'], ['baseline']),
@@ -122,6 +112,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, monkeypatch, runs
     for name, settings in (('a', {}), ('b', {'share_v': True}), ('again', {})):
         write_run(tmp_path / name, [3.0] * 20, **settings)
     write_run(tmp_path / 'other_seed', [3.0] * 20, share_v=True, seed=2)
+    write_run(tmp_path / 'half', [3.0] * 20, share_v=True, max_iters=40)
     status, _, _ = program(draw.main, 'relative', *runs)
     assert_one_line(status, *words)
 

@@ -1,18 +1,14 @@
 """python -m paper.reproduce: its figures and scales as data, its training, its numbers and pictures."""
 
 import json
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from comparisons import launch_here
+from comparisons import launch_here, write_arm
 from conftest import ROOT, write_dataset
 from programs import assert_one_line, program
-from runs import finish, start, steps_of_checkpoints, write_run
 
 from comparison import launch
 from comparison.runs import facts, read_state
@@ -21,6 +17,7 @@ from paper.figures import FIGURES, LENGTHS, PAPER, SCALES, TINY, Arm
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 
+OUT = Path('out/tiny')
 ARMS = list(dict.fromkeys(arm for figure in FIGURES.values() for arm in figure.runs()))
 
 
@@ -28,21 +25,13 @@ def reproduced(*words):
     return program(reproduce.main, *words, '--device=cpu')
 
 
-def write_finished(arm, values, seed=1):
-    """A run of the tiny scale where it is looked for, with the settings that it is to have."""
-    settings, config = arm.configs(TINY)
-    folder = Path('out/tiny', f'{arm.name}_lr{settings.learning_rate:g}_seed{seed}')
-    stated = json.loads(json.dumps({**vars(settings), **vars(config)}))
-    return write_run(folder, values, **stated | {'seed': seed})
-
-
 # --- figures and scales ---------------------------------------------------------------------------
 
 
 def test_every_figure_and_table_of_the_paper_is_there_with_a_title_of_its_own():
-    names = ['table1', 'table5', *(f'fig{n}' for n in range(1, 12))]
-    names += [*(f'fig12{part}' for part in 'abcd'), 'fig13', 'fig14', 'fig15']
-    assert list(FIGURES) == names
+    names = 'table1 table5 fig1 fig2 fig3 fig4 fig5 fig6 fig7 fig8 fig9 fig10 fig11 fig12a fig12b '
+    names += 'fig12c fig12d fig13 fig14 fig15'
+    assert list(FIGURES) == names.split()
     assert len({figure.title for figure in FIGURES.values()}) == len(FIGURES)
     for figure in FIGURES.values():
         assert len({panel.title for panel in figure.panels}) == len(figure.panels)
@@ -60,7 +49,7 @@ def test_every_arm_of_every_scale_is_one_that_train_accepts(scale):
     assert len({json.dumps(own, sort_keys=True) for own in by_name.values()}) == len(ARMS)
     for figure in FIGURES.values():
         for panel in figure.panels:
-            labels = {arm.words(scale, figures.NAMES | panel.names) for arm in panel.arms}
+            labels = {arm.words(scale) for arm in panel.arms}
             assert len(labels) == len(panel.arms)
 
 
@@ -87,13 +76,8 @@ def test_an_arms_wiring_is_its_config_files_and_its_flags_come_on_top():
     _, config = Arm('gpt2+v_residual=True').configs(TINY)
     assert (config.arch, config.v_residual) == ('gpt2', True)
     assert Arm('neutreno').configs(TINY)[1].neutreno == 0.4
-    halved = [Arm('gqa').configs(SCALES[name])[1] for name in ('paper', 'claims')]
-    assert [config.kv_heads / config.n_head for config in halved] == [0.5, 0.5]
-
-
-def test_a_curve_is_relative_to_its_own_baseline():
-    assert Arm('gpt2+share_v=True').baseline() == Arm('gpt2')
-    assert Arm('resformer', '2m', 512).baseline() == Arm('vanilla', '2m', 512)
+    _, halved = Arm('gqa').configs(SCALES['claims'])  # of 4 heads in place of 8
+    assert halved.kv_heads == 2
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -127,31 +111,16 @@ def test_a_figure_is_trained_drawn_and_judged_and_trained_once(short, monkeypatc
     assert not list(Path('out').rglob('plan.json'))
 
 
-def test_an_interrupted_training_is_saved_and_goes_on(here):
-    """As by Ctrl-C in a terminal; test_launch.py sends SIGTERM to the program alone."""
-    splits = {'train': {'A': 20000}, 'validation': {'A': 2000}}
-    write_dataset(here / 'data/stdlib', splits, n_vocab=257)
-    run = Path('out/tiny/vanilla_lr0.003_seed1')
-    log = run / 'log.jsonl'
-    words = ['-m', 'paper.reproduce', 'fig3', '--device=cpu']
-    process = start(*words, PYTHONPATH=str(ROOT))
-    while not (log.exists() and log.read_text().count('"loss"') > 1):
-        assert process.poll() is None, finish(process)
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    status, _, err = finish(process)
-    assert status == 75 and 'same command' in err, err
-    assert max(steps_of_checkpoints(run)) > 0
+def test_what_to_do_after_an_interruption_is_said(short, monkeypatch):
+    """test_launch.py has the trainings, which save themselves."""
 
+    def interrupted(*args):
+        raise KeyboardInterrupt
 
-def test_a_run_of_other_settings_is_neither_reused_nor_overwritten(short):
-    folder = write_finished(Arm(), [3.0] * 4)
-    config = json.loads((folder / 'config.json').read_text())
-    (folder / 'config.json').write_text(json.dumps({**config, 'n_layer': 4}))
-    before = (folder / 'log.jsonl').read_bytes()
-    status, _, _ = reproduced('fig3')
-    assert_one_line(status, folder.name, 'n_layer=4')
-    assert (folder / 'log.jsonl').read_bytes() == before
+    monkeypatch.setattr(launch, 'launch', interrupted)
+    monkeypatch.setattr(launch.signal, 'signal', lambda *ignored: None)
+    status, _, err = reproduced('fig3')
+    assert status == 75 and 'same command' in err
 
 
 def test_a_training_that_fails_is_one_line(here):
@@ -161,12 +130,6 @@ def test_a_training_that_fails_is_one_line(here):
     assert_one_line(status, 'vanilla_lr0.003_seed1', 'resformer_lr0.003_seed1', 'train.log')
 
 
-def test_data_that_are_missing_are_refused_before_the_first_training(here):
-    status, _, _ = reproduced('fig3')
-    assert_one_line(status, 'data/stdlib', 'prepare_slimpajama.py')
-    assert not Path('out').exists()
-
-
 # --- numbers and pictures -------------------------------------------------------------------------
 
 
@@ -174,7 +137,7 @@ def finished_runs(name):
     """Random finished runs of a figure."""
     rng = np.random.default_rng(0)
     for i, arm in enumerate(FIGURES[name].runs()):
-        write_finished(arm, rng.normal(3.0 - 0.1 * i, 0.01, 120).tolist())
+        write_arm(OUT, arm, TINY, rng.normal(3.0 - 0.1 * i, 0.01, 120).tolist())
 
 
 @pytest.fixture
@@ -232,7 +195,8 @@ def test_figures_and_claims_are_of_runs_that_exist(here, titles):
     rng = np.random.default_rng(0)
     for seed in (1, 2, 3):
         for i, model in enumerate(('vanilla', 'svformer', 'vanilla+share_q=True')):
-            write_finished(Arm(model), (rng.normal(3, 0.01, 120) - 0.1 * i).tolist(), seed)
+            values = (rng.normal(3, 0.01, 120) - 0.1 * i).tolist()
+            write_arm(OUT, Arm(model), TINY, values, seed)
     Path('out/tiny').rename('kept')
     folders = [str(path) for path in Path('kept').iterdir()]
     assert reproduced('fig13', *folders, '--out=made')[0] == 0
@@ -255,6 +219,7 @@ def test_figures_and_claims_are_of_runs_that_exist(here, titles):
     'arguments, words',
     [
         (['fig99'], ['fig99']),
+        (['fig3'], ['data/stdlib', 'prepare_slimpajama.py']),  # before the first training
         (['fig6', '--scale=huge'], ['scale']),
         (['redraw', 'fig6'], ['results/tiny/fig6.json']),
         (['fig6', '--scale=claims'], ['data/slimpajama_mini_bytes']),
@@ -264,6 +229,7 @@ def test_figures_and_claims_are_of_runs_that_exist(here, titles):
 def test_a_mistake_is_one_line(here, arguments, words):
     status, _, _ = reproduced(*arguments)
     assert_one_line(status, *words)
+    assert not Path('out').exists()
 
 
 def test_the_list_names_every_figure_and_without_one_the_usage_is_printed(here):

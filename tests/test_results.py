@@ -37,17 +37,15 @@ def page(topic):
 
 @functools.cache
 def read(folder):
-    """(training losses of each step, {step: {domain: validation loss}}) of a kept run."""
+    """(training losses of each step, validation loss at the end) of a kept run."""
     run = read_state(folder)
     training = run.training()
     assert run.kind == 'finished' and list(training) == list(range(len(training)))
-    evaluations = {entry['step']: entry['val'] for entry in run.entries if 'val' in entry}
-    return np.array(list(training.values())), evaluations
+    return np.array(list(training.values())), run.loss
 
 
 def final(folder):
-    _, evaluations = read(folder)
-    return evaluations[max(evaluations)]['mean']
+    return read(folder)[1]
 
 
 def early(folder):
@@ -66,11 +64,6 @@ def interval(values):
 def in_words(values):
     low, high = interval(values)
     return f'{np.mean(values):+.4f} ± {(high - low) / 2:.4f}'
-
-
-def cells(numbers, form='{:+.4f}'):
-    """Numbers in cells of a table; None is an empty one."""
-    return ' | '.join('' if number is None else form.format(number) for number in numbers)
 
 
 def kept(topic, model, seed, rate=0.006):
@@ -208,62 +201,13 @@ def test_the_rates_are_chosen_by_the_means_of_both_tuning_seeds():
         for rate in (0.003, 0.006, 0.012, 0.024)[: 4 if model == 'resformer' else 3]:
             values = [rate_loss(model, rate, seed) for seed in (101, 102)]
             means[rate] = np.mean(values)
-            row = cells((*values, means[rate]), '{:.4f}')
+            row = ' | '.join(f'{value:.4f}' for value in (*values, means[rate]))
             assert f'| {NAMES[model]} | {rate:g} | {row} |' in text.replace('**', '')
         assert min(means, key=means.get) == best[model]
         assert f'**{means[best[model]]:.4f}**' in text
 
 
-def test_resformer_at_its_own_rate():
-    """Against others at 6e-3; and Holm's correction of compare.py's three contrasts."""
-    seeds, text = range(1, 6), page('rates').replace('**', '')
-    own = np.array([rate_loss('resformer', 0.012, seed) for seed in seeds])
-    others = {}
-    for model in ('resformer', 'vanilla', 'svformer', 'neutreno'):
-        others[model] = np.array([final(kept('claims', model, seed)) for seed in seeds])
-        values = own - others[model]
-        each = ' '.join(f'{value:+.3f}' for value in values)
-        assert f'| {NAMES[model]} at 6e-3 | {in_words(values)} | {each} |' in text
-    pairs = [(others['svformer'], others['vanilla']), (own, others['vanilla'])]
-    pairs.append((others['svformer'], own))
-    corrected = holm([scipy.stats.ttest_rel(*pair).pvalue for pair in pairs])
-    words = (
-        'SVFormer is better than vanilla (p {:.3f} after Holm). ResFormer against vanilla (p {:.3f}) '
-        'and SVFormer against ResFormer (p {:.3f}) are undecided.'
-    )
-    assert words.format(*corrected) in text
-
-
 # --- long -----------------------------------------------------------------------------------------
-
-
-def test_the_tables_of_the_longer_runs_are_those_of_their_logs():
-    edges = [(0, 1172), (1250, 2000), (2000, 4000), (4000, 6000), (6000, 8000), (8000, 9719)]
-    edges += [(9719, 11719), (12919, 12969)]
-    steps = (2000, 4000, 6000, 8000, 10000, 11719, 12969)
-    for length, suffix in ((64, ''), (256, '_cooldown'), (1024, '')):
-        vanilla, theirs = read(LONG / f'vanilla_{length}{suffix}')
-        svformer, ours = read(LONG / f'svformer_{length}{suffix}')
-        difference = svformer - vanilla
-        means = [
-            difference[first:last].mean() if last <= len(difference) else None
-            for first, last in edges
-        ]
-        assert f'| {length:,} bytes | {cells(means)} |' in page('long')
-        theirs, ours = (
-            [val[s]['mean'] if s in val else None for s in steps] for val in (theirs, ours)
-        )
-        minus = [a - b if a and b else None for a, b in zip(ours, theirs, strict=True)]
-        rows = [
-            f'| vanilla, {length:,} bytes | {cells(theirs, "{:.4f}")} |',
-            f'| SVFormer, {length:,} bytes | {cells(ours, "{:.4f}")} |',
-            f'| difference | {cells(minus)} |',
-        ]
-        assert '\n'.join(rows) in page('long')
-    for model in ('vanilla', 'svformer'):
-        whole, _ = read(LONG / f'{model}_256_cooldown')
-        constant, _ = read(LONG / f'{model}_256')
-        assert np.array_equal(constant, whole[:11719])
 
 
 @pytest.mark.parametrize(
@@ -313,28 +257,3 @@ def test_the_numbers_of_the_real_model_are_those_of_its_analyses():
         which = slice(15, 30) if 'mean' in layer else slice(int(layer) - 1, int(layer))
         numbers = [(values[which].mean(), form) for values, form in columns.values()]
         assert row == ' | '.join('' if np.isnan(x) else form.format(x) for x, form in numbers)
-
-    entropy, first, explained = (columns[name][0] for name in ('entropy', 'first', 'R^2'))
-    three, six = (columns[name][0][1:] for name in ('Eq. 3', 'Eq. 6'))
-    share = first[25]
-    most = -share * np.log(share) - (1 - share) * np.log((1 - share) / 1023)
-    *others, last = [n + 2 for n in range(29) if three[n] < six[n]]
-    for words in (
-        f'{entropy[0]:.2f} nats in layer 1',
-        f'{entropy[15:].mean():.2f} on average over layers 16 to 30',
-        f'layers 4 to 9 are as low ({entropy[3:9].mean():.2f}), and layer 12 is back at {entropy[11]:.2f}',
-        f'between {first[12:].min():.0%} and {first[12:].max():.0%} of it',
-        f'a correlation of {np.corrcoef(first[12:], entropy[12:])[0, 1]:.2f}',
-        f'would have up to {most:.2f} nats, but has {entropy[25]:.2f}',
-        f'gets {first[3:10].min():.0%} to {first[3:10].max():.0%}, and the entropy is as low as '
-        f'{entropy[3:10].min():.1f}',
-        f'(R² {explained[1]:.3f}), and in layers 16 to 30 between {explained[15:].min():.2f} and '
-        f'{explained[15:].max():.2f} of their variance, {explained[15:].mean():.2f} on average',
-        f'{series("tokens", "share of positions"):.1%} of all',
-        f'{(three > six).sum()} of 29 layers**, on average by {(three - six).mean():.3f}',
-        f'layers {", ".join(map(str, others))} and {last} contradict it',
-        f'a cosine of {three.mean():.3f} and {six.mean():.3f} on average',
-    ):
-        assert words in text, words
-    assert series('entropy', 'entropy', 'standard_error').max() < 0.05
-    assert series('tokens', 'R^2', 'standard_error').max() < 0.009

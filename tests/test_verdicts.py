@@ -1,19 +1,17 @@
 """The paper's claims as data (paper/figures.py), and what runs say of them (paper/judge.py)."""
 
-import json
+import shutil
 from dataclasses import asdict
 
 import numpy as np
 import pytest
-from runs import edit_config, read_config, write_run
+from comparisons import write_arm
+from runs import edit_config
 
 from comparison import charts
 from comparison.runs import as_json, facts, read_state
-from configurator import configure
-from model import GPTConfig
 from paper import judge
 from paper.figures import CLAIMS, FIGURES, METRICS, NAMES, SCALES, SIGNS, Arm, Claim, R, S, V
-from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 
@@ -22,21 +20,15 @@ SEEDS = range(1, 6)
 BELOW = Claim('fig1', 'Fig. 1', 'ResFormer is below vanilla', Arm(R), '<', Arm(V))
 ABOVE = Claim('fig1', 'Section 1', 'vanilla is above SVFormer', Arm(V), '>', Arm(S))
 NOT_BELOW = Claim('fig6', 'Fig. 6', 'no gain', Arm(S), '>=', Arm(R))
-FLAGS = {V: {}, R: {'v_residual': True}, S: {'share_v': True}}
 
 
-def write_runs(folder, model, losses, early=(3.0, 3.0), rate=6e-3, **more):
+def write_runs(folder, model, losses, **at):
     """A finished run of 20 steps for each seed, {seed: validation loss}."""
+    arm = Arm(model, **at)
     paths = []
     for seed, loss in losses.items():
-        values = {**FLAGS[model], 'block_size': 256, 'max_iters': 20, 'seed': seed, **more}
-        values |= {'learning_rate': rate, 'min_lr': rate / 10}
-        words = [f'--{name}={value}' for name, value in values.items()]
-        settings, config = configure(TrainConfig, GPTConfig, argv=words)
-        settings = json.loads(json.dumps({**asdict(settings), **asdict(config)}))
-        path = folder / f'{model}_lr{rate:g}_seed{seed}'
-        path.mkdir(parents=True)
-        paths.append(write_run(path, [*early, *[loss] * 18], **settings))
+        values = [3.0, 3.0, *[loss] * 18]
+        paths.append(write_arm(folder, arm, CLAIMS_SIZE, values, seed, max_iters=20))
     return paths
 
 
@@ -94,11 +86,11 @@ def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path):
 
 def test_a_lead_is_a_difference_of_differences_of_each_seed(tmp_path):
     pool = {}
-    for i, rate in enumerate((6e-3, 3e-3)):
-        folders = write_runs(tmp_path / str(i), V, scattered(2.0 + 0.1 * i), rate=rate)
-        folders += write_runs(tmp_path / str(i), S, scattered(1.8), rate=rate)
+    for rate in (0, 1):
+        folders = write_runs(tmp_path, V, scattered(2.0 + 0.1 * rate), rate=rate)
+        folders += write_runs(tmp_path, S, scattered(1.8), rate=rate)
         for arm, runs in judge.read_pool(folders, CLAIMS_SIZE).items():
-            pool[Arm(arm.model, rate=i)] = runs
+            pool[Arm(arm.model, rate=rate)] = runs
     lead = Claim('fig12a', '', '', Arm(S, rate=1), '<', Arm(S), metric='lead')
     (row,) = judge.rows_of([lead], pool, {})
     assert row.numbers['differences'] == pytest.approx(dict.fromkeys(SEEDS, -0.1))
@@ -108,15 +100,13 @@ def test_a_lead_is_a_difference_of_differences_of_each_seed(tmp_path):
 
 
 def test_arms_are_found_by_what_runs_are_whatever_their_folders_are_called(tmp_path):
-    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.9))
-    folders += write_runs(tmp_path / 'long', S, {1: 2.0}, block_size=64)
+    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(
+        tmp_path, S, {1: 2.0}, length=512
+    )
     folders[0].rename(tmp_path / 'mine')
     pool = judge.read_pool([tmp_path / 'mine', *folders[1:]], CLAIMS_SIZE)
-    assert {arm: list(seeds) for arm, seeds in pool.items()} == {
-        Arm(V): [*SEEDS],
-        Arm(R): [*SEEDS],
-        Arm(S, length=512): [1],
-    }
+    expected = {Arm(V): [*SEEDS], Arm(S, length=512): [1]}
+    assert {arm: list(seeds) for arm, seeds in pool.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -131,18 +121,15 @@ def test_arms_are_found_by_what_runs_are_whatever_their_folders_are_called(tmp_p
 )
 def test_a_run_that_is_no_further_seed_of_its_arm_is_refused(tmp_path, more, words):
     (path,) = write_runs(tmp_path, V, {1: 2.0})
-    (tmp_path / 'copy').mkdir()
-    copy = write_run(tmp_path / 'copy', [3.0] * 20, **read_config(path))
+    copy = shutil.copytree(path, tmp_path / 'copy')
     edit_config(copy, **more)
     with pytest.raises(ValueError, match=words):
         judge.read_pool([path, copy], CLAIMS_SIZE)
 
 
 def test_runs_of_one_seed_must_have_seen_the_same_data_and_settings(tmp_path):
-    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, scattered(1.9))
-    rows_of([BELOW], folders)
-    for folder in folders[:5]:
-        edit_config(folder, origin='other/ckpt.pt')
+    folders = write_runs(tmp_path, V, {1: 2.0}) + write_runs(tmp_path, R, {1: 1.9})
+    edit_config(folders[0], origin='other/ckpt.pt')
     with pytest.raises(ValueError, match='origin'):
         rows_of([BELOW], folders)
 
@@ -188,12 +175,10 @@ def test_a_damaged_analysis_and_one_with_two_runs_of_a_name_are_named(tmp_path):
 
 def test_in_the_picture_what_is_as_printed_lies_right_of_0(tmp_path):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, alternating(1.9))
-    folders += write_runs(tmp_path, S, scattered(1.8, 0.002))
-    against = Claim('fig1', 'Fig. 1', '', Arm(R), '<', Arm(S))
-    rows = rows_of([BELOW, ABOVE, against], folders)
-    drawing, axes = charts.pyplot().subplots()
+    against = Claim('fig1', 'Fig. 1', '', Arm(V), '<', Arm(R))
+    rows = rows_of([BELOW, against], folders)
+    _, axes = charts.pyplot().subplots()
     judge.draw_rows(axes, rows)
-    dots = [np.array(line.get_xdata()) for line in axes.lines if line.get_marker() == 'o']
-    below, above, contradicted = dots
-    assert (below > 0.08).all() and (above > 0.18).all() and (contradicted < -0.08).all()
+    below, against = (line.get_xdata() for line in axes.lines if line.get_marker() == 'o')
+    assert np.min(below) > 0.08 and np.max(against) < -0.08
     assert '<svg' in judge.forest(rows) and judge.forest(rows_of([BELOW], [])) == ''
