@@ -161,7 +161,7 @@ def row_names(settings):
 
 
 def read_name(name, settings, shape):
-    """(what makes a row's model, the row's settings, its GPTConfig).
+    """(a row's settings, its GPTConfig, what makes its model).
 
     Raises ValueError for a variant, field or setting that does not exist, or that a row cannot have.
     """
@@ -189,7 +189,7 @@ def read_name(name, settings, shape):
             check_peer(own, config)
     except ValueError as error:
         raise ValueError(f'{name}: {error}') from error
-    return HuggingFaceLlama if is_peer else GPT, own, config
+    return own, config, HuggingFaceLlama if is_peer else GPT
 
 
 def check_peer(settings, config):
@@ -204,7 +204,7 @@ def check_peer(settings, config):
 
 
 def read_rows(settings, shape, machine):
-    """[(name, what makes the model, settings, GPTConfig)] of a table's rows.
+    """[(name, settings, GPTConfig, what makes the model)] of a table's rows.
 
     Of all variants, those that cannot have this shape are left out.
     """
@@ -284,7 +284,7 @@ def idle_in_graphs():
 class Row:
     """A line of the training table: a model that takes training steps, and their times.
 
-    settings: a TrainConfig; make: what makes the model of a GPTConfig; mode: of torch.compile.
+    settings: a BenchConfig; make: what makes the model of a GPTConfig.
     """
 
     COLUMNS = {
@@ -297,14 +297,13 @@ class Row:
         'peak_gib': '.2f',
     }
 
-    def __init__(self, name, settings, config, make=GPT, mode='default', micro_steps=1):
+    def __init__(self, name, settings, config, make=GPT):
         self.name = name
         self.about = {'name': name}
         self.settings = settings
         self.config = config
         self.make = make
-        self.options = dict(torch._inductor.list_mode_options(mode))
-        self.micro_steps = micro_steps
+        self.options = dict(torch._inductor.list_mode_options(settings.mode))
         self.problem = None
         self.seconds = []  # of each timed step
         self.first = None  # seconds of the first step, which compiles
@@ -326,7 +325,7 @@ class Row:
         # Whose weights decay takes no time: what is not ours has one group of all.
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if isinstance(model, GPT):
-            optimizer = make_optimizer(model, self.settings)
+            optimizer = make_optimizer(model, self.settings.training())
         if self.settings.activation_checkpointing:
             checkpoint_blocks(model)
         compiled = distribute(self.compiled(model), self.machine)
@@ -366,15 +365,8 @@ class Row:
         functorch_config.activation_memory_budget = self.settings.activation_memory_budget
         model, optimizer, scaler = self.parts
         seconds = stopwatch(self.machine)
-        train_step(
-            model,
-            optimizer,
-            scaler,
-            self.machine,
-            lambda: batch,
-            self.micro_steps,
-            self.settings.grad_clip,
-        )
+        clip = TrainConfig.grad_clip
+        train_step(model, optimizer, scaler, self.machine, lambda: batch, 1, clip)
         return seconds()
 
     def profile(self, batch, folder):
@@ -408,13 +400,12 @@ class Row:
 
     def numbers(self, seconds):
         """What follows from the median seconds of a step: of all processes together."""
-        machine = self.machine
-        micro_batches = self.micro_steps * machine.world_size
-        tokens = micro_batches * self.settings.batch_size * self.config.block_size
+        processes = self.machine.world_size
+        tokens = processes * self.settings.batch_size * self.config.block_size
         speed = tokens / seconds
-        mfu = None
-        if machine.peak_flops():
-            mfu = self.flops_per_token * speed / machine.world_size / machine.peak_flops()
+        mfu, peak_flops = None, self.machine.peak_flops()
+        if peak_flops:
+            mfu = self.flops_per_token * speed / processes / peak_flops
         return {'ms_per_step': 1e3 * seconds, 'tok_per_s': speed, 'mfu': mfu}
 
 
@@ -435,7 +426,7 @@ class Decoder(Row):
     }
 
     def __init__(self, name, settings, config, batch, context):
-        super().__init__(name, settings, config, mode=settings.mode)
+        super().__init__(name, settings, config)
         self.about |= {'batch': batch, 'context': context}
         self.prefill = []  # seconds of each round
 
@@ -584,7 +575,7 @@ def decoding_groups(settings, shape, recipes, machine):
     """The rows of each context and batch size, and their texts."""
     for context in settings.contexts:
         for batch in settings.batch_sizes:
-            rows = [Decoder(name, own, config, batch, context) for name, _, own, config in recipes]
+            rows = [Decoder(*recipe[:3], batch, context) for recipe in recipes]
             idx = torch.randint(shape.vocab_size, (batch, context), device=machine.device)
             yield rows, idx
 
@@ -622,15 +613,13 @@ def bench(settings, shape):
     machine = Machine(settings.device, settings.dtype, '', tf32=True, attention=settings.attention)
     check_start(settings, shape, machine)
     recipes = read_rows(settings, shape, machine)
-    if any(own.compile for _, _, own, _ in recipes):
+    if any(own.compile for _, own, _, _ in recipes):
         check_compiler(machine)
     machine.join()
     if isinstance(settings, DecodeConfig):
         groups = decoding_groups(settings, shape, recipes, machine)
     else:
-        rows = [
-            Row(name, own.training(), config, make, own.mode) for name, make, own, config in recipes
-        ]
+        rows = [Row(*recipe) for recipe in recipes]
         size = (2, settings.batch_size, shape.block_size)
         groups = [(rows, torch.randint(shape.vocab_size, size, device=machine.device))]
 

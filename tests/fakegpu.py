@@ -30,13 +30,20 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import Row  # noqa: E402
 from configurator import choose, configure, first_line, one_line_errors  # noqa: E402
 from lib.files import write_whole  # noqa: E402
 from lib.machine import Machine  # noqa: E402
 from lib.tables import markdown_table  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from train import (  # noqa: E402
+    TrainConfig,
+    attention_setting,
+    checkpoint_blocks,
+    compile_model,
+    distribute,
+    make_optimizer,
+    train_step,
+)
 
 GIB = 2**30
 
@@ -145,16 +152,19 @@ def measure_training(settings, config, distributed):
     torch._inductor.config.benchmark_kernel = True
     if distributed:
         fake_process_group()
-    row = Row('fake', settings, config, make=empty_model, micro_steps=2)
-    row.build(Machine('cuda', 'float16'))
-    wrapped = row.parts[0]
+    machine = Machine('cuda', 'float16', attention=attention_setting(settings, config))
+    model = empty_model(config)
+    optimizer, scaler = make_optimizer(model, settings), machine.scaler()
+    if settings.activation_checkpointing:
+        checkpoint_blocks(model)
+    wrapped = distribute(compile_model(model, settings), machine)
     if distributed:
         wrapped.register_comm_hook(None, local_bucket)
     size = (2, settings.batch_size, config.block_size)
     batch = torch.zeros(size, dtype=torch.int64, device='cuda')
 
     def step():
-        row.step(batch)
+        train_step(wrapped, optimizer, scaler, machine, lambda: batch, 2, settings.grad_clip)
 
     step()
     # DistributedDataParallel cuts the graph.
@@ -172,9 +182,9 @@ def measure_training(settings, config, distributed):
         'reserved_gib': torch.cuda.max_memory_reserved() / GIB,
     }
     if not distributed:
-        numbers |= peaks_of_parts(wrapped, row.machine, batch)
+        numbers |= peaks_of_parts(wrapped, machine, batch)
         if settings.compile:
-            numbers['recompiled'] = recompilations(wrapped, row.machine, batch, step)
+            numbers['recompiled'] = recompilations(wrapped, machine, batch, step)
     return numbers
 
 

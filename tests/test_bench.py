@@ -96,15 +96,13 @@ def test_the_table_and_the_json_have_every_row(work):
 
 
 def test_the_numbers_follow_from_the_seconds():
-    settings = TrainConfig(batch_size=3, compile=False)
-    rows = [
-        bench.Row(name, settings, GPTConfig(**SHAPE), micro_steps=2) for name in ('vanilla', 'b')
-    ]
+    settings = bench.BenchConfig(batch_size=3)
+    rows = [bench.Row(name, settings, GPTConfig(**SHAPE)) for name in ('vanilla', 'b')]
     for row, seconds in zip(rows, ([1.0] * 4, [2.0, 2.0, 4.0, 2.0]), strict=True):
         row.machine = SimpleNamespace(world_size=8, peak_flops=lambda: 1e4)
         row.seconds, row.flops_per_token = seconds, 100
     _, slow = bench.compared(rows)
-    tokens = 8 * 2 * 3 * 16
+    tokens = 8 * 3 * 16
     assert slow['tok_per_s'] == tokens / 2 and slow['x vanilla'] == 0.5
     assert slow['mfu'] == pytest.approx(100 * tokens / 2 / 8 / 1e4)
     assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5
@@ -134,7 +132,7 @@ def test_the_peer_is_timed_compiled_and_not(work):
     shape, machine = GPTConfig(**SHAPE), Machine('cpu')
     settings = bench.BenchConfig(variants='vanilla', peers='hf', activation_memory_budget=0.9)
     rows = bench.read_rows(settings, shape, machine)
-    compiled = {name: own.compile for name, _, own, _ in rows}
+    compiled = {name: own.compile for name, own, _, _ in rows}
     assert compiled == {'vanilla': True, 'hf': True, 'hf+compile=False': False}
 
     run(*TINY, EAGER, '--variants=vanilla', '--peers=hf', '--n_layer=1', '--out=hf.json')
@@ -174,8 +172,7 @@ def weights(model):
 
 def train_step_of(name, machine, config, batch):
     """(what an update of plain SGD leaves in the weights, bytes kept for the backward pass)"""
-    make, own, config = bench.read_name(name, bench.BenchConfig(), config)
-    row = bench.Row(name, own.training(), config, make, own.mode)
+    row = bench.Row(name, *bench.read_name(name, bench.BenchConfig(), config))
     row.build(machine)
     model, _, scaler = row.parts
     row.parts = model, torch.optim.SGD(model.parameters(), 1.0), scaler
@@ -359,7 +356,7 @@ def test_a_row_that_fails_loses_no_other(work, monkeypatch, where):
 
 
 def test_a_row_that_fails_leaves_its_memory_to_the_others():
-    row = bench.Row('vanilla', TrainConfig(compile=False), GPTConfig(**SHAPE))
+    row = bench.Row('vanilla', bench.BenchConfig(compile=False), GPTConfig(**SHAPE))
     bench.attempt(row, row.build, Machine('cpu'))
     weights = [weakref.ref(p) for p in row.parts[0].parameters()]
     bench.attempt(row, row.step, 'no batch')
