@@ -22,7 +22,7 @@ from lib.trained import load_run
 class SampleConfig:
     out_dir: str = 'out/run'  # a run's folder, one checkpoint file, or a Hugging Face folder
     start: str = ''  # prompt; FILE:path or - (stdin), less a last line break; '': new document; "..." as in Python
-    num_samples: int = 1  # continuations, made as one batch; one alone is printed as it comes
+    num_samples: int = 1  # continuations, one after the other, each printed as it comes
     max_new_tokens: int = 200  # of each; fewer at <|endoftext|> or where the context is full
     temperature: float = 0.8  # 0: greedy
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
@@ -56,7 +56,7 @@ def read_prompt(start):
     return start
 
 
-def start_stream(model, ids, settings, device):
+def start_stream(model, ids, settings, generator):
     """(the stream of tokens after `ids`, its cache). Raises ValueError before the first token."""
     longest = model.config.block_size
     if len(ids) >= longest:
@@ -64,76 +64,57 @@ def start_stream(model, ids, settings, device):
             f'the prompt has {len(ids)} tokens, the model takes fewer than {longest}; shorten it'
         )
     new_tokens = min(settings.max_new_tokens, longest - len(ids))
-    cache = model.new_cache(settings.num_samples, len(ids) + new_tokens)
+    cache = model.new_cache(1, len(ids) + new_tokens)
     stream = model.stream(
-        torch.tensor([ids] * settings.num_samples, device=device),
+        torch.tensor([ids], device=generator.device),
         new_tokens,
         cache,
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
-        generator=torch.Generator(device).manual_seed(settings.seed % 2**63),
+        generator=generator,
     )
     return stream, cache
 
 
-def grow(stream, num_samples, eot):
-    """Yield the tokens of each sample so far, [[int]], after every step, until all samples ended.
-
-    A sample ends before <|endoftext|>; the batch goes on as long as another sample needs it.
-    """
-    samples = [[] for _ in range(num_samples)]
-    ended = [False] * num_samples
-    for new in stream:
-        for i, token in enumerate(new.flatten().tolist()):
-            if token == eot:
-                ended[i] = True
-            if not ended[i]:
-                samples[i].append(token)
-        yield samples
-        if all(ended):
-            return
-
-
-def print_whole_characters(tokens, shown, tokenizer):
-    """Print tokens[shown:], unless they end within a character. Returns how many are shown now."""
-    text = tokenizer.decode(tokens[shown:])
-    if text.endswith('\ufffd'):
-        return shown
-    print(text, end='', flush=True)
-    return len(tokens)
+def print_sample(prompt, stream, tokenizer):
+    """Print a prompt and its continuation as it comes, up to <|endoftext|>, and never a part of a
+    character. Returns the number of steps."""
+    tokens, shown, steps = [], 0, 0
+    for steps, new in enumerate(stream, 1):
+        if steps == 1:  # nothing was refused
+            print(prompt, end='', flush=True)
+        if new.item() == tokenizer.eot:
+            break
+        tokens.append(new.item())
+        text = tokenizer.decode(tokens[shown:])
+        if not text.endswith('\ufffd'):
+            print(text, end='', flush=True)
+            shown = len(tokens)
+    print(tokenizer.decode(tokens[shown:]))
+    return steps
 
 
 def main():
-    advice = 'Lower --num_samples or --max_new_tokens.'
-    with one_line_errors(ValueError, OSError), advise_on_memory(advice):
+    with one_line_errors(ValueError, OSError), advise_on_memory('Lower --max_new_tokens.'):
         (settings,) = configure(SampleConfig)
         device = Machine(settings.device, tf32=True, attention='flash').device
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
+        model.to(device)
         prompt = read_prompt(settings.start)
         ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
-        stream, cache = start_stream(model.to(device), ids, settings, device)
+        generator = torch.Generator(device).manual_seed(settings.seed % 2**63)
 
-        is_alone = settings.num_samples == 1
         began = time.perf_counter()
-        steps = shown = 0
-        for samples in grow(stream, settings.num_samples, tokenizer.eot):
-            if is_alone and steps == 0:  # nothing was refused
-                print(prompt, end='', flush=True)
-            steps += 1
-            if is_alone:
-                shown = print_whole_characters(samples[0], shown, tokenizer)
-        seconds = time.perf_counter() - began
-
-        if is_alone:
-            print(tokenizer.decode(samples[0][shown:]))
-        else:
-            line = '\n' + '-' * 80 + '\n'
-            print(line.join(prompt + tokenizer.decode(sample) for sample in samples))
-        speed = steps * settings.num_samples / seconds
+        count = 0
+        for number in range(settings.num_samples):
+            stream, cache = start_stream(model, ids, settings, generator)
+            if number:
+                print('-' * 80)
+            count += print_sample(prompt, stream, tokenizer)
+        speed = count / (time.perf_counter() - began)
         print(
-            f'{speed:,.0f} tokens/s, cache {cache.nbytes:,} bytes '
-            f'for {settings.num_samples} x {cache.max_len} tokens',
+            f'{speed:,.0f} tokens/s, cache {cache.nbytes:,} bytes for {cache.max_len} tokens',
             file=sys.stderr,
         )
 

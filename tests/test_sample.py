@@ -92,14 +92,6 @@ def test_the_text_appears_character_by_character_none_of_them_broken_and_ends_at
     assert (status, out) == (0, '\n'.join((f'abc{SAYS}', '-' * 80, f'abc{SAYS}', '')))
 
 
-def test_the_batch_goes_on_as_long_as_another_sample_needs_it():
-    """At the token 0 a sample ends. The None would be an error: there is no step after the last end."""
-    steps = ([[1], [2]], [[0], [3]], [[9], [4]], [[9], [0]])
-    stream = [torch.tensor(tokens) for tokens in steps]
-    *_, last = sample.grow([*stream, None], 2, eot=0)
-    assert last == [[1], [2, 3, 4]]
-
-
 @pytest.mark.parametrize('raw', [b'n\xc3', b'\xe2\x82x\xf0\x9f\x98', b'\xef\xbf\xbdx'], ids=str)
 def test_bytes_that_are_no_text_are_printed_as_decoded(trained, raw):
     out_dir = run_with(parrot([*raw, BYTES.eot], 1), trained, f'out/{raw!r}')
@@ -262,4 +254,4 @@ def test_a_model_that_overflows_and_too_little_memory_are_one_line(trained, monk
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
 
     monkeypatch.setattr(GPT, 'forward', run_out)
-    assert_one_line(sampled(trained, 'abc')[0], 'CUDA out of memory', '--num_samples')
+    assert_one_line(sampled(trained, 'abc')[0], 'CUDA out of memory', '--max_new_tokens')
