@@ -129,16 +129,11 @@ def evil_pickle(evil, path):
     path.write_bytes(pickle.dumps({'model.norm.weight': evil}, 2))
 
 
-def evil_torch_file(evil, path, **options):
-    torch.save({'model.norm.weight': evil}, path, **options)
-
-
-def evil_old_torch_file(evil, path):
-    evil_torch_file(evil, path, _use_new_zipfile_serialization=False)
+def evil_torch_file(evil, path):
+    torch.save({'model.norm.weight': evil}, path)
 
 
 MALICE = {
     'pickle': evil_pickle,
     'torch file': evil_torch_file,
-    'torch file from before zip': evil_old_torch_file,
 }

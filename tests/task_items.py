@@ -83,17 +83,14 @@ ITEMS = {
     'hellaswag': [
         hellaswag('Baking bread', 'A woman kneads dough. she', ENDINGS, 2),
         hellaswag('Surfing', 'Waves come. A man', ['paddles.', 'sits.', 'eats.', 'né 日本.'], '0'),
-        hellaswag('Chess', 'Two people sit', ['a.', 'b.', 'c.', 'd.'], 3),
     ],
     'openbookqa': [
         openbookqa('Ice is', ['hot', 'cold', 'dry', 'loud'], 'B'),
         openbookqa('The "sun" is', ['a star', "a bird's", 'a car', 'one'], 'A'),
-        openbookqa('Grass?', ['1', '2', '3', '4'], 'D'),
     ],
     'winogrande': [
         winogrande('Ann beat Bea since', ['Ann', 'Bea'], 'was fast.', '1'),
         winogrande(BOX, ['cup', 'box'], 'is small.', '2'),
-        winogrande('Cy fed Di,', ['Cy', 'Di'], 'ate.', '2'),
     ],
     'arc_challenge': [
         arc('Which melts?', ['ice', 'iron', 'oak'], 'ABC', 'C'),
@@ -103,7 +100,6 @@ ITEMS = {
     'arc_easy': [
         arc('What flies?', ANIMALS, 'ABCD', 'A'),
         arc('What swims?', ANIMALS, '1234', '3'),
-        arc('What moos?', ANIMALS, 'ABCD', 'B'),
     ],
     'piqa': [
         piqa('boil "eggs"', ["don't use water", 'use water'], 1),
