@@ -66,21 +66,33 @@ def tokens(B=2, T=24, vocabulary=96, seed=0):
     return torch.randint(vocabulary, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def small_bpe(folder):
-    """A vocabulary of 260 ids, laid out like GPT-2's tokenizer.json."""
-    tokenizers = pytest.importorskip('tokenizers')
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=259, show_progress=False, initial_alphabet=alphabet
+def train_bpe(folder, texts, size, neox=False):
+    """Write a vocabulary, laid out like GPT-2's or GPT-NeoX's tokenizer.json. Returns its folder."""
+    hf = pytest.importorskip('tokenizers')
+    bpe = hf.Tokenizer(hf.models.BPE())
+    bpe.normalizer = hf.normalizers.NFC() if neox else None
+    bpe.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=['<|endoftext|>', '<|padding|>'] if neox else [],
+        show_progress=False,
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator(['the theory of the other thing, né 😀 日本 '] * 9, trainer)
-    bpe.add_special_tokens(['<|endoftext|>'])
+    bpe.train_from_iterator(texts, trainer)
+    if neox:
+        bpe.add_tokens([hf.AddedToken(' ' * n, normalized=True) for n in range(24, 1, -1)])
+    else:
+        bpe.add_special_tokens(['<|endoftext|>'])
     folder.mkdir()
     bpe.save(str(folder / 'tokenizer.json'))
-    return tokenizer.load(folder)
+    return folder
+
+
+def small_bpe(folder):
+    """A tokenizer of 260 ids, like GPT-2's."""
+    texts = ['the theory of the other thing, né 😀 日本 '] * 9
+    return tokenizer.load(train_bpe(folder, texts, 259))
 
 
 # --- runs ----------------------------------------------------------------------------------------

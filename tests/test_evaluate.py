@@ -177,15 +177,6 @@ def test_a_run_that_fails_is_named_and_those_before_it_are_kept(run):
     assert list(read_reports('finite.json')) == [outs[0]]
 
 
-def test_running_out_of_memory_is_one_line_with_advice(run, monkeypatch):
-    def run_out(*args):
-        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
-
-    monkeypatch.setattr(evaluate, 'score', run_out)
-    status, _, _ = program('loss', run('large'), '--device=cpu')
-    assert_one_line(status, 'CUDA out of memory', '--batch_size')
-
-
 def test_a_mistake_about_runs_or_data_is_one_line(run):
     words = ['loss', str(run('good')), '--device=cpu', '--out=never.json']
     mistakes = {
@@ -207,14 +198,6 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
     assert_one_line(program(*words, '--dataset=short')[0], path)
     path.write_bytes(data)
     assert not Path('never.json').exists()
-
-
-def test_without_a_mode_the_usage_is_told_and_exit_status_2():
-    status, out, err = program()
-    assert (status, err) == (2, '')
-    assert 'evaluate.py loss out/' in out and 'evaluate.py tasks out/' in out
-    for mode, setting in (('loss', '--dataset='), ('tasks', '--limit=0')):
-        assert setting in program(mode, '--help')[1]
 
 
 # --- the table -----------------------------------------------------------------------------------

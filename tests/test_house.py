@@ -26,8 +26,6 @@ FOLDERS_OF_ROOT = {
     'compare': {'comparison'},
 }
 
-# Packages that training does not need, and that are imported only where they are used.
-LAZY = {'wandb', 'datasets', 'lm_eval', 'transformers', 'matplotlib', 'huggingface_hub'}
 # transformers itself runs this file, in a folder where model.py stands beside it.
 MODELING = 'hub.modeling_nanoresformer'
 
@@ -93,12 +91,6 @@ def test_the_core_needs_only_the_packages_that_the_design_allows(name):
         packages |= modules - set(TREES) - set(sys.stdlib_module_names)
         waiting = modules & set(TREES) - files
     assert packages <= NEEDED[name]
-
-
-@pytest.mark.parametrize('name', sorted({*TREES} - {MODELING}))
-def test_packages_that_training_does_not_need_are_imported_where_they_are_used(name):
-    top = imports(TREES[name].body) & LAZY
-    assert not top, f'{name} imports {", ".join(top)} for every program that imports it'
 
 
 def test_every_package_that_is_imported_is_in_a_file_of_requirements():

@@ -160,17 +160,11 @@ def test_a_weight_that_a_fork_adds_goes_out_with_its_code_and_only_there(
 @pytest.mark.parametrize('changes', [{}, SV], ids=str)
 def test_a_weight_that_has_no_place_in_the_export_is_refused(changes, tmp_path):
     model = ours(**changes)
-    attn = model.transformer.h[1].attn
-    attn.my_gate = torch.nn.Parameter(torch.ones(4))
+    model.transformer.h[1].attn.my_gate = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match='transformer.h.1.attn.my_gate') as caught:
         export(model, BYTES, tmp_path / 'to')
     assert '\n' not in str(caught.value)
     assert not (tmp_path / 'to').exists()
-
-    del attn.my_gate
-    del model.transformer.h[1].ln_2
-    with pytest.raises(ValueError, match='transformer.h.1.ln_2.weight'):
-        export(model, BYTES, tmp_path / 'to')
 
 
 # --- the tokenizer -------------------------------------------------------------------------------
@@ -253,8 +247,7 @@ def test_an_export_that_stops_half_way_leaves_nothing(trained, tmp_path, monkeyp
 
 
 def test_a_mistake_is_one_line_and_without_a_command_the_usage_is_told(tmp_path):
-    status, out, _ = exported(tmp_path / 'none', tmp_path / 'to')
-    assert_one_line(status, 'none')
+    assert_one_line(exported(tmp_path / 'none', tmp_path / 'to')[0], 'none')
     assert not (tmp_path / 'to').exists()
     status, out, err = program(convert.main)
     assert (status, err) == (2, '') and 'python -m hub.convert export' in out

@@ -64,12 +64,9 @@ def test_training_from_a_folder_begins_with_its_loss_and_goes_on(work, name):
 
 
 OTHERS = [
-    ('llama', dict(rms_norm_eps=1e-6), ['--norm_eps=1e-06']),
     ('llama', dict(rope_parameters=LLAMA3), ['--rope_theta=500000.0', '--rope_scaling=']),
     ('llama', dict(num_attention_heads=4, num_key_value_heads=2), ['--n_head=4', '--n_kv_head=2']),
-    ('llama', dict(hidden_size=64, intermediate_size=44), ['--n_embd=64', '--n_inner=44']),
     ('llama', dict(hidden_size=64), ['--n_embd=64', '--n_inner=112']),  # it would follow n_embd
-    ('llama', dict(vocab_size=96, num_hidden_layers=3), ['--vocab_size=96', '--n_layer=3']),
     ('gpt2', GPT2, ['--arch=gpt2', '--n_inner=128', '--tie_embeddings=True']),
 ]
 

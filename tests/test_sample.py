@@ -220,12 +220,9 @@ MISTAKES = [
     (['--out_dir=out/nothing'], 'out/nothing'),
     (['--start=FILE:none.txt'], 'none.txt'),
     (['--start=FILE:latin.txt'], 'latin.txt'),
-    (['--device=gpu'], "device='gpu'"),
     (['--tokenizer=none.json'], 'none.json'),
     (['--num_samples=0'], 'num_samples'),
     (['--top_p=1.5'], 'top_p=1.5'),
-    (['--top_k=-1'], 'top_k=-1'),
-    (['--temperature=-1'], 'temperature=-1'),
     ([f'--start={"x" * 32}'], '32'),
     # Settings that do nothing.
     (['--temperature=0', '--top_p=0.5'], 'top_p'),

@@ -14,6 +14,7 @@ import unicodedata
 import numpy as np
 import pytest
 from conftest import ROOT
+from programs import small_bpe, train_bpe
 
 from lib import tokenizer
 from lib.files import sha256_of
@@ -33,36 +34,15 @@ UNICODE = (
 )
 
 
-def train(folder, neox):
-    """A small vocabulary, laid out like GPT-NeoX's or GPT-2's tokenizer.json."""
-    t = hf.Tokenizer(hf.models.BPE())
-    t.normalizer = hf.normalizers.NFC() if neox else None
-    t.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = hf.decoders.ByteLevel()
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=2000,
-        special_tokens=['<|endoftext|>', '<|padding|>'] if neox else [],
-        show_progress=False,
-        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    texts = [inspect.getsource(argparse), inspect.getsource(typing), UNICODE * 9]
-    t.train_from_iterator(texts, trainer)
-
-    if neox:
-        t.add_tokens([hf.AddedToken(' ' * n, normalized=True) for n in range(24, 1, -1)])
-    else:
-        t.add_special_tokens(['<|endoftext|>'])
-    folder.mkdir()
-    t.save(str(folder / 'tokenizer.json'))
-    return folder
+TEXTS = [inspect.getsource(argparse), inspect.getsource(typing), UNICODE * 9]
 
 
 @pytest.fixture(scope='session')
 def folders(tmp_path_factory):
     tmp = tmp_path_factory.mktemp('tokenizers')
     return {
-        'neox': train(tmp / 'neox', neox=True),
-        'gpt2': train(tmp / 'gpt2', neox=False),
+        'neox': train_bpe(tmp / 'neox', TEXTS, 2000, neox=True),
+        'gpt2': train_bpe(tmp / 'gpt2', TEXTS, 2000),
         'real': SHARED / 'tokenizer',
     }
 
@@ -73,20 +53,11 @@ def load(folders):
     return functools.cache(lambda name: tokenizer.load(folders.get(name, name)))
 
 
-@pytest.fixture(scope='session')
-def load_pair(folders, load):
-    """load_pair(name): (ours, Hugging Face's) of the same file; each is loaded once."""
-
-    @functools.cache
-    def pair(name):
-        return load(name), hf.Tokenizer.from_file(str(folders[name] / 'tokenizer.json'))
-
-    return pair
-
-
 @pytest.fixture(params=['neox', 'gpt2', pytest.param('real', marks=needs_shared)])
-def pair(request, load_pair):
-    return load_pair(request.param)
+def pair(request, folders, load):
+    """(ours, Hugging Face's) of the same file."""
+    path = folders[request.param] / 'tokenizer.json'
+    return load(request.param), hf.Tokenizer.from_file(str(path))
 
 
 # ---- Ids and text --------------------------------------------------------------------------------
@@ -133,10 +104,9 @@ def test_runs_of_blanks_and_code_equal_hugging_face(pair):
 
 
 def test_small_vocabularies_are_described(load):
-    assert (load('neox').name, load('neox').eot) == ('gpt-neox', 0)
-    assert (load('gpt2').name, load('gpt2').eot) == ('gpt2', load('gpt2').n_vocab - 1)
-    for name in ('neox', 'gpt2'):
-        assert load(name).sha256 == sha256_of(load(name).path)
+    neox, gpt2 = load('neox'), load('gpt2')
+    assert (neox.name, neox.eot, neox.sha256) == ('gpt-neox', 0, sha256_of(neox.path))
+    assert (gpt2.name, gpt2.eot) == ('gpt2', gpt2.n_vocab - 1)
 
 
 @pytest.mark.parametrize('name', ['neox', 'gpt2', 'bytes'])
@@ -173,7 +143,7 @@ def test_a_million_blanks_do_not_stop_it(name, load):
 
 def test_a_tokenizer_writes_the_file_that_it_was_read_from_even_when_that_has_changed(tmp_path):
     """Preparation reads it at the start, and writes its copy hours later."""
-    path = train(tmp_path / 'bpe', neox=False) / 'tokenizer.json'
+    path = small_bpe(tmp_path / 'bpe').path
     whole = path.read_bytes()
     ours = tokenizer.load(path)
     path.write_text('{}')
