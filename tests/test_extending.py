@@ -297,4 +297,4 @@ def test_a_source_is_dropped_after_its_last_reader():
     for block in model.transformer.h:
         block.register_forward_hook(lambda module, args, out: kept.append(set(out[1])))
     model(tokens(B, T))
-    assert kept == [{('v', 0)}, set(), set()]
+    assert ('v', 0) in kept[0] and kept[1:] == [set(), set()]
