@@ -122,10 +122,8 @@ def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
                         if s == 'token'
                         else raw[part][s][h]
                     )
-                if part == 'v' and config.residual_gate:
-                    own = gated(config, weights, n, h, x, tensors, own)
-                else:
-                    own = mixture(config, weights, n, tensors, own)
+                mix = gated if part == 'v' and config.residual_gate else mixture
+                own = mix(config, weights, n, h, x, tensors, own)
             if config.qk_norm and part != 'v':
                 own = over_rms(config, own)
             if config.qk_norm and part == 'q':
@@ -145,7 +143,7 @@ def table_row(config, weights, n, h, tokens):
 def attend(config, n, h, raw, attended):
     """Attention of head h; grouped query heads read the same key and value head."""
     hs = config.n_embd // config.n_head
-    g = h // (config.n_head // heads(config, 'v'))
+    g = kv_head(config, h)
     sources = sources_of(config, n)
     maps = 'current'
     if config.v_residual and sources and owner(config, 'v', n) == n:
@@ -164,7 +162,16 @@ def attend(config, n, h, raw, attended):
         U = U - share[:, None] * v
     if maps == 'identity':  # Eq. 6, with the mean in place of the sum
         U = U + sum(raw['v'][s][g] for s in sources) / len(sources)
-    return U + config.neutreno * (raw['v'][0][g] - attended['v'][n][g])  # Eq. 8
+    return U + config.neutreno * above_own(n, g, raw, attended)
+
+
+def kv_head(config, h):
+    return h // (config.n_head // heads(config, 'v'))
+
+
+def above_own(n, g, raw, attended):
+    """NeuTRENO's V_1 - V'_n (Eq. 8)."""
+    return raw['v'][0][g] - attended['v'][n][g]
 
 
 def heads(config, part):
@@ -207,7 +214,7 @@ def owner(config, part, n):
     return max(start for start in range(0, config.n_layer, m) if start <= n)
 
 
-def mixture(config, weights, n, sources, own):
+def mixture(config, weights, n, h, x, sources, own):
     count = len(sources)
     if config.residual_learned:
         lambdas = weights[f'transformer.h.{n}.attn.residual_lambda']
@@ -224,23 +231,26 @@ def mixture(config, weights, n, sources, own):
 
 def gated(config, weights, n, h, x, sources, own):
     """Head h of the values of layer n, mixed by a gate that follows from x (T, C)."""
+    g = gate(config, weights, n, h, x)
+    if config.residual_lambda:
+        s, o = config.residual_lambda
+        return o * own + s * g * sum(sources)
+    return own + (sum(sources) / len(sources) - own) * g
+
+
+def gate(config, weights, n, h, x):
+    """(T, 1), or with a gate for each channel (T, hs)."""
     name = f'transformer.h.{n}.attn'
     if config.residual_gate == 'channel':  # RWKV-7
         hs = config.n_embd // config.n_head
         A, B = weights[f'{name}.gate_down.weight'].T, weights[f'{name}.gate_up.weight'].T
         logits = weights[f'{name}.gate_bias'] + (x @ A) @ B
-        g = 1 / (1 + torch.exp(-logits[:, h * hs : (h + 1) * hs]))
-        (source,) = sources
-        return own + (source - own) * g
+        return 1 / (1 + torch.exp(-logits[:, h * hs : (h + 1) * hs]))
     m = config.residual_gate_inputs or config.n_embd
     logits = x[:, :m] @ weights[f'{name}.gate.weight'][h]
     if config.residual_gate_bias:
         logits = logits + weights[f'{name}.gate.bias'][h]
-    g = (1 / (1 + torch.exp(-logits)))[:, None]
-    if config.residual_lambda:
-        s, o = config.residual_lambda
-        return o * own + s * g * sum(sources)
-    return (1 - g) * own + g * sum(sources) / len(sources)
+    return (1 / (1 + torch.exp(-logits)))[:, None]
 
 
 def over_rms(config, x):
@@ -258,12 +268,13 @@ def softmax(scores):
     return e / e.sum(dim=1, keepdim=True)
 
 
-def rope(config, x):
+def rope(config, x, times=None):
     """Rotate the pair (i, i + hs/2) at time t by the angle t * its frequency."""
     T, hs = x.shape
+    times = range(T) if times is None else times
     half = hs // 2
     frequencies = rope_frequencies(hs, config.rope_theta, config.rope_scaling)
-    angle = torch.tensor([[t * f for f in frequencies] for t in range(T)], dtype=x.dtype)
+    angle = torch.tensor([[t * f for f in frequencies] for t in times], dtype=x.dtype)
     a, b = x[:, :half], x[:, half:]
     rotated = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
     return torch.cat(rotated, dim=1)

@@ -1,0 +1,394 @@
+"""
+Makes hub/conform.npz: what tests/reference.py computes for each variant of the conformance kit, in
+float64, and what it computes with each of the mistakes.
+
+$ python tests/make_conform.py
+
+A mistake is a change of some functions of reference.py. It is kept for a variant if it shows there.
+Of model.py, only the names, shapes and defaults of parameters and settings are used.
+"""
+
+import contextlib
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import reference
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from hub.conform import CHUNKS, FIXTURE, TOLERANCE, B, T, formula, sample, text
+from model import GPT, GPTConfig
+
+SIZE = dict(block_size=32, vocab_size=31, n_layer=4, n_head=2, n_embd=16, n_inner=24)
+# With 2 heads, a wrong order of the KV heads could not be seen.
+GQA = dict(n_head=4, n_kv_head=2)
+RES = dict(v_residual=True)
+SV = dict(share_v=True)
+KEYS2 = dict(share_k=True, share_k_every=2)
+TABLES = dict(RES, residual_from='token', residual_layers=(1, 3))
+
+VARIANTS = {
+    'vanilla': {},
+    'gqa': GQA,
+    'resformer': RES,
+    'resformer-gqa': dict(RES, **GQA),
+    'resformer-constant': dict(RES, residual_lambda=(2.0, 0.5)),
+    'resformer-learned': dict(RES, residual_learned=True),
+    'resformer-sparse': dict(RES, residual_layers=(2, 3)),
+    'resformer-previous': dict(RES, residual_from='previous'),
+    'resformer-all': dict(RES, residual_from='all'),
+    'resformer-identity': dict(RES, residual_map='identity'),
+    'resformer-cross': dict(RES, residual_map='cross'),
+    'key-residual': dict(k_residual=True, residual_learned=True),
+    'svformer': SV,
+    'svformer-gqa': dict(SV, **GQA),
+    'svformer-cla': dict(SV, **KEYS2),
+    'svformer-cla-gqa': dict(SV, **KEYS2, **GQA),
+    'neutreno': dict(neutreno=0.4),
+    'neutreno-resformer': dict(RES, neutreno=0.2),
+    'owner-map': dict(share_k_from=(0, 1, 1, 1), share_v_from=(0, 0, 2, 2)),
+    'half-heads': dict(SV, share_v_heads=1),
+    'token': TABLES,
+    'token-head-gate': dict(
+        TABLES, residual_gate='head', residual_gate_inputs=12, residual_lambda=(3.0, 1.0)
+    ),
+    'token-channel-gate': dict(TABLES, residual_gate='channel', residual_gate_rank=4),
+    'first-token': dict(
+        RES, residual_from='first+token', residual_layers=(0, 1, 3), residual_learned=True
+    ),
+    'head-gate': dict(RES, residual_gate='head', residual_gate_bias=True),
+    'channel-gate': dict(RES, residual_gate='channel', residual_gate_rank=4),
+    'x0': dict(x0_residual=True),
+    'exclusive': dict(GQA, exclusive=True),
+}
+# Mixings of one source, in layer 1. (Mixing keys is mixing values.)
+MIXINGS = (
+    *('resformer', 'resformer-constant', 'resformer-learned', 'head-gate', 'channel-gate'),
+    *('token', 'token-head-gate', 'token-channel-gate'),
+)
+MIXING = 'transformer.h.1.'
+MIXING_WEIGHTS = ('residual_lambda', '.gate', '.ve.', '.x0.')
+
+# --- the mistakes ---------------------------------------------------------------------------------
+
+# Their functions take the place of those of reference.py, which they call by these names.
+MIX_AND_ROTATE = reference.mix_and_rotate
+MIXTURE, GATED, GATE, NORM = reference.mixture, reference.gated, reference.gate, reference.norm
+ROPE, ATTEND, ATTENTION = reference.rope, reference.attend, reference.attention
+TIMES = [t for size in CHUNKS for t in range(size)]  # as if each chunk were a text of its own
+CHUNK = torch.tensor([i for i, size in enumerate(CHUNKS) for _ in range(size)])
+
+
+def detached_layers(part):
+    """No gradient reaches the values (or keys) of earlier layers."""
+
+    def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
+        for heads in raw[part][:n] + attended[part][:n]:
+            heads[:] = [t.detach() for t in heads]
+        MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+
+    return mix_and_rotate
+
+
+def detached(mix):
+    def with_detached(config, weights, n, h, x, sources, own):
+        return mix(config, weights, n, h, x, [t.detach() for t in sources], own)
+
+    return with_detached
+
+
+def turned(config, weights):
+    """A config and weights whose mixing weights are in the opposite order."""
+    config = GPTConfig.saved(vars(config))
+    config.residual_lambda = config.residual_lambda[::-1]
+    names = [name for name in weights if name.endswith('residual_lambda')]
+    return config, weights | {name: weights[name].flip(0) for name in names}
+
+
+def swapped_mixture(config, weights, n, *tensors):
+    return MIXTURE(*turned(config, weights), n, *tensors)
+
+
+def swapped_gated(config, weights, n, h, x, sources, own):
+    if config.residual_lambda:
+        return GATED(*turned(config, weights), n, h, x, sources, own)
+    g = GATE(config, weights, n, h, x)
+    return (1 - g) * sum(sources) / len(sources) + g * own
+
+
+def own_gated(config, weights, n, h, x, sources, own):
+    """The gate of the source weighs the layer's own values."""
+    if not config.residual_lambda:
+        return swapped_gated(config, weights, n, h, x, sources, own)
+    s, o = config.residual_lambda
+    return o * sum(sources) + s * GATE(config, weights, n, h, x) * own
+
+
+def mixing_after_rope(config, weights, n, x, tokens, raw, attended):
+    """Rotated keys, and sources that are not."""
+    MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+    if not config.k_residual:
+        return
+    for h, own in enumerate(raw['k'][n]):
+        sources = [raw['k'][s][h] for s in reference.sources_of(config, n)]
+        if sources:
+            attended['k'][n][h] = MIXTURE(config, weights, n, h, x, sources, ROPE(config, own))
+
+
+def attend_mixed_after_cache(config, n, h, raw, attended):
+    """The cache holds what is not mixed; only the tokens of this chunk are."""
+    if config.exclusive or config.residual_map != 'current':
+        return ATTEND(config, n, h, raw, attended)
+    g = reference.kv_head(config, h)
+    q, k, v = attended['q'][n][h], attended['k'][n][g], attended['v'][n][g]
+    past_k = ROPE(config, raw['k'][n][g])
+    is_now = CHUNK[:, None] == CHUNK
+    scores = torch.where(is_now, q @ k.T, q @ past_k.T) / math.sqrt(q.shape[1])
+    A = reference.softmax(reference.causal(scores))
+    U = (A * is_now) @ v + (A * ~is_now) @ raw['v'][n][g]
+    return U + config.neutreno * reference.above_own(n, g, raw, attended)
+
+
+def mixing_that_keeps_its_result(config, weights, n, x, tokens, raw, attended):
+    """What later layers mix in is what this layer attends with."""
+    if n:
+        raw['v'][n - 1] = attended['v'][n - 1]
+    MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+
+
+def mixing_in_place(config, weights, n, x, tokens, raw, attended):
+    """The mixture is written over its sources. A borrower rotates the keys that it borrows again."""
+    MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+    mixes = config.v_residual and config.residual_map == 'current'
+    for s in reference.sources_of(config, n) if mixes else ():
+        if s != 'token':
+            raw['v'][s] = attended['v'][n]
+    owner = reference.owner(config, 'k', n)
+    if owner != n:
+        rotated = [ROPE(config, k) for k in attended['k'][owner]]
+        attended['k'][owner] = attended['k'][n] = rotated
+
+
+def mixing_without_offset(config, weights, n, *others):
+    borrows = any(reference.own_heads(config, p, n) < reference.heads(config, p) for p in 'kv')
+    times = TIMES if borrows else None
+    with mock.patch.object(reference, 'rope', lambda config, x: ROPE(config, x, times)):
+        MIX_AND_ROTATE(config, weights, n, *others)
+
+
+def gate_of_the_stream():
+    """A gate that reads what the norm before attention reads, and a norm that tells it."""
+    stream = {}
+
+    def norm(config, weights, name, x):
+        stream[name] = x
+        return NORM(config, weights, name, x)
+
+    def gate(config, weights, n, h, x):
+        return GATE(config, weights, n, h, stream[f'transformer.h.{n}.ln_1'])
+
+    return dict(norm=norm, gate=gate)
+
+
+def gate_of_the_last_channels(config, weights, n, h, x):
+    return GATE(config, weights, n, h, x[:, -config.residual_gate_inputs :])
+
+
+MISTAKES = {
+    'detached': dict(mix_and_rotate=detached_layers('v')),
+    'keys detached': dict(mix_and_rotate=detached_layers('k')),
+    'swapped': dict(mixture=swapped_mixture, gated=swapped_gated),
+    'own weighted': dict(mixture=swapped_mixture, gated=own_gated),
+    'mixed after RoPE': dict(mix_and_rotate=mixing_after_rope),
+    'source mixed': dict(mix_and_rotate=mixing_that_keeps_its_result),
+    'overwritten': dict(mix_and_rotate=mixing_in_place),
+    'KV order': dict(kv_head=lambda config, h: h % reference.heads(config, 'v')),
+    'NeuTRENO': dict(above_own=lambda n, g, raw, attended: raw['v'][0][g] - raw['v'][n][g]),
+    'gate sign': dict(gate=lambda *inputs: 1 - GATE(*inputs)),
+    'gate stream': gate_of_the_stream(),
+    'gate channels': dict(gate=gate_of_the_last_channels),
+}
+# Those that show in decoding alone.
+OF_DECODING = {
+    'mixed after the cache': dict(attend=attend_mixed_after_cache),
+    'RoPE offset': dict(mix_and_rotate=mixing_without_offset),
+}
+OF_MIXING = {
+    'detached': dict(mixture=detached(MIXTURE), gated=detached(GATED)),
+    **{name: MISTAKES[name] for name in ('swapped', 'own weighted', 'gate sign', 'gate channels')},
+}
+
+# --- what the reference gives ---------------------------------------------------------------------
+
+
+def replaced(functions):
+    return mock.patch.multiple(reference, **functions) if functions else contextlib.nullcontext()
+
+
+def settings(name):
+    """GPTConfig's fields, as a port gets them."""
+    config = GPTConfig(**SIZE | VARIANTS[name])
+    return vars(config) | {'n_kv_head': config.kv_heads}
+
+
+def parameters(config, shapes):
+    return {
+        name: torch.tensor(formula(name, shape)).requires_grad_() for name, shape in shapes.items()
+    }
+
+
+def shapes_of(config):
+    model = GPT.without_weights(config)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def run(config, weights, functions):
+    """(logits (B, T, V), [values of a layer (B, n_kv_head, T, hs)]), of float64 tensors."""
+    layers = []
+
+    def attention(*inputs):
+        y = ATTENTION(*inputs)
+        layers.append(inputs[-1]['v'])
+        return y
+
+    with replaced(functions), mock.patch.object(reference, 'attention', attention):
+        logits = reference.logits(config, weights, torch.tensor(text('ids', config.vocab_size)))
+    rows = layers[config.n_layer - 1 :: config.n_layer]
+    values = [torch.stack([torch.stack(row[n]) for row in rows]) for n in range(config.n_layer)]
+    return logits, values
+
+
+def observe(config, mistake=''):
+    """{check: array} of a model, in the order in which a mistake spreads."""
+    weights = parameters(config, shapes_of(config))
+    logits, values = run(config, weights, MISTAKES.get(mistake))
+    targets = torch.tensor(text('targets', config.vocab_size))
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+
+    result = {f'values of layer {n}': v for n, v in enumerate(values, 1)}
+    result['logits'] = logits
+    gradient = weights['transformer.h.0.attn.c_attn.weight'].grad
+    width = config.kv_heads * config.head_size
+    result["gradient of layer 1's W_V"] = gradient[-width:]
+    if config.k_residual or config.share_k or config.share_k_from:
+        result["gradient of layer 1's W_K"] = gradient[-2 * width : -width]
+    for name, weight in weights.items():
+        if any(word in name for word in MIXING_WEIGHTS):
+            result[f'gradient of {name}'] = weight.grad
+    with torch.no_grad():
+        decoded = (
+            run(config, weights, OF_DECODING[mistake])[0] if mistake in OF_DECODING else logits
+        )
+    result['logits decoded with a cache'] = decoded
+    numbers = (
+        B
+        * T
+        * config.head_size
+        * sum(reference.own_heads(config, part, n) for part in 'kv' for n in range(config.n_layer))
+    )
+    result['numbers in the cache'] = torch.tensor(float(numbers))
+    return {name: t.detach().numpy() for name, t in result.items()}
+
+
+def mixing_shapes(config):
+    shapes = shapes_of(config).items()
+    return {name.removeprefix(MIXING): shape for name, shape in shapes if is_of_mixing(name)}
+
+
+def is_of_mixing(name):
+    return name.startswith(MIXING) and any(word in name for word in MIXING_WEIGHTS)
+
+
+def observe_mixing(config, mistake=''):
+    """{check: array} of the mixing of layer 1's values, see hub/conform.py."""
+    shape = B, config.kv_heads, T, config.head_size
+    weights = parameters(config, mixing_shapes(config))
+    inputs = {
+        'own': torch.tensor(formula('own', shape)),
+        'source': torch.tensor(formula('source', shape)),
+        'x': torch.tensor(formula('x', (B, T, config.n_embd))),
+    }
+    for t in inputs.values():
+        t.requires_grad_()
+    own, source, x = inputs.values()
+    named = {MIXING + name: weight for name, weight in weights.items()}
+    with replaced(OF_MIXING.get(mistake)):
+        mix = reference.gated if config.residual_gate else reference.mixture
+        rows = [
+            [
+                mix(config, named, 1, h, x[b], [source[b, h]], own[b, h])
+                for h in range(config.kv_heads)
+            ]
+            for b in range(B)
+        ]
+    values = torch.stack([torch.stack(row) for row in rows])
+    values.backward(torch.tensor(formula('gradient', shape)))
+    result = {'values': values.detach()}
+    for name, t in (inputs | weights).items():
+        if name != 'x' or config.residual_gate:
+            result[f'gradient of {name}'] = torch.zeros_like(t) if t.grad is None else t.grad
+    return {name: t.numpy() for name, t in result.items()}
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def shows(wrong, right):
+    """Whether a mistake can be told from what is right, by far."""
+    return any(
+        abs(sample(wrong[check]) - sample(right[check])).max()
+        > 10 * TOLERANCE * abs(right[check]).max()
+        for check in right
+    )
+
+
+def make_case(name, observe, mistakes):
+    """(what the index says of a variant, its numbers, those of each mistake)."""
+    config = GPTConfig(**SIZE | VARIANTS[name])
+    right = observe(config)
+    rows = {}
+    for mistake in mistakes:
+        wrong = observe(config, mistake)
+        if shows(wrong, right):
+            rows[mistake] = np.concatenate([sample(wrong[check]) for check in right])
+    numbers = np.concatenate([array.ravel() for array in right.values()])
+    constant = ()
+    if observe is observe_mixing and not config.residual_learned:
+        constant = config.residual_lambda or (() if config.residual_gate else (0.5, 0.5))
+    shapes = mixing_shapes(config) if observe is observe_mixing else shapes_of(config)
+    case = {
+        'config': settings(name),
+        'weights': shapes,
+        'constant': constant,
+        'checks': {check: array.shape for check, array in right.items()},
+        'mistakes': list(rows),
+    }
+    wide = np.array(list(rows.values()))
+    return case, numbers.astype(np.float32), wide.astype(np.float32)
+
+
+def main():
+    warnings.simplefilter('error')
+    index, arrays = {'model': {}, 'mixing': {}}, {}
+    for level, names, observing, mistakes in (
+        ('model', VARIANTS, observe, MISTAKES | OF_DECODING),
+        ('mixing', MIXINGS, observe_mixing, OF_MIXING),
+    ):
+        for name in names:
+            case, numbers, rows = make_case(name, observing, mistakes)
+            index[level][name] = case
+            arrays[f'{level}/{name}'] = numbers
+            arrays[f'{level}/{name}/mistakes'] = rows
+            print(level, name, case['mistakes'])
+    np.savez_compressed(FIXTURE, index=json.dumps(index), **arrays)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,48 @@
+"""Ports for the conformance kit: model.py itself."""
+
+from unittest import mock
+
+import numpy as np
+import torch
+
+import model as model_py
+
+
+class Ours:
+    """Our own model, or a changed copy of model.py."""
+
+    module = model_py
+
+    def __init__(self, config, weights):
+        module = self.module
+        self.model = module.GPT(module.GPTConfig(**vars(config))).eval()
+        self.model.load_state_dict({name: torch.tensor(w) for name, w in weights.items()})
+
+    def __call__(self, ids):
+        with torch.no_grad():
+            return self.model(torch.tensor(ids))[0].numpy()
+
+    def values(self, ids):
+        layers = []
+
+        def attend_cross(q, keys, values, *others):
+            layers.append(values[-1].detach().numpy())
+            return original(q, keys, values, *others)
+
+        original = self.module.attend_cross
+        with mock.patch.object(self.module, 'attend_cross', attend_cross):
+            self(ids)
+        return layers
+
+    def gradients(self, ids, targets):
+        self.model.zero_grad()
+        self.model(torch.tensor(ids), torch.tensor(targets))[1].backward()
+        named = self.model.named_parameters()
+        return {name: None if p.grad is None else p.grad.numpy() for name, p in named}
+
+    def decode(self, chunks):
+        length = sum(chunk.shape[1] for chunk in chunks)
+        cache = self.model.new_cache(len(chunks[0]), length)
+        with torch.no_grad():
+            logits = [self.model(torch.tensor(chunk), cache=cache)[0] for chunk in chunks]
+        return np.concatenate(logits, axis=1), cache.nbytes / 4
