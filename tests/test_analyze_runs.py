@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import write_dataset
-from programs import assert_one_line, program
-from runs import good, newest
+from byte_runs import SIZE, train_once
+from programs import BYTES, assert_one_line, program
+from runs import newest
 from test_analyze import analyzed, assert_close, every_kind
 
 from lib import tokenizer
@@ -25,11 +25,7 @@ from paper import analyze
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 CPU = Machine('cpu')
-BYTES = tokenizer.load('bytes')
 
-# At 16 tokens these hold 43 (without a rest), 18 and 1 sequences.
-VALIDATION = {'A': 688, 'B': 300, 'C': 20}
-RUN = dict(block_size=16, vocab_size=257, n_layer=3, n_head=4, n_embd=16, n_inner=20)
 MODELS = {
     'vanilla_seed0': {},
     'vanilla_seed1': {},
@@ -39,32 +35,17 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
+@pytest.fixture(scope='module', autouse=True)
+def models(work):
     """data/bytes, and a run of each of MODELS, as train.py would have written it."""
-    folder = tmp_path_factory.mktemp('analyze')
-    with contextlib.chdir(folder):
-        splits = {'train': {'A': 3000}, 'validation': VALIDATION}
-        meta = write_dataset(folder / 'data' / 'bytes', splits, n_vocab=257)
-        meta['tokenizer'] = {'name': 'bytes', 'sha256': BYTES.sha256, 'n_vocab': 257}
-        Path('data/bytes/meta.json').write_text(json.dumps(meta))
-        steps = dict(max_iters=2, eval_interval=2, warmup_iters=1, lr_decay_iters=2, save_steps=())
-        good('out/trained', dataset='bytes', **RUN, **steps)
-        checkpoint = newest('out/trained')
-        for seed, (name, fields) in enumerate(MODELS.items()):
-            config = GPTConfig(**{**RUN, **fields})
-            model = reference.perturb(GPT(config), seed)
-            Path('out', name).mkdir()
-            new = {'model': model.state_dict(), 'model_config': config.__dict__}
-            new['settings'] = {**checkpoint['settings'], 'seed': seed}
-            torch.save({**checkpoint, **new}, f'out/{name}/ckpt_2.pt')
-        yield folder
-
-
-@pytest.fixture
-def at(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    return folder
+    checkpoint = train_once()
+    for seed, (name, fields) in enumerate(MODELS.items()):
+        config = GPTConfig(**{**SIZE, 'n_layer': 3, **fields})
+        model = reference.perturb(GPT(config), seed)
+        new = {'model': model.state_dict(), 'model_config': vars(config)}
+        new['settings'] = {**checkpoint['settings'], 'seed': seed}
+        Path('out', name).mkdir()
+        torch.save({**checkpoint, **new}, f'out/{name}/ckpt_1.pt')
 
 
 def report(kind, *names, **settings):
@@ -84,7 +65,7 @@ def run_model(name):
 def validation_windows(T):
     """All sequences of T tokens of the validation split, by domain, read without lib/data.py."""
     windows = []
-    for domain in VALIDATION:
+    for domain in 'ABC':
         ids = np.fromfile(f'data/bytes/validation/{domain}.bin', dtype='<u2')
         windows += whole_windows(ids.astype(np.int64), T)
     return windows
@@ -109,11 +90,10 @@ def summary(values):
 
 
 @every_kind
-def test_the_command_writes_means_and_errors_over_evenly_spaced_sequences(kind, at, tmp_path):
+def test_the_command_writes_means_and_errors_over_evenly_spaced_sequences(kind, tmp_path):
     """Dropout, of which the ResFormer has some, is off. What has no number (the first layer of a mapping)
     is null: NaN is not JSON."""
-    idx = torch.tensor(spaced(validation_windows(16), 7))
-    assert len(validation_windows(16)) == 43 + 18 + 1
+    idx = torch.tensor(spaced(validation_windows(32), 7))
     words = ['out/vanilla_seed0', 'out/resformer', f'--out={tmp_path}/new/x.y', '--sequences=7']
     status, out, _ = program(analyze.main, kind, *words, '--batch_size=3', '--device=cpu')
     assert status == 0 and (tmp_path / 'new/x.y.png').read_bytes().startswith(b'\x89PNG')
@@ -121,14 +101,14 @@ def test_the_command_writes_means_and_errors_over_evenly_spaced_sequences(kind, 
     numbers = json.loads(text, parse_constant=pytest.fail)
     assert numbers['analysis'] == kind and numbers['device'] == 'cpu' and len(numbers['runs']) == 2
     for run, one in numbers['runs'].items():
-        assert (one['sequences'], one['length'], one['step']) == (7, 16, 2)
+        assert (one['sequences'], one['length'], one['step']) == (7, 32, 1)
         assert one['config']['v_residual'] == one['settings']['v_residual'] == ('res' in run)
         expected = analyzed(kind, run_model(run[4:]), idx)
         for name, values in expected.items():
             assert_close(one['series'][name], summary(values))
 
 
-def test_a_length_is_cut_to_the_models_and_a_text_is_read_in_whole_windows(at, tmp_path):
+def test_a_length_is_cut_to_the_models_and_a_text_is_read_in_whole_windows(tmp_path):
     text = 'né, the theory of the other thing 😀. ' * 5 + 'x'
     (tmp_path / 'a.txt').write_text(text)
     windows = whole_windows(np.frombuffer(text.encode(), dtype=np.uint8), 8)
@@ -147,7 +127,7 @@ LAST = {'similarity': 'values', 'spectrum': analyze.ATTENDED, 'mapping': analyze
 
 
 @every_kind
-def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at):
+def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     numbers = report(kind, 'vanilla_seed0', 'vanilla_seed1', 'resformer', sequences=3)
     pooled = analyze.over_seeds(numbers)
     assert [one['seeds'] for one in pooled['runs'].values()] == [2, 1]
@@ -178,62 +158,34 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind, at)
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 TEXT = 'the theory of the other thing that one has or had of it and that one theory has ' * 3
-SIZES = dict(
-    vocab_size=300,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=24,
-    bos_token_id=0,
-    eos_token_id=0,
-)
 
 
-@pytest.fixture(scope='module')
-def transformers():
-    hub = pytest.importorskip('transformers')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('transformers.utils.logging._tqdm_active', False)
-        verbosity = hub.logging.get_verbosity()
-        hub.logging.set_verbosity_error()
-        yield hub
-        hub.logging.set_verbosity(verbosity)
+def test_a_folders_entropy_is_that_of_transformers_attentions(tmp_path):
+    pytest.importorskip('transformers')
+    from checkpoints import written
 
-
-def hub_model(transformers, folder):
-    """A random Llama in `folder` with a tokenizer of bytes, returned with eager attention."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, attn_implementation='eager')
-    theirs = reference.perturb(transformers.LlamaForCausalLM(config)).eval()
-    theirs.save_pretrained(folder)
-    (folder / 'tokenizer.json').write_bytes(BYTES.as_file())
+    changes = dict(num_key_value_heads=2, attn_implementation='eager', bos_token_id=0)
+    theirs = written(tmp_path / 'hf', vocab_size=300, eos_token_id=0, **changes)
+    (tmp_path / 'hf/tokenizer.json').write_bytes(BYTES.as_file())
     settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': tokenizer.EOT}
-    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
-    return theirs
-
-
-def test_a_folders_entropy_is_that_of_transformers_attentions(transformers, tmp_path):
-    theirs = hub_model(transformers, tmp_path / 'hf')
+    (tmp_path / 'hf/tokenizer_config.json').write_text(json.dumps(settings))
     (tmp_path / 'text.txt').write_text(TEXT)
     words = [f'--hf={tmp_path}/hf', f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x']
     assert program(analyze.main, 'entropy', *words, '--sequences=6', '--device=cpu')[0] == 0
     one = json.loads((tmp_path / 'x.json').read_text())['runs'][f'{tmp_path}/hf']
     assert (one['sequences'], one['length']) == (6, 24)
-    values = []
     windows = whole_windows(np.frombuffer(TEXT.encode(), dtype=np.uint8), 24)
     with torch.no_grad():
-        for row in spaced(windows, 6):
-            attentions = theirs(torch.tensor([row]), output_attentions=True).attentions
-            # Each is (1, heads, queries, keys).
-            importance = [a[0].double().mean(dim=(0, 1)) for a in attentions]
-            values.append([-(a * a.log()).sum().item() for a in importance])
+        idx = torch.tensor(spaced(windows, 6))
+        attentions = theirs(idx, output_attentions=True).attentions
+    # Each is (6, heads, queries, keys).
+    importance = [each.double().mean(dim=(1, 2)) for each in attentions]
+    values = np.transpose([-(a * a.log()).sum(dim=1).numpy() for a in importance])
     assert abs(np.mean(values) - analyze.uniform_entropy(24)) > 0.01
     assert_close(one['series']['entropy'], summary(values))
 
 
-def test_tokens_are_explained_of_each_run(at, tmp_path):
+def test_tokens_are_explained_of_each_run(tmp_path):
     """In layer 1 the token explains everything."""
     (tmp_path / 'text.txt').write_text(4 * TEXT)
     words = [f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x', '--device=cpu']
@@ -255,13 +207,13 @@ def test_tokens_are_explained_of_each_run(at, tmp_path):
         ('entropy', ['out/flat', '--sequences=0'], ['sequences=0']),
         ('entropy', ['out/none', '--sequences=1'], ['out/none']),
         ('entropy', ['out/flat', '--text=none.txt'], ['none.txt']),
-        ('entropy', ['out/flat', '--text=short.txt'], ['short.txt', '16', '--length']),
+        ('entropy', ['out/flat', '--text=short.txt'], ['short.txt', '32', '--length']),
         ('entropy', ['--hf=hf', '--text=short.txt'], ['hf']),
         ('mapping', ['out/flat', '--sequences=2'], ['layer']),
         ('tokens', ['out/flat'], ['20 times', '--sequences']),  # but for a single one
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(kind, arguments, words, at):
+def test_a_mistake_is_one_line_and_writes_nothing(kind, arguments, words):
     Path('short.txt').write_text('x' * 15)
     before = sorted(Path('.').rglob('*'))
     status, _, _ = program(analyze.main, kind, *arguments, '--device=cpu')
@@ -269,7 +221,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(kind, arguments, words, at):
     assert sorted(Path('.').rglob('*')) == before
 
 
-def test_a_dataset_of_another_tokenizer_is_refused(at):
+def test_a_dataset_of_another_tokenizer_is_refused():
     path = Path('data/bytes/meta.json')
     text = path.read_text()
     path.write_text(text.replace(BYTES.sha256, '1' * 64))

@@ -25,14 +25,19 @@ place = comparisons.place
 
 
 def test_on_a_cpu_each_core_that_this_process_may_use_trains_with_one_thread(monkeypatch):
+    """A Mac's GPU takes one run at a time."""
     assert launch.find_slots('cpu', 3) == [{'OMP_NUM_THREADS': '1'}] * 3
     monkeypatch.setattr(launch.os, 'sched_getaffinity', lambda process: {3, 5, 7})
     assert len(launch.find_slots('cpu')) == 3
     monkeypatch.delattr(launch.os, 'sched_getaffinity')
     monkeypatch.setattr(launch.os, 'cpu_count', lambda: 4)
-    assert len(launch.find_slots('cpu')) == 4
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    assert [len(launch.find_slots(device)) for device in ('cpu', 'mps', 'auto')] == [4, 1, 1]
     with pytest.raises(ValueError, match='sees no GPU'):
         launch.find_slots('cpu', gpus=2)
+    with pytest.raises(ValueError, match="device='cuda', but torch .* sees only mps and cpu here"):
+        launch.find_slots('cuda')
 
 
 def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
@@ -65,16 +70,6 @@ def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
     assert len(launch.find_slots('auto', jobs=2)) == 2
     # More trainings than GPUs share them.
     assert [slot[name] for slot in launch.find_slots('auto', jobs=6)] == list('456745')
-
-
-def test_a_mac_trains_one_run_at_a_time_on_its_gpu(monkeypatch):
-    monkeypatch.setattr(launch, 'cores', lambda: 8)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
-    slots = {device: len(launch.find_slots(device)) for device in ('auto', 'mps', 'cpu')}
-    assert slots == {'auto': 1, 'mps': 1, 'cpu': 8}
-    with pytest.raises(ValueError, match="device='cuda', but torch .* sees only mps and cpu here"):
-        launch.find_slots('cuda')
 
 
 # --- how they end ---------------------------------------------------------------------------------

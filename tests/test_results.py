@@ -1,5 +1,5 @@
 """
-The numbers on results/claims, deep, rates, long and real, computed again from the kept logs and analyses.
+The numbers on results/claims, deep, rates and long, computed again from the kept logs and analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
@@ -210,16 +210,11 @@ def test_the_rates_are_chosen_by_the_means_of_both_tuning_seeds():
 # --- long -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'length, best, at, step',
-    [(64, -0.175, 156, 1473), (256, -0.104, 234, 1597), (1024, -0.078, 310, 885)],
-)
-def test_the_step_at_which_svformer_is_overtaken(length, best, at, step):
+@pytest.mark.parametrize('length, step', [(64, 1473), (256, 1597), (1024, 885)])
+def test_the_step_at_which_svformer_is_overtaken(length, step):
     pair = [LONG / f'{model}_{length}' for model in ('svformer', 'vanilla')]
     # Where means of 100 steps have the lowest sum, the lead ends.
-    difference = read(pair[0])[0] - read(pair[1])[0]
-    means = np.convolve(difference, np.full(100, 0.01), mode='valid')
-    assert means.argmin() + 99 == at and means.min() == pytest.approx(best, abs=5e-4)
+    means = np.convolve(read(pair[0])[0] - read(pair[1])[0], np.full(100, 0.01), mode='valid')
     assert np.cumsum(means).argmin() + 100 == step
     text = page('long')
     assert f'{step:,}' in text and f'{step * 4096 / 1e6:.1f}M bytes' in text
@@ -229,31 +224,3 @@ def test_the_step_at_which_svformer_is_overtaken(length, best, at, step):
     assert (found.kind, found.step) == ('overtaken', step)
     words = 'by {:.4f} (95% interval {:.4f} to {:.4f}) at {:,}'
     assert words.format(found.mean, *found.interval, length) in text
-
-
-# --- real -----------------------------------------------------------------------------------------
-
-
-def test_the_numbers_of_the_real_model_are_those_of_its_analyses():
-    def series(kind, name, what='mean'):
-        (run,) = json.loads((RESULTS / 'real' / f'{kind}.json').read_text())['runs'].values()
-        return np.array(run['series'][name][what], float)
-
-    spectrum = series('spectrum', 'projected values')
-    columns = {
-        'entropy': (series('entropy', 'entropy'), '{:.2f}'),
-        'first': (series('entropy', 'first token'), '{:.3f}'),
-        'R^2': (series('tokens', 'R^2'), '{:.3f}'),
-        'cosine': (series('similarity', 'hidden states'), '{:.3f}'),
-        'largest': (spectrum[:, 0], '{:.3g}'),
-        'share': (spectrum[:, 0] / spectrum.sum(axis=1), '{:.2f}'),
-        'Eq. 3': (series('mapping', MAPPINGS[0]), '{:.3f}'),
-        'Eq. 6': (series('mapping', MAPPINGS[1]), '{:.3f}'),
-    }
-    text = page('real')
-    rows = re.findall(r'^\| (\d+|mean of 16 to 30) \| (.*) \|$', text, re.M)
-    assert len(rows) == 13
-    for layer, row in rows:
-        which = slice(15, 30) if 'mean' in layer else slice(int(layer) - 1, int(layer))
-        numbers = [(values[which].mean(), form) for values, form in columns.values()]
-        assert row == ' | '.join('' if np.isnan(x) else form.format(x) for x, form in numbers)

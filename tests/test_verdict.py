@@ -1,6 +1,5 @@
 """The statistics of compare.py: against formulas written here, against scipy, and by simulation."""
 
-import itertools
 import math
 
 import numpy as np
@@ -12,19 +11,15 @@ from comparison.false_verdicts import DISTRIBUTIONS, SEEDS, false_verdicts
 from comparison.verdict import (
     LEVEL,
     RULE,
-    decide,
     describe,
     holm,
     judge,
     power,
     seeds_needed,
-    sign_flip,
     smallest_difference,
     t_test,
 )
 
-# Standard deviations over seeds of six models in results/untuned: 0.52M parameters, 5.1M bytes.
-SDS = np.array([0.026, 0.011, 0.006, 0.009, 0.008, 0.011])
 COMPARISONS = 10_000
 
 
@@ -44,40 +39,18 @@ def test_mean_interval_and_p_equal_scipys(n):
 @pytest.mark.parametrize('m', [1, 2, 5, 10])
 def test_holm_equals_its_definition(m):
     random = np.random.default_rng(m)
-    for _ in range(50):
-        p = random.uniform(0, 0.2, m).round(3)  # with ties
-        adjusted, factors = holm(p)
+    rows = random.uniform(0, 0.2, (50, m)).round(3)  # with ties
+    for p, adjusted, factors in zip(rows, *holm(rows), strict=True):
         # Step down: reject the smallest while it is at most level / (how many are left).
         for level in (0.01, 0.05, 0.2):
-            rejected, left = set(), m
-            for i in sorted(range(m), key=lambda i: p[i]):
-                if p[i] * left > level:
+            rejected = set()
+            for i in np.argsort(p, kind='stable'):
+                if p[i] * (m - len(rejected)) > level:
                     break
                 rejected.add(i)
-                left -= 1
-            assert {i for i in range(m) if adjusted[i] <= level} == rejected
+            assert set(np.flatnonzero(adjusted <= level)) == rejected
         # An interval at level / factor excludes 0 where p <= level / factor: in the same cases.
         assert np.array_equal(p <= LEVEL / factors * (1 + 1e-12), adjusted <= LEVEL * (1 + 1e-12))
-    rows = random.uniform(0, 1, (7, m))
-    assert np.array_equal(holm(rows), np.stack([holm(row) for row in rows], axis=1))
-
-
-def test_flips_of_signs_are_all_counted():
-    values = [-0.5, -0.1, 0.2, -0.4, -0.3, -0.6]
-    means = []
-    for signs in itertools.product((1, -1), repeat=len(values)):
-        means.append(sum(sign * value for sign, value in zip(signs, values, strict=True)))
-    expected = np.mean([abs(mean) >= abs(sum(values)) - 1e-12 for mean in means])
-    assert np.isclose(sign_flip(values), expected)
-
-
-@pytest.mark.parametrize('n, level', [(3, 0.05), (3, 0.005), (5, 0.05), (8, 0.01)])
-def test_power_is_the_share_of_comparisons_that_find_a_difference(n, level):
-    random = np.random.default_rng(n)
-    for difference in (0.0, 1.0, -2.0, 4.0):
-        _, _, _, p = t_test(random.normal(difference, 1, (40_000, n)))
-        expected = float(power(difference * 0.03, 0.03, n, level))
-        assert abs((p <= level).mean() - expected) < 4 * 0.5 / math.sqrt(40_000)
 
 
 def test_power_has_no_holes():
@@ -90,38 +63,11 @@ def test_power_has_no_holes():
 # --- by simulation --------------------------------------------------------------------------------
 
 
-def simulate(random, seeds, arms):
-    """Differences (COMPARISONS, arms - 1, seeds) of arms against the first, as seeds make them: each
-    arm scatters by what was logged, and all share what a seed's data and order do."""
-    sds = SDS[np.arange(arms) % len(SDS)]
-    shared = random.normal(0, 0.02, (COMPARISONS, 1, seeds))
-    losses = 1.8 + shared + random.normal(0, 1, (COMPARISONS, arms, seeds)) * sds[:, None]
-    return losses[:, 1:] - losses[:, :1]
-
-
-def verdicts(differences):
-    mean, _, _, p = t_test(differences)
-    return decide(mean, holm(p)[0], differences.shape[-1])
-
-
-@pytest.mark.parametrize('seeds', [3, 5, 8])
-def test_identical_arms_are_told_apart_in_at_most_5_percent(seeds):
-    random = np.random.default_rng(seeds)
-    rates = []
-    for contrasts in range(1, 11):
-        differences = simulate(random, seeds, contrasts + 1)
-        rates.append((verdicts(differences) != 'undecided').any(axis=-1).mean())
-    # One contrast is wrong in 5% exactly, of which 10,000 comparisons show 5% +- 0.22%.
-    error = math.sqrt(LEVEL * (1 - LEVEL) / COMPARISONS)
-    assert max(rates) <= LEVEL + 3 * error, rates
-    assert np.mean(rates) <= LEVEL, rates
-
-
 @pytest.mark.parametrize('seeds', [3, 5, 8])
 def test_the_smallest_difference_holds_where_the_scatter_is_only_measured(seeds):
     """Stated from the scatter of one comparison, found in another: the measured one may be too small."""
     random = np.random.default_rng(seeds)
-    sd = math.hypot(SDS[0], SDS[1])
+    sd = 0.03
     measured = t_test(random.normal(0, sd, (COMPARISONS, seeds)))[1]
     stated = smallest_difference(measured, seeds)
     _, _, _, p = t_test(random.normal(0, sd, (COMPARISONS, seeds)) - stated[:, None])
@@ -197,15 +143,15 @@ def test_the_interval_is_corrected_as_the_p_is():
 
 
 def test_a_verdict_says_on_which_seed_it_rests():
+    """And from six seeds on, which share of all flips of signs has as large a mean."""
     far = judge({'a': seeds(-0.10, -0.11, -0.12, -0.10, -0.09, -0.11)})['a']
     assert far['verdict'] == 'better' and far['rests_on'] == [] and far['p_flip'] == 2 / 64
-    values = (-0.30, -0.42, -0.31, 0.05, 0.02, -0.01, -0.35)
-    close = judge({'a': seeds(*values)})['a']
-    assert close['verdict'] == 'better'
-    for seed in range(1, 8):
-        left = {other: value for other, value in seeds(*values).items() if other != seed}
+    values = seeds(-0.30, -0.42, -0.31, 0.05, 0.02, -0.01, -0.35)
+    close = judge({'a': values})['a']
+    assert close['verdict'] == 'better' and close['rests_on']
+    for seed in values:
+        left = {other: value for other, value in values.items() if other != seed}
         assert (judge({'a': left})['a']['verdict'] == 'undecided') == (seed in close['rests_on'])
-    assert close['rests_on']
     assert judge({'a': seeds(-0.1, -0.11, -0.12)})['a']['rests_on'] == [1, 2, 3]
 
 
