@@ -34,7 +34,7 @@ def test_no_row_has_a_problem_or_is_recompiled(table):
 def test_the_table_is_what_was_measured(capsys, table):
     fakegpu.print_table(fakegpu.FakeConfig(out=str(RESULTS / f'{table}.json')))
     assert capsys.readouterr().out == (RESULTS / f'{table}.md').read_text()
-    assert fakegpu.all_rows().keys() == TABLES[table]['rows'].keys()
+    assert fakegpu.all_rows().keys() >= TABLES[table]['rows'].keys()
 
 
 @pytest.mark.parametrize(
