@@ -88,8 +88,10 @@ def test_a_run_goes_on_with_three_and_then_four_processes_on_two_machines(work):
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='no compiler')
 def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefixes(work):
-    good('out/eager', n_layer=1)
-    good_ranks('out/compiled', compile=True, n_layer=1)
+    table = dict(v_residual=True, residual_from='token', residual_layers='(0,)')
+    model = dict(n_layer=1, **table, residual_gate='head', x0_residual=True, exclusive=True)
+    good('out/eager', **model)
+    good_ranks('out/compiled', compile=True, **model)
     assert_close_losses('out/compiled', 'out/eager', tolerance=1e-3)
     assert newest('out/compiled')['model'].keys() == newest('out/eager')['model'].keys()
 

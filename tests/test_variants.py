@@ -334,7 +334,7 @@ def test_it_compiles_to_one_graph(name):
         ('learned CLA', 'aot_eager', torch.float16),
         ('identity from previous, a borrower', 'aot_eager', torch.float32),
         ('cross NeuTRENO DenseFormer', 'inductor', torch.float32),
-        ('SVFormer CLA keys GQA', 'inductor', torch.float32),
+        ('head gate of nanochat', 'inductor', torch.float32),
     ],
 )
 def test_a_few_compile_to_a_forward_and_a_backward_graph(name, backend, dtype):
