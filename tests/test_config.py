@@ -52,6 +52,35 @@ REFUSED = [
     (dict(RES, residual_layers=(1, 2, 1)), 'residual_layers 1'),
     (dict(RES, **SV2, residual_layers=(1, 2)), 'residual_layers share_v'),
     (dict(RES, k_residual=True, **KEYS2, residual_layers=(1,)), 'residual_layers share_k'),
+    # contradictions of the family
+    (dict(share_v_from=(0, 0)), 'share_v_from 3 layers'),
+    (dict(share_v_from=(0, 0, 1)), 'share_v_from'),
+    (dict(share_v_from=(0, 2, 2)), 'share_v_from'),
+    (dict(share_v_from=(0, 1, 2)), 'share_v_from'),
+    (dict(SV, share_v_from=(0, 0, 0)), 'share_v share_v_from'),
+    (dict(share_v_heads=2), 'share_v_heads share_v'),
+    (dict(SV, share_v_heads=4), 'share_v_heads 4'),
+    (dict(SV, **RES, share_v_heads=2), 'v_residual'),
+    (
+        dict(RES, share_v_from=(0, 1, 1), share_v_heads=1, residual_layers=(2,)),
+        'residual_layers',
+    ),
+    (
+        dict(RES, share_v_from=(0, 1, 1), share_v_heads=1, residual_map='cross'),
+        'share_v_heads residual_map',
+    ),
+    (dict(RES, residual_from='token'), 'residual_layers'),
+    (dict(RES, k_residual=True, residual_from='token', residual_layers=(1,)), 'k_residual'),
+    (
+        dict(RES, residual_from='token', residual_layers=(1,), residual_map='identity'),
+        'residual_map',
+    ),
+    (dict(residual_gate='head'), 'residual_gate v_residual'),
+    (dict(RES, residual_gate='head', residual_learned=True), 'residual_learned residual_gate'),
+    (dict(RES, residual_gate='head', residual_map='cross'), 'residual_gate residual_map'),
+    (dict(RES, residual_gate='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
+    (dict(RES, residual_gate='channel', residual_from='all'), 'channel all'),
+    (dict(RES, residual_gate='head', residual_gate_inputs=33), 'residual_gate_inputs 32'),
     # out of range
     (dict(n_embd=30), 'n_embd n_head'),
     (dict(n_embd=36), 'n_embd n_head'),
@@ -104,6 +133,11 @@ CHOICES = {
     'residual_layers': [(1,), (2,), (1, 2)],
     'residual_map': ['identity', 'cross'],
     'neutreno': [0.4],
+    'residual_gate': ['head', 'channel'],
+    'residual_gate_inputs': [4],
+    'residual_gate_rank': [4],
+    'share_v_from': [(0, 0, 0), (0, 1, 0)],
+    'share_v_heads': [1, 3],
 }
 
 
@@ -130,7 +164,7 @@ def outcome(settings):
 def test_the_rule_refuses_a_setting_if_and_only_if_it_changes_nothing():
     draw = random.Random(0)
     refused = accepted = 0
-    for _ in range(150):
+    for _ in range(300):
         settings = drawn_settings(draw)
         try:
             config = GPTConfig(**{**SIZE, 'n_embd': 16, 'n_inner': 8, **settings})

@@ -13,8 +13,9 @@ import torch
 import variants
 from conftest import ROOT
 from programs import import_file
+from test_family import by_torch, step
 from torch import nn
-from variants import RES, SIZE, config_of, tokens
+from variants import RES, SIZE, tokens
 
 import model as model_py
 from model import GPT, GPTConfig, make, normal
@@ -191,47 +192,22 @@ def test_an_idea_of_the_family_took_few_lines_trains_and_is_the_reference(forked
 
 @pytest.mark.parametrize('forked', ['muon'], indirect=True)
 def test_muon_as_a_fork_is_torchs_for_each_block_of_rows_and_can_be_resumed(forked):
+    """Its blocks: q, k and v of c_attn, and other matrices whole."""
     model_of_fork, train, _ = forked
-    settings = dict(learning_rate=0.02, weight_decay=0.3)
-
-    def made(optimizer, weights=None):
-        model = model_of_fork.GPT(model_of_fork.GPTConfig(**SIZE))
-        if weights:
-            model.load_state_dict(weights)
-        return model, train.make_optimizer(
-            model, train.TrainConfig(optimizer=optimizer, **settings)
-        )
-
-    def step(model, optimizer, gradients=None):
-        for name, p in model.named_parameters():
-            p.grad = gradients[name] if gradients else None
-        if gradients is None:
-            model(tokens(B, T), tokens(B, T, seed=1))[1].backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        optimizer.step()
-        return gradients
-
-    model, optimizer = made('muon')
-    plain, adamw = made('adamw')
-    blocks = {}
-    for name, p in plain.named_parameters():
-        if '.h.' in name and p.dim() == 2:
-            blocks[name] = p.detach().clone().split(32 if 'c_attn' in name else len(p))
-    every = [block for split in blocks.values() for block in split]
-    theirs = torch.optim.Muon(every, lr=0.02, weight_decay=0.3, adjust_lr_fn='match_rms_adamw')
+    settings = train.TrainConfig(optimizer='muon', learning_rate=0.02, weight_decay=0.3)
+    config = model_of_fork.GPTConfig(**SIZE)
+    model, again = model_of_fork.GPT(config), model_of_fork.GPT(config)
+    optimizer, resumed = (train.make_optimizer(each, settings) for each in (model, again))
+    matrices = {n: p for n, p in model.named_parameters() if '.h.' in n and p.dim() == 2}
+    theirs = by_torch(
+        model, {n: [32] * 3 if 'c_attn' in n else [len(p)] for n, p in matrices.items()}
+    )
     for _ in range(3):
-        gradients = step(model, optimizer)
-        step(plain, adamw, gradients)
-        for name, split in blocks.items():
-            parts = gradients[name].split([len(block) for block in split])
-            for block, gradient in zip(split, parts, strict=True):
-                block.grad = gradient
-        theirs.step()
-    for name, p in model.named_parameters():
-        expected = torch.cat(blocks[name]) if name in blocks else plain.get_parameter(name)
-        torch.testing.assert_close(p, expected, msg=name)
+        expected = theirs(step(model, optimizer))
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p, expected[name], msg=name)
 
-    again, resumed = made('muon', model.state_dict())
+    again.load_state_dict(model.state_dict())
     checkpoint = {'path': 'x', 'optimizer': optimizer.state_dict(), 'scaler': {}}
     sys.modules['lib.rundir'].load_state(resumed, None, checkpoint)
     step(model, optimizer)
@@ -285,16 +261,3 @@ def test_a_parameter_gets_what_it_needs(monkeypatch):
         assert group['rate'] == (3.0 if 'idea' in name else 1.0)
         if 'idea' in name:
             assert group['weight_decay'] == 0.0
-
-
-# --- what a block lends ----------------------------------------------------------------------------
-
-
-def test_a_source_is_dropped_after_its_last_reader():
-    settings = dict(RES, residual_from='first+token', residual_layers=(1,))
-    model = GPT(config_of('vanilla', **settings))
-    kept = []
-    for block in model.transformer.h:
-        block.register_forward_hook(lambda module, args, out: kept.append(set(out[1])))
-    model(tokens(B, T))
-    assert ('v', 0) in kept[0] and kept[1:] == [set(), set()]

@@ -7,7 +7,7 @@ import reference
 from programs import assert_one_line, program
 from variants import VARIANTS, config_of
 
-from model import SOURCES, GPTConfig
+from model import GPTConfig
 from paper import draw, wiring
 from paper.wiring import Arrow
 
@@ -97,12 +97,9 @@ def test_a_setting_that_the_drawing_does_not_know_is_named_in_it():
         assert not wiring.not_drawn(config_of(name))
 
 
-def test_a_source_that_is_no_layer_stands_above_the_first_one(monkeypatch):
-    monkeypatch.setitem(SOURCES, 'first', lambda n, L: ['table'])
-    config = GPTConfig(n_layer=3, v_residual=True)
-    assert {a.source for a in wiring.arrows(config)} == {'table'}
-    axes = wiring.figure_of({'model': config}).axes[0]
-    places = [text.get_position()[1] for text in axes.texts if text.get_text() == 'table']
+def test_a_source_that_is_no_layer_stands_above_the_first_one():
+    axes = wiring.figure_of({'model': config_of('tables')}).axes[0]
+    places = [text.get_position()[1] for text in axes.texts if text.get_text() == 'token']
     assert places and max(places) < 0
 
 

@@ -42,56 +42,39 @@ VARIANTS = {
     'other theta and epsilon, n_inner 0': dict(rope_theta=100.0, norm_eps=1e-2, n_inner=0),
     'llama3 RoPE': LLAMA3,
     'embedding norm': dict(embed_norm=True, norm_eps=1e-2),
-    'embedding norm ResFormer': dict(RES, embed_norm=True),
     'gpt2 embedding norm': dict(GPT2, embed_norm=True),
     # ResFormer and SVFormer, alone and with what shrinks the cache (Fig. 10)
     'ResFormer': RES,
     'ResFormer GQA': dict(RES, n_kv_head=2),
-    'llama3 RoPE ResFormer GQA': dict(RES, **LLAMA3, n_kv_head=2),
     'ResFormer CLA': dict(RES, **CLA),
-    'ResFormer sharing the first keys': dict(RES, share_k=True),
     'SVFormer': SV,
     'SVFormer GQA': dict(SV, n_kv_head=2),
-    'SVFormer CLA keys': dict(SV, **KEYS2),
     'SVFormer CLA keys GQA': dict(SV, **KEYS2, n_kv_head=2),
     'SVFormer 2 anchors': dict(SV2, n_layer=4),
-    'SVFormer ragged last run': dict(SV, share_v_every=3, n_layer=5),
     'CLA': CLA,
     # what else can be shared (Fig. 13, Fig. 4)
     'first queries': dict(share_q=True),
     'first keys': dict(share_k=True),
-    'first queries and keys': dict(share_q=True, share_k=True),
     'queries every 2': dict(share_q=True, share_q_every=2, n_kv_head=2),
     # NeuTRENO, DenseFormer
     'NeuTRENO': dict(neutreno=0.4),
     'NeuTRENO GQA': dict(neutreno=0.4, n_kv_head=2),
-    'NeuTRENO on ResFormer': dict(RES, neutreno=0.2),
     'NeuTRENO on ResFormer from all': dict(RES, residual_from='all', neutreno=0.2),
     'NeuTRENO on CLA': dict(CLA, neutreno=0.4),
     'DenseFormer': dict(denseformer=True),
-    'DenseFormer ResFormer': dict(RES, denseformer=True),
     # which projections and which layers (Figs. 6, 8)
     'query residual': dict(q_residual=True),
     'key residual': dict(k_residual=True),
-    'all three residuals': dict(RES, q_residual=True, k_residual=True),
     'queries every 2, query residual': dict(share_q=True, share_q_every=2, q_residual=True),
-    'ResFormer, keys from CLA with residual': dict(RES, **KEYS2, k_residual=True),
-    'from previous': dict(RES, residual_from='previous'),
     'from all': dict(RES, residual_from='all'),
-    'keys from previous': dict(k_residual=True, residual_from='previous'),
     'from previous, a borrower': dict(RES, **SV2, residual_from='previous', n_layer=5),
-    'from all, some borrowers': dict(RES, **SV2, residual_from='all', n_layer=5),
-    'first queries, all values': dict(RES, share_q=True, residual_from='all'),
     # the weights of the mixture
-    'constant lambda': dict(RES, residual_lambda=(2.0, 1.0)),
     'constant lambda, from all': dict(RES, residual_from='all', residual_lambda=(0.3, 0.6)),
     'constant lambda on q, k, v': dict(
         RES, q_residual=True, k_residual=True, residual_lambda=(0.7, 0.2)
     ),
     'sparse': dict(RES, residual_layers=(2,)),
-    'sparse lambda 5': dict(RES, residual_layers=(2,), residual_lambda=(5.0, 1.0)),
     'learned': dict(RES, residual_learned=True),
-    'learned sparse': dict(RES, residual_learned=True, residual_layers=(1,)),
     'learned from all': dict(RES, residual_learned=True, residual_from='all'),
     'learned from a constant': dict(RES, residual_learned=True, residual_lambda=(2.0, 1.0)),
     'learned keys from previous': dict(
@@ -108,10 +91,6 @@ VARIANTS = {
         RES, residual_map='identity', residual_layers=(2,), k_residual=True
     ),
     'cross': dict(RES, residual_map='cross'),
-    'cross GQA': dict(RES, residual_map='cross', n_kv_head=2),
-    'cross from previous, GQA': dict(
-        RES, residual_map='cross', residual_from='previous', n_kv_head=2
-    ),
     'cross from all, GQA': dict(RES, residual_map='cross', residual_from='all', n_kv_head=2),
     'cross sparse, key residual': dict(
         RES, residual_map='cross', residual_layers=(2,), k_residual=True
