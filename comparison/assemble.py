@@ -52,21 +52,26 @@ def compare_plan(results, record):
     problems = results.problems()
     incomplete = {}
     for pair in plan.contrasts:
-        runs = [run for arm in pair for run in results.test_runs(arm).values()]
-        reasons = [problems[name] for name in pair if name in problems]
-        reasons += [f'{run.name} is {problems[run.name]}' for run in runs if run.name in problems]
-        if reasons:
-            incomplete[contrast_name(*pair)] = reasons[0]
+        unknown = [problems[name] for name in pair if name in problems]  # their learning rates
+        reasons = [*unknown, unfinished(*(arms[name] for name in pair))]
+        incomplete[contrast_name(*pair)] = reasons[0]
     states = [results.state(run) for run in results.all_runs()]
     comparison = assemble(plan.folder.name, arms, plan.contrasts, incomplete, problems, states)
     tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
     return comparison | {'plan': record, 'tuning': tuning}
 
 
+def unfinished(*arms):
+    """The first of the arms' runs that has not finished, and why; '' where all have."""
+    states = [state for arm in arms for state in arm.states.values()]
+    reasons = [f'{state.folder} is {state.reason}' for state in states if state.kind != 'finished']
+    return reasons[0] if reasons else ''
+
+
 def assemble(title, arms, contrasts, incomplete, problems, states):
     """Losses, verdicts, domains, costs and curves of arms, {name: ArmRuns}.
 
-    incomplete: {contrast: why it has no verdict}. problems: {run or arm: why it has not finished}.
+    incomplete: {contrast: why it has no verdict, or ''}. problems: {run or arm: why it has not finished}.
     states: of all runs, also of those that no arm has.
     """
     baseline = next(iter(arms))
@@ -184,10 +189,9 @@ def compare_runs(folders, title, contrasts=''):
 
     pairs = all_contrasts(arms, parse_contrasts(contrasts, arms))
     incomplete = {}
-    for ours, theirs in pairs:
-        reason = why_incomparable(arms[ours], arms[theirs])
-        if reason:
-            incomplete[contrast_name(ours, theirs)] = reason
+    for pair in pairs:
+        reason = why_incomparable(*(arms[name] for name in pair))
+        incomplete[contrast_name(*pair)] = reason
     return assemble(title, arms, pairs, incomplete, problems, states.values())
 
 
@@ -202,16 +206,10 @@ SHARED = (*TEXT, 'max_iters', 'data', 'resumed')
 
 def why_incomparable(ours, theirs):
     """Why two arms of existing runs have no verdict, or ''."""
+    reason = unfinished(ours, theirs)
     pairs = list(paired(ours.states, theirs.states).values())
     for pair in pairs:
-        for state in pair:
-            if state.kind != 'finished':
-                return f'{state.folder} is {state.reason}'
         # Every pair is alike in how it was resumed; in all else, all runs are.
-        first, theirs = pairs[0][0], pair[1]
-        reason = disagreement(*pair, only=SHARED) or disagreement(
-            first, theirs, ['resumed'], SHARED
-        )
-        if reason:
-            return reason
-    return '' if pairs else 'they have no seed in common'
+        reason = reason or disagreement(*pair, only=SHARED)
+        reason = reason or disagreement(pairs[0][0], pair[1], ['resumed'], SHARED)
+    return reason if pairs else 'they have no seed in common'

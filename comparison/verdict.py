@@ -206,7 +206,7 @@ def half_width(numbers):
 def judge(contrasts, incomplete=None, families=None):
     """The verdict on every contrast of a plan.
 
-    contrasts: {name: {seed: difference}}. incomplete: {name: why no verdict can be given yet}.
+    contrasts: {name: {seed: difference}}. incomplete: {name: why no verdict can be given yet, or ''}.
     families: {name: family}, of contrasts that Holm's correction counts together; by default, all do.
     Returns {name: numbers}: those of describe() and verdict_of().
     """
@@ -218,7 +218,7 @@ def judge(contrasts, incomplete=None, families=None):
     for names in groups.values():
         p = []
         for name in names:
-            usable = results[name]['p'] is not None and name not in incomplete
+            usable = results[name]['p'] is not None and not incomplete.get(name)
             p.append(results[name]['p'] if usable else 1.0)
         for name, p_holm, factor in zip(names, *holm(p), strict=True):
             reason = incomplete.get(name, '')

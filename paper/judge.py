@@ -230,26 +230,23 @@ MISSING = 'no such runs, or none with the same seeds, or no analyses of them'
 
 def rows_of(claims, pool, reports):
     """[Row] of the claims, tested by a pool."""
-    rows, pairs, values = {}, {}, {}
+    groups = {}
     for claim in claims:
-        ours, theirs = str(claim.ours), str(claim.theirs)
-        key = ours, theirs, measure_of(claim.metric)
-        if key in rows:
-            rows[key].where.append(claim.where)
-            rows[key].says.append(claim.says)
-            continue
-        places = [claim.where], [claim.says]
-        row = Row(claim.figure, ours, claim.sign, theirs, claim.metric, *places, claim.caveat)
-        rows[key], values[key] = row, {}
-        pairs[key] = {}
-        if claim.metric in (*OF_RUNS, *INSIDE, 'lead'):
-            pairs[key] = pairs_of(pool, claim.ours, claim.theirs)
-        for seed, pair in pairs[key].items():
-            value = measure(claim, seed, pair, pool, reports)
-            if value is not None:
-                values[key][seed] = value
+        key = str(claim.ours), str(claim.theirs), measure_of(claim.metric)
+        groups.setdefault(key, []).append(claim)
+    rows, pairs, values = {}, {}, {}
+    for key, group in groups.items():
+        claim, (ours, theirs, _) = group[0], key
+        where, says = [each.where for each in group], [each.says for each in group]
+        rows[key] = Row(
+            claim.figure, ours, claim.sign, theirs, claim.metric, where, says, claim.caveat
+        )
+        is_testable = claim.metric in (*OF_RUNS, *INSIDE, 'lead')
+        pairs[key] = pairs_of(pool, claim.ours, claim.theirs) if is_testable else {}
+        each = {s: measure(claim, s, pair, pool, reports) for s, pair in pairs[key].items()}
+        values[key] = {seed: value for seed, value in each.items() if value is not None}
         if not values[key]:
-            row.reason = why_larger(claim) or MISSING
+            rows[key].reason = why_larger(claim) or MISSING
     # What runs of this size could test counts for Holm, whether or not it was trained.
     families = {key: row.figure for key, row in rows.items() if row.reason in ('', MISSING)}
     for key, numbers in judge({key: values[key] for key in families}, families=families).items():

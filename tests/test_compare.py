@@ -290,7 +290,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
         contrast = comparison['contrasts'][f'{arm}-vanilla']
         assert contrast['verdict'] == 'undecided' and text in contrast['reason']
     # Names keep their case.
-    assert ': a2_lr0.02_seed2 is missing.' in report.markdown(comparison)
+    assert 'small/a2_lr0.02_seed2 is missing.' in report.markdown(comparison)
     assert comparison['contrasts']['a9-vanilla']['p_holm'] is not None
     assert {name.split('_')[0] for name in comparison['problems']} == set(names)
     # Trained again is what can be; a foreign run is never touched.
@@ -369,14 +369,13 @@ def test_a_pair_of_existing_runs_must_be_comparable(place, config, lines, reason
     """In the text of their losses, their steps, seeds, data, and in how they were resumed."""
     plan = make_plan('--arms=vanilla; b: share_v=True', '--seeds=(1, 2, 3)', '--eval_iters=2')
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
-    ours, *_, theirs = sorted(folders_of(plan), key=lambda name: '/b_' not in name)
     for folder in folders_of(plan):
         runs.edit_config(folder, data='abc')
         if '/b_' in folder:
             runs.edit_config(folder, **config)
-    log = Path(ours, 'log.jsonl')
-    log.write_text(lines + log.read_text() if lines is not None else '')
-    comparison = compare_runs([theirs, *folders_of(plan)], 'a')
+            log = Path(folder, 'log.jsonl')
+            log.write_text(lines + log.read_text() if lines is not None else '')
+    comparison = compare_runs(sorted(folders_of(plan), reverse=True), 'a')
     contrast = contrast_of(comparison)
     assert reason in contrast['reason'] and (contrast['p_holm'] is None) == bool(reason)
 
