@@ -1,5 +1,5 @@
 """
-From runs to everything that a report shows: losses, verdicts, domains, costs and curves, as one dict.
+From runs to everything that a report shows: losses, verdicts, costs and curves, as one dict.
 
 compare_plan() is for a plan and its runs, compare_runs() for runs that exist without one.
 """
@@ -69,7 +69,7 @@ def unfinished(*arms):
 
 
 def assemble(title, arms, contrasts, incomplete, problems, states):
-    """Losses, verdicts, domains, costs and curves of arms, {name: ArmRuns}.
+    """Losses, verdicts, costs and curves of arms, {name: ArmRuns}.
 
     incomplete: {contrast: why it has no verdict, or ''}. problems: {run or arm: why it has not finished}.
     states: of all runs, also of those that no arm has.

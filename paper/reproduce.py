@@ -235,7 +235,8 @@ def redraw(name, scale):
     """Draw a figure from its JSON file."""
     path = Path('results', scale.name, f'{name}.json')
     panels = {(panel.how, panel.title): panel for panel in FIGURES[name].panels}
-    with unreadable(f'{path} does not hold what {name} draws today'):
+    advice = f'python -m paper.reproduce {name} makes it anew'
+    with unreadable(f'{path} does not hold what {name} draws today', advice):
         # A kept file may lack a panel.
         for entry in json.loads(path.read_text())['panels']:
             panel = panels[entry['how'], entry['title']]
