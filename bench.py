@@ -507,8 +507,7 @@ def attempt(row, act, *args):
     row.drop()
     row.problem = problem
     gc.collect()  # its parts refer to each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def measure(groups, settings, about, machine):

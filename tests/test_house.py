@@ -133,8 +133,3 @@ def test_the_code_has_at_most_8_and_a_half_tokens_a_line():
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             tokens += token.type not in LAYOUT
     assert tokens / lines <= 8.5
-
-
-def test_no_file_of_tests_has_more_than_700_lines():
-    long = [path.name for path in TESTS if len(path.read_text().splitlines()) > 700]
-    assert not long, 'part these by what they promise: ' + ', '.join(long)

@@ -110,14 +110,6 @@ def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, 
     assert screen.buffer.getvalue() == b'abcn? ???\n'
 
 
-def test_a_reader_who_has_gone_is_one_line(trained, monkeypatch):
-    def gone(*texts, **options):
-        raise BrokenPipeError(32, 'Broken pipe')
-
-    monkeypatch.setattr(sample, 'print', gone, raising=False)
-    assert_one_line(sampled(trained, 'a', '--num_samples=2')[0], 'Broken pipe')
-
-
 def test_a_prompt_from_elsewhere_loses_one_line_break_at_its_end(monkeypatch, tmp_path):
     path = tmp_path / 'prompt.txt'
     for text, prompt in (('a', 'a'), ('\na\n', '\na'), ('a\n\n', 'a\n'), ('\n', '')):

@@ -97,8 +97,8 @@ def test_loglikelihoods_are_those_of_a_slow_loop_in_any_batch(harness, batch_siz
         model.lm_head.weight[257:] = 2 * model.lm_head.weight[:15]
     rng = random.Random(0)
     pairs = []
-    for context in (1, 7, 19, 20, 21, 50):
-        for count in (1, 2, 13, 19, 20, 21, 40):
+    for context in (1, 19, 20, 21):
+        for count in (1, 2, 20, 21, 40):
             text = rng.choices(range(257), k=context + count)
             pairs.append((text[:context], text[context:]))
     for context, _ in pairs[::5]:

@@ -137,7 +137,7 @@ def test_a_million_blanks_do_not_stop_it(name, load):
     """tiktoken's regex engine panics on them."""
     t = load(name)
     n = 1_100_000
-    for text in ('\n' * n + 'x', 'x ' + '\n \t' * (n // 3), ' ' * n):
+    for text in ('x ' + '\n \t' * (n // 3), ' ' * n):
         assert t.decode(t.encode(text)) == text
 
 
