@@ -12,7 +12,7 @@ from conftest import ROOT, contents
 from programs import BYTES, SIZE, assert_one_line, import_file, ours, program, tokens
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from variants import GPT2, RES, SV
+from variants import GPT2, SV
 
 from hub import convert, read
 from hub.convert import export, load
@@ -68,39 +68,6 @@ def test_vanilla_goes_out_as_what_transformers_knows_and_comes_back(name, tmp_pa
     expected = {**vars(config), 'n_inner': config.ffn_width, 'dropout': 0.0}
     expected['n_kv_head'] = back.config.n_kv_head
     assert vars(back.config) == expected
-
-
-VARIANTS = {
-    'the family': dict(
-        RES,
-        residual_from='token',
-        residual_layers=(0, 2),
-        residual_gate='head',
-        share_k_from=(0, 1, 1),
-        x0_residual=True,
-        qk_norm=True,
-        n_layer=3,
-    ),
-    'ResFormer, learned': dict(
-        RES, residual_learned=True, residual_layers=(2,), residual_lambda=(2.0, 1.0)
-    ),
-    'SVFormer, scaled': dict(SV, n_kv_head=2, rope_scaling=(8.0, 1.0, 4.0, 16), dropout=0.1),
-    'DenseFormer, tied': dict(denseformer=True, tie_embeddings=True),
-    'gpt2 ResFormer, tied': dict(GPT2, **RES, tie_embeddings=True),
-}
-
-
-@pytest.mark.parametrize('name', VARIANTS)
-def test_a_variant_comes_back_as_it_went_out_and_its_code_is_not_run(name, tmp_path):
-    model = ours(**VARIANTS[name])
-    export(model, BYTES, tmp_path)
-    for path in tmp_path.glob('*.py'):
-        path.write_text('raise RuntimeError')
-    back = load(tmp_path)
-    assert back.config == model.config
-    assert_same_weights(back, model)
-    assert torch.equal(back(tokens())[0], model(tokens())[0])
-    assert (back.lm_head.weight is back.transformer.wte.weight) == model.config.tie_embeddings
 
 
 def test_what_transformers_saves_of_a_variant_comes_back_here_and_there(tmp_path):

@@ -3,12 +3,12 @@
 import checkpoints
 import pytest
 import torch
-from checkpoints import assert_equal_logits
+from checkpoints import assert_equal_logits, assert_same_weights
 from programs import BYTES, ours, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from variants import CLA, GPT2, RES, SV
 
-from hub.convert import export
+from hub.convert import export, load
 
 quiet = checkpoints.quiet
 
@@ -20,7 +20,16 @@ CODE = {
     'DenseFormer, tied': dict(denseformer=True, tie_embeddings=True),
     'learned': dict(RES, residual_learned=True, residual_layers=(2,), residual_lambda=(2.0, 1.0)),
     'cross': dict(RES, residual_map='cross', residual_from='all'),
-    'gpt2 ResFormer': dict(RES, **GPT2),
+    'gpt2 ResFormer, tied': dict(RES, **GPT2, tie_embeddings=True),
+    'the family': dict(
+        RES,
+        residual_from='token',
+        residual_layers=(0, 2),
+        residual_gate='head',
+        share_k_from=(0, 1, 1),
+        x0_residual=True,
+        qk_norm=True,
+    ),
 }
 
 
@@ -36,13 +45,15 @@ def through(folder, model, **options):
 
 @pytest.fixture(scope='module', params=CODE)
 def pair(request, tmp_path_factory):
-    """(our model, its export as transformers loads it)."""
+    """(our model, its export as transformers loads it, and as it comes back)."""
     model = ours(**CODE[request.param])
     folder = tmp_path_factory.mktemp('variant')
     theirs, info = through(folder, model, output_loading_info=True)
     assert not any(info.values()), info
     assert theirs.config.model_type == 'nanoresformer' and not theirs.training
-    return model, theirs
+    for path in folder.glob('*.py'):  # which is not run here
+        path.write_text('raise RuntimeError')
+    return model, theirs, load(folder)
 
 
 @pytest.fixture(scope='module')
@@ -52,9 +63,17 @@ def svformer(tmp_path_factory):
     return model, through(folder, model), folder
 
 
+def test_a_variant_comes_back_as_it_went_out(pair):
+    model, _, back = pair
+    assert back.config == model.config
+    assert_same_weights(back, model)
+    assert torch.equal(back(tokens())[0], model(tokens())[0])
+    assert (back.lm_head.weight is back.transformer.wte.weight) == model.config.tie_embeddings
+
+
 @torch.no_grad()
 def test_a_variant_gives_the_same_logits_and_loss(pair):
-    model, theirs = pair
+    model, theirs, _ = pair
     assert_equal_logits(model, theirs, tolerance=1e-5)
     idx = tokens()
     labels = idx.clone()
@@ -73,7 +92,7 @@ def test_a_variant_gives_the_same_logits_and_loss(pair):
 
 
 def test_greedy_generation_gives_the_same_tokens_and_allocates_the_same_cache(pair):
-    model, theirs = pair
+    model, theirs, _ = pair
     idx = tokens(T=7)
     options = dict(attention_mask=torch.ones_like(idx), return_dict_in_generate=True)
     made = theirs.generate(idx, **GREEDY, **options)
@@ -87,7 +106,7 @@ def test_greedy_generation_gives_the_same_tokens_and_allocates_the_same_cache(pa
 
 
 def test_beam_search_with_the_cache_equals_that_without(pair):
-    _, theirs = pair
+    _, theirs, _ = pair
     idx = tokens(T=7)
     beams = dict(num_beams=3, num_return_sequences=2, **GREEDY)
     cached = theirs.generate(idx, use_cache=True, **beams)
@@ -154,7 +173,7 @@ def test_what_the_model_does_not_compute_is_refused_not_ignored(svformer):
 
 @torch.no_grad()
 def test_a_batch_padded_on_the_right_is_scored_and_not_continued(pair):
-    _, theirs = pair
+    _, theirs, _ = pair
     idx = tokens(T=7)
     mask = torch.tensor([[1] * 4 + [0] * 3, [1] * 7])
     padded = theirs(idx, attention_mask=mask).logits
