@@ -24,6 +24,7 @@ import sys
 import traceback
 import types
 import typing
+from pathlib import Path
 
 HELP = {'--help', '-h'}
 
@@ -32,7 +33,7 @@ def configure(*schemas, argv=None, plain='', mode='', ignored=(), under=None):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
     An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
-    leading --, no ending .py) are collected in the tuple field `runs` instead. mode: the program's
+    leading --, no ending .py) are the tuple field `runs` instead. mode: the program's
     first word, if it has one, for --help. ignored: dataclasses of another program, whose settings a
     config file may hold as well; they are left out. under: a function of the values that files and
     options give, whose own values, {name: value}, take the place of the defaults.
@@ -69,32 +70,18 @@ def configure(*schemas, argv=None, plain='', mode='', ignored=(), under=None):
                 continue
             check_key(key, fields, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
+    if words:
+        overrides[plain] = tuple(words)
     values |= overrides
     own = under(values) if under else {}
     for key in own.keys() & fields.keys():
         values.setdefault(key, convert(own[key], hints[key], key))
-    if plain:
-        add_words(values, plain, words)
 
     instances = []
     for schema in schemas:
         names = [field.name for field in dataclasses.fields(schema)]
         instances.append(schema(**{name: values[name] for name in names if name in values}))
     return instances
-
-
-def add_words(values, plain, words):
-    """Put the plain arguments into `values`, which may hold the setting `plain` already."""
-    if words and plain in values:
-        raise ValueError(
-            f'{plain}={values[plain]!r} would replace the plain arguments {" ".join(words)}; give '
-            'one of them'
-        )
-    if words:
-        values[plain] = tuple(words)
-    for word in values.get(plain, ()):
-        if not isinstance(word, str):
-            raise ValueError(f'{plain} must be strings, not {word!r}')
 
 
 def sort_arguments(argv, plain):
@@ -158,14 +145,13 @@ def origin(path, error):
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError):
-        places.append((error.filename, error.lineno))
+        places.append((error.filename or '', error.lineno))
 
-    folder = os.path.dirname(os.path.abspath(path))
-    result = path
-    for name, line in places:
-        if name and os.path.isfile(name) and os.path.dirname(os.path.abspath(name)) == folder:
-            result = f'{os.path.relpath(name)}, line {line}'
-    return result
+    folder = Path(path).resolve().parent
+    for name, line in reversed(places):
+        if Path(name).is_file() and Path(name).resolve().parent == folder:
+            return f'{os.path.relpath(name)}, line {line}'
+    return path
 
 
 def check_key(key, fields, where):
@@ -188,8 +174,7 @@ def parse(text):
 
 def convert(value, hint, where, text=None):
     """`value` as the type `hint`, or ValueError. text: what was typed, for settings that are strings."""
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    kinds = typing.get_args(hint) if is_union else (hint,)
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     # What a tuple[int, ...] holds is its dataclass's business.
     kinds = [typing.get_origin(kind) or kind for kind in kinds]
     if str in kinds and text is not None and not isinstance(value, str):
@@ -234,7 +219,7 @@ def fits(value, kind):
 
 
 def help_text(schemas, plain='', mode=''):
-    words = ['usage: python', program_name()]
+    words = ['usage:', os.path.basename(sys.argv[0])]
     if mode:
         words.append(mode)
     if plain:
@@ -251,14 +236,6 @@ def help_text(schemas, plain='', mode=''):
             setting = f'  --{field.name}={default!r}'
             lines.append(f'{setting:42}  {meanings.get(field.name, "")}'.rstrip())
     return '\n'.join(lines)
-
-
-def program_name():
-    """What to type after `python` to start this program: a file, or -m and a module."""
-    spec = sys.modules['__main__'].__spec__
-    if spec is None or not spec.parent:
-        return os.path.basename(sys.argv[0])
-    return f'-m {spec.name}'
 
 
 def comments(schema):

@@ -103,14 +103,9 @@ class TrainConfig:
 
     def __post_init__(self):
         for (low, high), names in RANGES.items():
-            most = '' if high == math.inf else f' and at most {high}'
             for name in names.split():
                 value = getattr(self, name)
-                refuse(
-                    not low <= value <= high,
-                    f'{name}={value} must be at least {low}{most}',
-                )
-        refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
+                refuse(not low <= value <= high, f'{name}={value} is not within {low} and {high}')
         refuse(
             self.optimizer not in ('adamw', 'muon'),
             f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
@@ -126,12 +121,10 @@ class TrainConfig:
             budget < 1 and not self.compile,
             f'activation_memory_budget={budget} does nothing with compile=False; drop one of them',
         )
-        for step in self.save_steps:
-            is_number = type(step) in (int, float)
-            refuse(
-                not is_number or step < 0 or step % 1,
-                f'save_steps={self.save_steps} has {step!r}, which is not a step; give whole numbers',
-            )
+        refuse(
+            not all(isinstance(step, int | float) for step in self.save_steps),
+            f'save_steps={self.save_steps} are not all numbers',
+        )
 
     @property
     def rows_per_step(self):
@@ -217,8 +210,8 @@ def attention_setting(settings, config):
     return settings.attention
 
 
-def compile_model(model, settings, **options):
-    """The model, compiled if the settings say so; options: those of torch.compile.
+def compile_model(model, settings):
+    """The model, compiled if the settings say so.
 
     With an activation_memory_budget below 1, the compiler stores less for the backward pass and
     recomputes the rest, the cheapest first: norms and SwiGLU before any matrix product.
@@ -226,10 +219,10 @@ def compile_model(model, settings, **options):
     if not settings.compile:
         return model
     functorch_config.activation_memory_budget = settings.activation_memory_budget
-    return torch.compile(model, **options)
+    return torch.compile(model)
 
 
-def distribute(model, machine, **options):
+def distribute(model, machine):
     """The model; under torchrun, wrapped in DistributedDataParallel."""
     if not machine.distributed:
         return model
@@ -238,7 +231,6 @@ def distribute(model, machine, **options):
         device_ids=[machine.device] if machine.kind == 'cuda' else None,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # RoPE's tables are constants: do not send them at every step
-        **options,
     )
 
 
@@ -326,8 +318,7 @@ def evaluate(model, dataset, settings, machine, signals):
             model.config.block_size,
             settings.batch_size,
             settings.eval_iters,
-            machine.rank,
-            machine.world_size,
+            machine,
         )
         for x, y in batches:
             tokens = (y != -1).sum().item()
@@ -391,13 +382,17 @@ def start_run(settings, config, machine, closing):
         )
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, config, machine)
-        check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
         optimizer = make_optimizer(model, settings)
         start = Start(dataset, rows, model, optimizer, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config, machine.warn)
-    machine.agree(f'{settings.init_from} from step {start.step}')
+    plans = machine.gather(f'{settings.init_from} from step {start.step}')
+    with machine.together():
+        refuse(
+            len(set(plans)) > 1,
+            f'processes would go different ways, {plans}: out_dir must be shared by all',
+        )
 
     if writes and settings.init_from == 'resume':
         for path in checkpoint['damaged']:
@@ -411,7 +406,11 @@ def open_dataset(settings, config, machine):
     if machine.local_rank == 0:  # once per machine
         dataset.verify(force=settings.verify_data)
 
-    dataset.check_vocabulary(config.vocab_size)
+    ids = dataset.meta['tokenizer']['n_vocab']
+    refuse(
+        ids > config.vocab_size,
+        f'{dataset.folder} has {ids:,} token ids; vocab_size={config.vocab_size:,} is less',
+    )
     rows = TrainingRows(
         dataset, config.block_size, settings.seed, settings.domain_weights, machine.warn
     )
@@ -421,17 +420,6 @@ def open_dataset(settings, config, machine):
         f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
     )
     return dataset, rows
-
-
-def check_memory(config, machine):
-    """Refuse a model whose weights alone do not fit."""
-    size = 4 * GPT.without_weights(config).num_params(non_embedding=False)
-    memory = machine.memory()
-    refuse(
-        size > memory,
-        f'n_embd={config.n_embd}, n_layer={config.n_layer} and vocab_size={config.vocab_size} make '
-        f'weights of {size / 1e9:,.0f} GB; there are {memory / 1e9:,.0f} GB of memory',
-    )
 
 
 def open_checkpoint(settings, config, machine):
@@ -472,23 +460,24 @@ def open_checkpoint(settings, config, machine):
 
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
-    with name_misfits(checkpoint['path']):
-        if settings.init_from != 'resume':
-            if 'data' in checkpoint:  # a Hugging Face folder does not say what it was trained on
-                compare_tokenizers(checkpoint, start.dataset)
-            load_weights(start.model, checkpoint)
-            # Settings without which the same weights compute something else, changed on purpose.
-            for name, (before, now) in differences(checkpoint, config).items():
-                if name not in (*SHAPE, 'dropout'):
-                    warn(
-                        f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {now!r}'
-                    )
-            start.origin = settings.init_from
-            return
-        start.changed = check_resume(checkpoint, settings, config, start.dataset)
-        check_changes(start.changed, checkpoint, settings, warn)
+    path = checkpoint['path']
+    resumes = settings.init_from == 'resume'
+    with name_misfits(path):
+        if 'data' in checkpoint:  # a Hugging Face folder does not say what it was trained on
+            compare_tokenizers(checkpoint, start.dataset)
+        if resumes:
+            start.changed = check_resume(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
-        load_state(start.model, start.optimizer, start.scaler, checkpoint)
+        if resumes:
+            load_state(start.model, start.optimizer, start.scaler, checkpoint)
+    if not resumes:
+        start.origin = settings.init_from
+        # Settings without which the same weights compute something else, changed on purpose.
+        for name, (before, now) in differences(checkpoint, config).items():
+            if name not in (*SHAPE, 'dropout'):
+                warn(f'note: {path} was trained with {name}={before!r}, not {now!r}')
+        return
+
     start.step = checkpoint['step']
     start.entries = read_log(Path(settings.out_dir, 'log.jsonl'), start.step, warn)
     start.wandb_id = checkpoint.get('wandb_id')
@@ -497,31 +486,13 @@ def take_over(checkpoint, start, settings, config, warn):
     start.origin = checkpoint.get('origin', 'unknown')
     start.before = checkpoint.get('provenance', {})
 
-
-# Settings that act while steps are taken, and never after the last one.
-OF_STEPS = set(
-    'learning_rate min_lr warmup_iters lr_decay_iters decay_lr table_rate weight_decay beta1 beta2 '
-    'grad_clip'.split()
-)
-
-
-def check_changes(changed, checkpoint, settings, warn):
-    """Refuse changed settings that come too late; say where the learning rate jumps, and add it."""
-    path, step = checkpoint['path'], checkpoint['step']
-    if step == settings.max_iters:
-        for name in sorted(OF_STEPS & changed.keys()):
-            old, new = changed[name]
-            raise ValueError(
-                f'{path} was trained to its end with {name}={old!r}, so {name}={new!r} would do '
-                'nothing; raise max_iters, or start another out_dir'
-            )
-        return
-    before = {name: old for name, (old, _) in changed.items()}
-    before = SimpleNamespace(**asdict(settings) | before)
-    old, new = learning_rate(step, before), learning_rate(step, settings)
-    if old != new:
-        changed['lr'] = [old, new]
-        warn(f'note: the learning rate at step {step} changes from {old:.1e} to {new:.1e}')
+    # Where a finished run is extended, the rate may jump.
+    changes = {name: old for name, (old, _) in start.changed.items()}
+    before = SimpleNamespace(**asdict(settings) | changes)
+    old, new = (learning_rate(start.step, one) for one in (before, settings))
+    if old != new and start.step < settings.max_iters:
+        start.changed['lr'] = [old, new]
+        warn(f'note: the learning rate at step {start.step} changes from {old:.1e} to {new:.1e}')
 
 
 # --- what a run says and writes, on its first process ---------------------------------------------
@@ -580,13 +551,11 @@ class Reporter:
             print(f'warning: no wandb: {error}', file=sys.stderr)
 
     def write(self, entry):
-        """Log an entry, and return it as it was written."""
-        entry = self.log.write(entry)
+        self.log.write(entry)
         if self.tracker:
             values = {f'val/{domain}': loss for domain, loss in entry.get('val', {}).items()}
             with contextlib.suppress(Exception):  # never fatal
                 self.tracker.log(values or entry, step=entry['step'])
-        return entry
 
     def evaluation(self, step, losses, seconds):
         entry = {'step': step, 'val': losses, 'seconds': round(seconds, 3)}
@@ -615,13 +584,9 @@ class Reporter:
             'scale': scale,
             'skipped': skipped,
         }
-        is_spike = 'spike' in self.write(entry)
+        self.write(entry)
 
         words = [f'step {step}', f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.3f}']
-        if scale is not None:
-            words.append(f'scale {scale:g}')
-        if is_spike:
-            words.append('loss spike')
         if skipped:
             words.append(f'{skipped} steps skipped')
         words.append(f'{speed:,.0f} tok/s')
@@ -635,7 +600,6 @@ class Reporter:
         # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
         self.log.flush()
         start = self.start
-        tokenizer = start.dataset.meta['tokenizer']
         checkpoint = {
             'model': start.model.state_dict(),
             'optimizer': {'state': optimizer_state(start.model, start.optimizer)},
@@ -646,7 +610,7 @@ class Reporter:
             'data': {
                 'row': step * self.settings.rows_per_step,
                 'sha256': start.dataset.hashes(),
-                'tokenizer': {name: tokenizer[name] for name in ('name', 'sha256')},
+                'tokenizer': start.dataset.meta['tokenizer'],
             },
             'skipped': list(skipped),
             'origin': start.origin,
@@ -654,22 +618,15 @@ class Reporter:
             'provenance': self.provenance,
         }
         save_checkpoint(Path(self.settings.out_dir), checkpoint)
-        self.prune()
-
-    def prune(self):
-        settings = self.settings
-        prune_checkpoints(settings.out_dir, settings.keep_checkpoints, settings.save_steps)
+        prune_checkpoints(self.settings)
 
     def finish(self, step, interrupted):
         # The last evaluation may have found a better checkpoint.
-        self.prune()
+        prune_checkpoints(self.settings)
         if interrupted:
             print(f'interrupted at step {step}; the run is saved')
         else:
             print(f'finished at step {step}')
-        if self.tracker:
-            with contextlib.suppress(Exception):
-                self.tracker.finish()
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -686,7 +643,7 @@ def train(settings, config, machine, micro_steps, closing):
         checkpoint_blocks(model)
     compiled = compile_model(model, settings)
     wrapped = distribute(compiled, machine)
-    signals = closing.enter_context(Signals())
+    signals = Signals(closing)
     if settings.eval_only:
         losses = evaluate(compiled, start.dataset, settings, machine, signals)
         if losses and machine.is_first:
@@ -694,7 +651,7 @@ def train(settings, config, machine, micro_steps, closing):
         return losses is None
 
     reporter = Reporter(settings, config, machine, start) if machine.is_first else None
-    loader = open_loader(start, settings, machine)
+    loader = Loader(start.rows, settings, machine, start.step)
     step = start.step
     saved = step if settings.init_from == 'resume' else None
     skipped, in_a_row = start.skipped
@@ -760,18 +717,6 @@ def train(settings, config, machine, micro_steps, closing):
 def at_interval(step, interval):
     """Whether a step is a multiple of an interval; of 0, none is."""
     return interval > 0 and step % interval == 0
-
-
-def open_loader(start, settings, machine):
-    return Loader(
-        start.rows,
-        settings.batch_size,
-        settings.gradient_accumulation_steps,
-        first_step=start.step,
-        rank=machine.rank,
-        world_size=machine.world_size,
-        device=machine.device,
-    )
 
 
 def seed_step(step, settings, machine):

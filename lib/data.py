@@ -66,20 +66,9 @@ class Dataset:
 
     def check_sizes(self):
         for path, entry in self.files():
-            expected = 2 * entry['tokens']
-            if not path.exists():
-                raise ValueError(f'{path} is missing; {self.advice}')
-            size = path.stat().st_size
+            size, expected = path.stat().st_size, 2 * entry['tokens']
             if size != expected:
                 raise ValueError(f'{path} has {size:,} bytes, not {expected:,}; {self.advice}')
-
-    def check_vocabulary(self, vocab_size):
-        """ValueError where a model with so many token ids lacks some of the tokenizer's."""
-        ids = self.meta['tokenizer']['n_vocab']
-        if ids > vocab_size:
-            raise ValueError(
-                f'{self.folder} has {ids:,} token ids; vocab_size={vocab_size:,} is less'
-            )
 
     def files(self):
         """[(path, its entry in meta.json)] of all token files."""
@@ -125,9 +114,10 @@ class Dataset:
             marks[name] = mark
 
         if marks != remembered:
-            # A read-only dataset remembers nothing, and is checked at every start.
+            # A read-only dataset remembers nothing, and is checked at every start. So is one whose
+            # memory two runs have written at once, and damaged.
             with contextlib.suppress(OSError):
-                write_whole(memory, json.dumps(marks), shared=True)
+                write_whole(memory, json.dumps(marks))
 
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
@@ -249,8 +239,7 @@ def check_weights(weights, domains, folder):
     for domain, weight in weights.items():
         if domain not in domains:
             raise ValueError(f'domain_weights names {domain!r}; {folder} has {", ".join(domains)}')
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < float('inf'):
+        if type(weight) not in (int, float) or not 0 <= weight < float('inf'):
             raise ValueError(
                 f'domain_weights gives {domain} {weight!r}; a weight is a number, 0 or more'
             )
@@ -261,20 +250,19 @@ def check_weights(weights, domains, folder):
 class Loader:
     """One rank's micro-batches (x, y) on `device`, each (batch_size, block_size) int64.
 
-    A thread makes them ahead of time. A step takes `accumulation` micro-batches in row order, a
-    multiple of world_size; micro-batch m is rank m % world_size's.
+    A thread makes them ahead of time. A step takes gradient_accumulation_steps micro-batches in row
+    order, a multiple of the machine's world_size; micro-batch m is rank m % world_size's.
     """
 
     AHEAD = 4  # micro-batches
 
-    def __init__(
-        self, rows, batch_size, accumulation, first_step=0, rank=0, world_size=1, device='cpu'
-    ):
+    def __init__(self, rows, settings, machine, first_step=0):
         self.rows = rows
-        self.batch_size = batch_size
-        self.device = torch.device(device)
-        self.others = (world_size - 1) * batch_size  # rows between two micro-batches
-        first_row = (first_step * accumulation + rank) * batch_size
+        self.batch_size = settings.batch_size
+        self.device = machine.device
+        # Rows between two micro-batches.
+        self.others = (machine.world_size - 1) * self.batch_size
+        first_row = first_step * settings.rows_per_step + machine.rank * self.batch_size
         self.thread = ThreadPoolExecutor(1)
         self.thread.submit(self.rows.seek, first_row)
         self.ahead = deque(self.thread.submit(self.make) for _ in range(self.AHEAD))
@@ -323,7 +311,7 @@ def read_windows(dataset, domain, rows, block_size, size=0):
     return x, y
 
 
-def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, world_size=1):
+def validation_batches(dataset, domain, block_size, batch_size, iters, machine):
     """Yield (x, y) of the same validation rows every time; batch j is rank j % world_size's.
 
     They are up to `iters` batches of full windows, evenly spaced over the domain's file; with
@@ -336,6 +324,6 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, rank=0, w
         rows = np.unique(rows.astype(int))
     else:
         rows = np.arange(windows(dataset, domain, block_size))
-    for first in range(0, len(rows), world_size * batch_size):
-        batch = rows[first:][rank * batch_size :][:batch_size]
+    for first in range(0, len(rows), machine.world_size * batch_size):
+        batch = rows[first:][machine.rank * batch_size :][:batch_size]
         yield read_windows(dataset, domain, batch, block_size, size=batch_size)

@@ -14,19 +14,16 @@ DATASET_FORMAT = 1
 
 
 @contextlib.contextmanager
-def whole_file(path, shared=False):
+def whole_file(path):
     """A binary file to write, which becomes `path` at the end: completely or not at all, even when the
     power fails.
 
     The temporary file beside it always has the same name, `<name>.tmp`, so that one that a killed
     process left is overwritten the next time. Only one process at a time may write to a path: see
-    locked(). shared: several may, and the last one wins; the temporary file then has the name of
-    its process, too, and nobody overwrites one that a killed process left.
+    locked().
     """
     path = Path(path)
     temporary = path.with_name(f'{path.name}.tmp')
-    if shared:
-        temporary = path.with_name(f'{path.name}.{os.uname().nodename}_{os.getpid()}.tmp')
     try:
         with open(temporary, 'wb') as file:
             yield file
@@ -50,9 +47,9 @@ def named(path):
         raise
 
 
-def write_whole(path, data, shared=False):
+def write_whole(path, data):
     """Write str or bytes to `path` as whole_file() does."""
-    with named(path), whole_file(path, shared) as file:
+    with named(path), whole_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

@@ -140,18 +140,10 @@ class Machine:
         if self.distributed:
             dist.destroy_process_group()
 
-    def memory(self):
-        """Bytes of memory: of its GPU, else of this machine."""
-        if self.kind == 'cuda':
-            return torch.cuda.get_device_properties(self.device).total_memory
-        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-
     def synchronize(self):
         """Wait until the device has done what it was given. A CPU always has."""
-        if self.kind == 'cuda':
-            torch.cuda.synchronize()
-        elif self.kind == 'mps':
-            torch.mps.synchronize()
+        if self.kind != 'cpu':
+            torch.accelerator.synchronize()
 
     def autocast(self):
         if self.dtype == 'float32':
@@ -194,18 +186,6 @@ class Machine:
         errors = [error for error in self.gather(error) if error]
         if errors:
             raise errors[0] if self.is_first else SystemExit(1)  # one line is enough
-
-    def agree(self, plan):
-        """Stop all processes with a ValueError if they are about to do different things.
-
-        plan: what this process is about to do, in words.
-        """
-        plans = self.gather(plan)
-        with self.together():
-            if len(set(plans)) > 1:
-                raise ValueError(
-                    f'processes would go different ways, {plans}: out_dir must be shared by all'
-                )
 
     def name(self):
         """The GPU's name, or the kind of device."""
@@ -284,21 +264,16 @@ def advise_on_memory(advice):
 
 
 class Signals:
-    """A context in which signals are only noted, until the training loop takes the notes.
+    """Signals that are only noted, until the training loop takes the notes.
 
     SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on.
+    closing: a contextlib.ExitStack at whose end they have their effects of before.
     """
 
-    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __enter__(self):
+    def __init__(self, closing):
         self.received = []
-        self.handlers = {number: signal.signal(number, self.receive) for number in self.NUMBERS}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            closing.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number, frame):
         self.received.append(number)

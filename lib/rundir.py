@@ -9,7 +9,6 @@ config.json      settings, GPTConfig, origin (scratch, or whose weights came fir
 For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
 """
 
-import collections
 import contextlib
 import copy
 import datetime
@@ -40,20 +39,15 @@ def locked_run(folder):
     """Hold a run's folder, which is made if it is missing. Raises OSError if another process holds it.
 
     Nothing in it may be read before: the other process may be about to write its last checkpoint.
-    A folder that was made and is still empty at the end is removed.
+    If it is empty at the end, it is removed, with the folders above that are then empty.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise OSError(f'out_dir={folder} is a file, or a link that leads nowhere') from None
+    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, 'training in'):
         try:
             yield
         finally:
-            for path in made:
-                with contextlib.suppress(OSError):  # it is not empty
-                    path.rmdir()
+            with contextlib.suppress(OSError):  # it is not empty
+                os.removedirs(folder)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -93,7 +87,6 @@ def no_checkpoint(path):
 def save_checkpoint(folder, checkpoint):
     """Write ckpt_<step>.pt whole or not at all. Raises OSError if it cannot be written."""
     path = folder / f'ckpt_{checkpoint["step"]}.pt'
-    older = checkpoints(folder)
     try:
         for left in folder.glob('ckpt_*.tmp'):  # by a killed process
             left.unlink()
@@ -101,22 +94,20 @@ def save_checkpoint(folder, checkpoint):
             torch.save(checkpoint, file)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         reason = error if isinstance(error, OSError) else error.__context__ or error
-        advice = f'; {older[0]} is whole: continue with --init_from=resume' if older else ''
-        raise OSError(f'cannot write {path}: {first_line(reason)}{advice}') from error
+        raise OSError(f'cannot write {path}: {first_line(reason)}') from error
 
 
-def prune_checkpoints(folder, keep, save_steps):
-    """Delete a run's checkpoints but for the newest `keep`, those of save_steps, and the one with the
-    lowest validation loss in its log."""
-    entries = read_log(Path(folder, 'log.jsonl'), warn=lambda message: None)
+def prune_checkpoints(settings):
+    """Delete a run's checkpoints but for the newest keep_checkpoints, those of save_steps, and the one
+    with the lowest validation loss in its log."""
+    entries = read_log(Path(settings.out_dir, 'log.jsonl'), warn=lambda message: None)
     losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
-    steps = steps_of(folder)
-    stay = {*[*steps][:keep], *(path for path in steps if steps[path] in save_steps)}
-    evaluated = [path for path in steps if losses.get(steps[path]) is not None]
-    if evaluated:
-        stay.add(min(evaluated, key=lambda path: losses[steps[path]]))
-    for path in steps.keys() - stay:
-        path.unlink()
+    steps = steps_of(settings.out_dir)
+    evaluated = [step for step in steps.values() if losses.get(step) is not None]
+    best = min(evaluated, key=losses.get, default=None)
+    for path, step in [*steps.items()][settings.keep_checkpoints :]:
+        if step not in settings.save_steps and step != best:
+            path.unlink()
 
 
 def load_checkpoint(path, warn=print):
@@ -193,29 +184,20 @@ def spelled_out(config):
 def check_resume(checkpoint, settings, config, dataset):
     """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
     path = checkpoint['path']
-    for name, (old, new) in differences(checkpoint, config).items():
-        raise ValueError(
-            f'{path} is a run with {name}={old!r}, not {new!r}; resume with its own settings, or '
-            'start another out_dir'
-        )
-
-    compare_tokenizers(checkpoint, dataset)
-    compare_data(checkpoint, dataset)
-
     old = {**asdict(type(settings)()), **checkpoint['settings']}
-    if old['optimizer'] != settings.optimizer:
-        raise ValueError(
-            f'{path} is a run with optimizer={old["optimizer"]!r}, not {settings.optimizer!r}, whose '
-            'state it lacks; resume with its own settings, or start another out_dir'
-        )
+    # gradient_accumulation_steps * batch_size, which may be shared out otherwise.
     old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
-    for name in ('seed', 'domain_weights', 'rows_per_step'):
-        value = getattr(settings, name)
-        if old[name] != value:
+    forbidden = differences(checkpoint, config)
+    # Of these, the optimizer has a state, and the others decide the data order.
+    for name in ('optimizer', 'seed', 'domain_weights', 'rows_per_step'):
+        forbidden[name] = old[name], getattr(settings, name)
+    for name, (before, now) in forbidden.items():
+        if before != now:
             raise ValueError(
-                f'{path} is a run with {name}={old[name]!r}, not {value!r}: its data order would '
-                'change (rows_per_step is gradient_accumulation_steps * batch_size)'
+                f'{path} is a run with {name}={before!r}, not {now!r}; resume with its own settings, '
+                'or start another out_dir'
             )
+    compare_data(checkpoint, dataset)
     if checkpoint['step'] > settings.max_iters:
         raise ValueError(
             f'{path} is at step {checkpoint["step"]}, past max_iters={settings.max_iters}; '
@@ -259,13 +241,9 @@ def load_weights(model, checkpoint):
     """
     path = checkpoint['path']
     # block_size only limits positions; wpe, where there is one, has a shape.
-    needed = differences(checkpoint, model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
-    # Where they are not given, these follow from the width and the heads.
-    for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
-        if name in needed:
-            needed.add(follows)
-    theirs = spelled_out(build_config(checkpoint['model_config'], path))
-    flags = [f'--{name}={value}' for name, value in theirs.items() if name in needed]
+    needed = {*SHAPE, *BASE} - {'block_size'}
+    others = differences(checkpoint, model.config)
+    flags = [f'--{name}={others[name][0]}' for name in others if name in needed]
     if flags:
         raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 
@@ -355,23 +333,13 @@ class Log:
     def __init__(self, path, entries=()):
         self.path = path
         write_whole(path, ''.join(json.dumps(entry) + '\n' for entry in entries))
-        self.recent = collections.deque((entry.get('loss') for entry in entries), maxlen=100)
         self.file = open(path, 'a', buffering=1)
 
     def write(self, entry):
-        """Write an entry, and return it as it was written. A loss that is a spike, six standard
-        deviations above the mean of the last hundred entries, is marked there."""
-        before = [loss for loss in self.recent if loss is not None]
-        if 'loss' in entry and len(before) >= 20:
-            limit = statistics.mean(before) + 6 * statistics.stdev(before)
-            if entry['loss'] > limit:
-                entry = {**entry, 'spike': True}
         # JSON has no NaN: it becomes null.
         entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
-        self.recent.append(entry.get('loss'))
         with named(self.path):
             self.file.write(json.dumps(entry) + '\n')
-        return entry
 
     def flush(self):
         os.fsync(self.file)

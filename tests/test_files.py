@@ -44,10 +44,8 @@ def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(tmp_path, mo
     assert os.listdir(tmp_path) == ['a']
 
 
-def test_what_a_killed_process_left_is_overwritten_but_not_by_writers_that_share(tmp_path):
+def test_what_a_killed_process_left_is_overwritten(tmp_path):
     (tmp_path / 'a.tmp').write_text('half a fi')
-    files.write_whole(tmp_path / 'a', 'whole', shared=True)
-    assert (tmp_path / 'a.tmp').read_text() == 'half a fi'
     files.write_whole(tmp_path / 'a', 'whole')
     assert os.listdir(tmp_path) == ['a']
 

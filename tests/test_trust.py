@@ -1,7 +1,7 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
+import contextlib
 import itertools
-import json
 import math
 import os
 import shutil
@@ -35,7 +35,7 @@ from runs import (
 import train
 from lib.files import locked
 from lib.machine import INTERRUPTED, Signals
-from lib.rundir import Log, checkpoints, read_log
+from lib.rundir import Log, checkpoints
 
 # --- kills ---------------------------------------------------------------------------------------
 
@@ -112,10 +112,11 @@ def test_a_signal_that_comes_while_the_signals_are_looked_at_is_not_lost():
             signals.receive(signal.SIGUSR1, None)
             return len(self) > 0
 
-    signals = Signals()
-    signals.received = List([signal.SIGTERM])
-    assert signals.take() == (True, True)
-    assert signals.take() == (True, False)
+    with contextlib.ExitStack() as closing:
+        signals = Signals(closing)
+        signals.received = List([signal.SIGTERM])
+        assert signals.take() == (True, True)
+        assert signals.take() == (True, False)
 
 
 @pytest.mark.parametrize('step, eval_interval', [(6, 6), (12, 0)])
@@ -180,22 +181,6 @@ def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(whole, capsys
     good('out/lines', init_from='resume', max_iters=14)
     assert log('out/lines')[: len(lines)] == log(whole)
     assert capsys.readouterr().err.count('damaged line') == 8
-
-
-def test_a_spike_of_the_loss_is_flagged_also_across_a_resume(tmp_path):
-    path = tmp_path / 'log.jsonl'
-    values = [3 - n / 100 + n % 5 / 20 for n in range(60)]
-    values[40], values[50] = 4.0, math.nan
-    record = Log(path)
-    for step, loss in enumerate(values):
-        record.write({'step': step, 'loss': loss})
-    whole = path.read_text()
-    assert [json.loads(line)['step'] for line in whole.splitlines() if 'spike' in line] == [40]
-    resumed = Log(path, read_log(path, 40))
-    assert resumed.write({'step': 40, 'loss': 4.0})['spike']
-    for step in range(41, 60):
-        assert 'spike' not in resumed.write({'step': step, 'loss': values[step]})
-    assert path.read_text() == whole
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -406,7 +391,6 @@ def test_an_out_dir_that_is_no_folder_is_refused_and_a_refused_start_leaves_none
     for out_dir in ('dangling', 'data/tiny/meta.json', '/proc/no such run'):
         status, _ = here(out_dir)
         assert status.startswith('error: ') and out_dir in status and '\n' not in status
-        assert 'Errno 17' not in status
 
 
 def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, whole):
