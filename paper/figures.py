@@ -85,16 +85,7 @@ CLAIMS_SIZE = Scale(
 TINY = Scale(
     'tiny',
     tokens=4096,
-    settings=dict(
-        dataset='stdlib',
-        vocab_size=320,
-        gradient_accumulation_steps=1,
-        max_iters=120,
-        learning_rate=3e-3,
-        min_lr=3e-4,
-        eval_iters=4,
-        compile=False,
-    ),
+    settings=read_settings(str(CONFIG / 'demo.py')) | {'max_iters': 120, 'eval_iters': 4},
     sizes=shapes((4, 8, 32), (8, 8, 64), (10, 8, 80), (12, 8, 96)),
     lengths=(64, 256, 512, 1024, 2048),
     rates=(3e-3, 1.5e-3, 5e-4),

@@ -6,7 +6,6 @@ A run is a State of comparison.runs, a pair (ours, theirs) two runs that share t
 the model and its learning rate. Losses are in nats per token.
 """
 
-import itertools
 import math
 from dataclasses import asdict, dataclass
 
@@ -105,7 +104,7 @@ def parameters_saved(ours, theirs):
     ours, theirs: [(parameters, loss)], from small to large.
     """
     losses = [loss for _, loss in theirs]
-    if len(losses) < 2 or not all(b < a for a, b in itertools.pairwise(losses)):
+    if losses != sorted(losses, reverse=True):
         # Then the largest baseline is no reference.
         return None, "vanilla's loss does not fall at every size"
     law = power_law(*zip(*ours, strict=True))

@@ -1,6 +1,5 @@
 """Small comparisons for the tests of compare.py: their data, their plans, and runs that pretend."""
 
-import json
 import math
 
 import numpy as np
@@ -79,19 +78,10 @@ def make_plan(*words):
 
 def pretend(plan, run, loss):
     """The folder of a run as train.py would have left it."""
-    folder = plan.run_folder(run)
     settings, config = plan.configs(run)
-    everything = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
-    tokens = settings.rows_per_step * config.block_size
-    lines = []
-    for step in range(settings.max_iters):
-        entry = {'step': step, 'loss': loss + 3 * math.exp(-step / 5), 'tok_per_s': 1000.0}
-        lines.append({**entry, 'tokens': (step + 1) * tokens, 'skipped': 0})
-    val = {'A': 1.5 * loss, 'B': 0.5 * loss, 'mean': loss}
-    lines.append({'step': settings.max_iters, 'val': val, 'seconds': 2.0})
-    runs.write_log(folder, lines)
-    (folder / 'config.json').write_text(json.dumps(everything))
-    return folder
+    values = [loss + 3 * math.exp(-step / 5) for step in range(settings.max_iters)]
+    stated = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
+    return runs.write_run(plan.run_folder(run), values, loss, **stated)
 
 
 def pretend_all(plan, loss_of):

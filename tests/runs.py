@@ -282,7 +282,7 @@ def write_log(folder, entries):
 
 def write_run(folder, values, val=None, **config):
     """A finished run as train.py leaves it, with a training loss per step. Returns its folder."""
-    entries = [{'step': step, 'loss': loss} for step, loss in enumerate(values)]
+    entries = [{'step': i, 'loss': x, 'tok_per_s': 1000.0} for i, x in enumerate(values)]
     last = val or values[-1]
     entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
     write_log(folder, entries)
