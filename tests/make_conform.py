@@ -12,8 +12,8 @@ import contextlib
 import json
 import math
 import sys
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -74,14 +74,11 @@ MIXINGS = (
     *('token', 'token-head-gate', 'token-channel-gate'),
 )
 MIXING = 'transformer.h.1.'
-MIXING_WEIGHTS = ('residual_lambda', '.gate', '.ve.', '.x0.')
 
 # --- the mistakes ---------------------------------------------------------------------------------
 
-# Their functions take the place of those of reference.py, which they call by these names.
-MIX_AND_ROTATE = reference.mix_and_rotate
-MIXTURE, GATED, GATE, NORM = reference.mixture, reference.gated, reference.gate, reference.norm
-ROPE, ATTEND, ATTENTION = reference.rope, reference.attend, reference.attention
+# Their functions take the place of those of reference.py, of which `right` keeps the right ones.
+right = SimpleNamespace(**vars(reference))
 TIMES = [t for size in CHUNKS for t in range(size)]  # as if each chunk were a text of its own
 CHUNK = torch.tensor([i for i, size in enumerate(CHUNKS) for _ in range(size)])
 
@@ -92,16 +89,9 @@ def detached_layers(part):
     def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
         for heads in raw[part][:n] + attended[part][:n]:
             heads[:] = [t.detach() for t in heads]
-        MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+        right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
 
     return mix_and_rotate
-
-
-def detached(mix):
-    def with_detached(config, weights, n, h, x, sources, own):
-        return mix(config, weights, n, h, x, [t.detach() for t in sources], own)
-
-    return with_detached
 
 
 def turned(config, weights):
@@ -113,13 +103,13 @@ def turned(config, weights):
 
 
 def swapped_mixture(config, weights, n, *tensors):
-    return MIXTURE(*turned(config, weights), n, *tensors)
+    return right.mixture(*turned(config, weights), n, *tensors)
 
 
 def swapped_gated(config, weights, n, h, x, sources, own):
     if config.residual_lambda:
-        return GATED(*turned(config, weights), n, h, x, sources, own)
-    g = GATE(config, weights, n, h, x)
+        return right.gated(*turned(config, weights), n, h, x, sources, own)
+    g = right.gate(config, weights, n, h, x)
     return (1 - g) * sum(sources) / len(sources) + g * own
 
 
@@ -128,27 +118,29 @@ def own_gated(config, weights, n, h, x, sources, own):
     if not config.residual_lambda:
         return swapped_gated(config, weights, n, h, x, sources, own)
     s, o = config.residual_lambda
-    return o * sum(sources) + s * GATE(config, weights, n, h, x) * own
+    return o * sum(sources) + s * right.gate(config, weights, n, h, x) * own
 
 
 def mixing_after_rope(config, weights, n, x, tokens, raw, attended):
     """Rotated keys, and sources that are not."""
-    MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+    right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
     if not config.k_residual:
         return
     for h, own in enumerate(raw['k'][n]):
         sources = [raw['k'][s][h] for s in reference.sources_of(config, n)]
         if sources:
-            attended['k'][n][h] = MIXTURE(config, weights, n, h, x, sources, ROPE(config, own))
+            attended['k'][n][h] = right.mixture(
+                config, weights, n, h, x, sources, right.rope(config, own)
+            )
 
 
 def attend_mixed_after_cache(config, n, h, raw, attended):
     """The cache holds what is not mixed; only the tokens of this chunk are."""
     if config.exclusive or config.residual_map != 'current':
-        return ATTEND(config, n, h, raw, attended)
+        return right.attend(config, n, h, raw, attended)
     g = reference.kv_head(config, h)
     q, k, v = attended['q'][n][h], attended['k'][n][g], attended['v'][n][g]
-    past_k = ROPE(config, raw['k'][n][g])
+    past_k = right.rope(config, raw['k'][n][g])
     is_now = CHUNK[:, None] == CHUNK
     scores = torch.where(is_now, q @ k.T, q @ past_k.T) / math.sqrt(q.shape[1])
     A = reference.softmax(reference.causal(scores))
@@ -160,27 +152,27 @@ def mixing_that_keeps_its_result(config, weights, n, x, tokens, raw, attended):
     """What later layers mix in is what this layer attends with."""
     if n:
         raw['v'][n - 1] = attended['v'][n - 1]
-    MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+    right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
 
 
 def mixing_in_place(config, weights, n, x, tokens, raw, attended):
     """The mixture is written over its sources. A borrower rotates the keys that it borrows again."""
-    MIX_AND_ROTATE(config, weights, n, x, tokens, raw, attended)
+    right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
     mixes = config.v_residual and config.residual_map == 'current'
     for s in reference.sources_of(config, n) if mixes else ():
         if s != 'token':
             raw['v'][s] = attended['v'][n]
     owner = reference.owner(config, 'k', n)
     if owner != n:
-        rotated = [ROPE(config, k) for k in attended['k'][owner]]
+        rotated = [right.rope(config, k) for k in attended['k'][owner]]
         attended['k'][owner] = attended['k'][n] = rotated
 
 
 def mixing_without_offset(config, weights, n, *others):
     borrows = any(reference.own_heads(config, p, n) < reference.heads(config, p) for p in 'kv')
     times = TIMES if borrows else None
-    with mock.patch.object(reference, 'rope', lambda config, x: ROPE(config, x, times)):
-        MIX_AND_ROTATE(config, weights, n, *others)
+    with mock.patch.object(reference, 'rope', lambda config, x: right.rope(config, x, times)):
+        right.mix_and_rotate(config, weights, n, *others)
 
 
 def gate_of_the_stream():
@@ -189,16 +181,16 @@ def gate_of_the_stream():
 
     def norm(config, weights, name, x):
         stream[name] = x
-        return NORM(config, weights, name, x)
+        return right.norm(config, weights, name, x)
 
     def gate(config, weights, n, h, x):
-        return GATE(config, weights, n, h, stream[f'transformer.h.{n}.ln_1'])
+        return right.gate(config, weights, n, h, stream[f'transformer.h.{n}.ln_1'])
 
     return dict(norm=norm, gate=gate)
 
 
 def gate_of_the_last_channels(config, weights, n, h, x):
-    return GATE(config, weights, n, h, x[:, -config.residual_gate_inputs :])
+    return right.gate(config, weights, n, h, x[:, -config.residual_gate_inputs :])
 
 
 MISTAKES = {
@@ -211,7 +203,7 @@ MISTAKES = {
     'overwritten': dict(mix_and_rotate=mixing_in_place),
     'KV order': dict(kv_head=lambda config, h: h % reference.heads(config, 'v')),
     'NeuTRENO': dict(above_own=lambda n, g, raw, attended: raw['v'][0][g] - raw['v'][n][g]),
-    'gate sign': dict(gate=lambda *inputs: 1 - GATE(*inputs)),
+    'gate sign': dict(gate=lambda *inputs: 1 - right.gate(*inputs)),
     'gate stream': gate_of_the_stream(),
     'gate channels': dict(gate=gate_of_the_last_channels),
 }
@@ -220,10 +212,8 @@ OF_DECODING = {
     'mixed after the cache': dict(attend=attend_mixed_after_cache),
     'RoPE offset': dict(mix_and_rotate=mixing_without_offset),
 }
-OF_MIXING = {
-    'detached': dict(mixture=detached(MIXTURE), gated=detached(GATED)),
-    **{name: MISTAKES[name] for name in ('swapped', 'own weighted', 'gate sign', 'gate channels')},
-}
+# Those that a mixing can make.
+OF_MIXING = ('detached', 'swapped', 'own weighted', 'gate sign', 'gate channels')
 
 # --- what the reference gives ---------------------------------------------------------------------
 
@@ -232,161 +222,141 @@ def replaced(functions):
     return mock.patch.multiple(reference, **functions) if functions else contextlib.nullcontext()
 
 
-def settings(name):
-    """GPTConfig's fields, as a port gets them."""
-    config = GPTConfig(**SIZE | VARIANTS[name])
-    return vars(config) | {'n_kv_head': config.kv_heads}
-
-
-def parameters(config, shapes):
-    return {
-        name: torch.tensor(formula(name, shape)).requires_grad_() for name, shape in shapes.items()
-    }
-
-
-def shapes_of(config):
-    model = GPT.without_weights(config)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+def leaves(shapes):
+    """{name: a float64 tensor} that will have gradients."""
+    return {name: torch.tensor(formula(name, s), requires_grad=True) for name, s in shapes.items()}
 
 
 def run(config, weights, functions):
-    """(logits (B, T, V), [values of a layer (B, n_kv_head, T, hs)]), of float64 tensors."""
-    layers = []
+    """(logits (B, T, V), [values of a layer (B, n_kv_head, T, hs)])."""
+    texts = []
 
-    def attention(*inputs):
-        y = ATTENTION(*inputs)
-        layers.append(inputs[-1]['v'])
-        return y
+    def attention(config, weights, n, x, tokens, raw, attended):
+        if n == 0:
+            texts.append(attended['v'])
+        return right.attention(config, weights, n, x, tokens, raw, attended)
 
     with replaced(functions), mock.patch.object(reference, 'attention', attention):
         logits = reference.logits(config, weights, torch.tensor(text('ids', config.vocab_size)))
-    rows = layers[config.n_layer - 1 :: config.n_layer]
-    values = [torch.stack([torch.stack(row[n]) for row in rows]) for n in range(config.n_layer)]
-    return logits, values
+    layers = zip(*texts, strict=True)
+    return logits, [torch.stack([torch.stack(heads) for heads in layer]) for layer in layers]
 
 
-def observe(config, mistake=''):
-    """{check: array} of a model, in the order in which a mistake spreads."""
-    weights = parameters(config, shapes_of(config))
+def observe(config, shapes, mistake=''):
+    """{check: tensor} of a model, in the order in which a mistake spreads."""
+    weights = leaves(shapes)
     logits, values = run(config, weights, MISTAKES.get(mistake))
     targets = torch.tensor(text('targets', config.vocab_size))
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 
     result = {f'values of layer {n}': v for n, v in enumerate(values, 1)}
     result['logits'] = logits
-    gradient = weights['transformer.h.0.attn.c_attn.weight'].grad
-    width = config.kv_heads * config.head_size
-    result["gradient of layer 1's W_V"] = gradient[-width:]
+    rows = weights['transformer.h.0.attn.c_attn.weight'].grad.split(config.head_size)
+    kv = config.kv_heads
+    result["gradient of layer 1's W_V"] = torch.cat(rows[-kv:])
     if config.k_residual or config.share_k or config.share_k_from:
-        result["gradient of layer 1's W_K"] = gradient[-2 * width : -width]
-    for name, weight in weights.items():
-        if any(word in name for word in MIXING_WEIGHTS):
-            result[f'gradient of {name}'] = weight.grad
-    with torch.no_grad():
-        decoded = (
-            run(config, weights, OF_DECODING[mistake])[0] if mistake in OF_DECODING else logits
-        )
-    result['logits decoded with a cache'] = decoded
-    numbers = (
-        B
-        * T
-        * config.head_size
-        * sum(reference.own_heads(config, part, n) for part in 'kv' for n in range(config.n_layer))
-    )
-    result['numbers in the cache'] = torch.tensor(float(numbers))
-    return {name: t.detach().numpy() for name, t in result.items()}
-
-
-def mixing_shapes(config):
-    shapes = shapes_of(config).items()
-    return {name.removeprefix(MIXING): shape for name, shape in shapes if is_of_mixing(name)}
+        result["gradient of layer 1's W_K"] = torch.cat(rows[-2 * kv : -kv])
+    mixing = [name for name in weights if is_of_mixing(name)]
+    result |= {f'gradient of {name}': weights[name].grad for name in mixing}
+    if mistake in OF_DECODING:
+        logits, _ = run(config, weights, OF_DECODING[mistake])
+    result['logits decoded with a cache'] = logits
+    heads = [reference.own_heads(config, part, n) for part in 'kv' for n in range(config.n_layer)]
+    result['numbers in the cache'] = torch.tensor(B * T * config.head_size * sum(heads))
+    return result
 
 
 def is_of_mixing(name):
-    return name.startswith(MIXING) and any(word in name for word in MIXING_WEIGHTS)
+    return any(word in name for word in ('residual_lambda', '.gate', '.ve.', '.x0.'))
 
 
-def observe_mixing(config, mistake=''):
-    """{check: array} of the mixing of layer 1's values, see hub/conform.py."""
+def observe_mixing(config, shapes, mistake=''):
+    """{check: tensor} of the mixing of layer 1's values, see hub/conform.py."""
     shape = B, config.kv_heads, T, config.head_size
-    weights = parameters(config, mixing_shapes(config))
-    inputs = {
-        'own': torch.tensor(formula('own', shape)),
-        'source': torch.tensor(formula('source', shape)),
-        'x': torch.tensor(formula('x', (B, T, config.n_embd))),
-    }
-    for t in inputs.values():
-        t.requires_grad_()
+    weights = leaves(shapes)
+    inputs = leaves({'own': shape, 'source': shape, 'x': (B, T, config.n_embd)})
     own, source, x = inputs.values()
+    if mistake == 'detached':
+        source = source.detach()
     named = {MIXING + name: weight for name, weight in weights.items()}
-    with replaced(OF_MIXING.get(mistake)):
+    with replaced(MISTAKES.get(mistake)):
         mix = reference.gated if config.residual_gate else reference.mixture
-        rows = [
-            [
-                mix(config, named, 1, h, x[b], [source[b, h]], own[b, h])
-                for h in range(config.kv_heads)
-            ]
+        heads = [
+            mix(config, named, 1, h, x[b], [source[b, h]], own[b, h])
             for b in range(B)
+            for h in range(config.kv_heads)
         ]
-    values = torch.stack([torch.stack(row) for row in rows])
+    values = torch.stack(heads).view(shape)
     values.backward(torch.tensor(formula('gradient', shape)))
-    result = {'values': values.detach()}
+    result = {'values': values}
     for name, t in (inputs | weights).items():
         if name != 'x' or config.residual_gate:
             result[f'gradient of {name}'] = torch.zeros_like(t) if t.grad is None else t.grad
-    return {name: t.numpy() for name, t in result.items()}
+    return result
 
 
 # --- the file -------------------------------------------------------------------------------------
 
+# {level: (variants, what it gives, mistakes)}
+LEVELS = {
+    'model': (VARIANTS, observe, (*MISTAKES, *OF_DECODING)),
+    'mixing': (MIXINGS, observe_mixing, OF_MIXING),
+}
 
-def shows(wrong, right):
+
+def make_case(level, name, mistakes):
+    """(what the index says of a variant, its numbers, those of each mistake that shows)."""
+    config = GPTConfig(**SIZE | VARIANTS[name])
+    parameters = GPT.without_weights(config).named_parameters()
+    shapes = {name: tuple(p.shape) for name, p in parameters}
+    constant = ()
+    if level == 'mixing':
+        prefix = len(MIXING)
+        shapes = {
+            n[prefix:]: s for n, s in shapes.items() if n.startswith(MIXING) and is_of_mixing(n)
+        }
+        if not config.residual_learned:
+            constant = config.residual_lambda or (() if config.residual_gate else (0.5, 0.5))
+    observe = LEVELS[level][1]
+
+    def numbers(*mistake):
+        return {check: t.detach().numpy() for check, t in observe(config, shapes, *mistake).items()}
+
+    expected = numbers()
+    rows = {}
+    for mistake in mistakes:
+        wrong = numbers(mistake)
+        if shows(wrong, expected):
+            rows[mistake] = np.concatenate([sample(array) for array in wrong.values()])
+    case = {
+        'config': vars(config) | {'n_kv_head': config.kv_heads},
+        'weights': shapes,
+        'constant': constant,
+        'checks': {check: array.shape for check, array in expected.items()},
+        'mistakes': list(rows),
+    }
+    flat = np.concatenate([array.ravel() for array in expected.values()])
+    return case, flat.astype(np.float32), np.array(list(rows.values()), dtype=np.float32)
+
+
+def shows(wrong, expected):
     """Whether a mistake can be told from what is right, by far."""
     return any(
-        abs(sample(wrong[check]) - sample(right[check])).max()
-        > 10 * TOLERANCE * abs(right[check]).max()
-        for check in right
+        abs(sample(wrong[check]) - sample(array)).max() > 10 * TOLERANCE * abs(array).max()
+        for check, array in expected.items()
     )
 
 
-def make_case(name, observe, mistakes):
-    """(what the index says of a variant, its numbers, those of each mistake)."""
-    config = GPTConfig(**SIZE | VARIANTS[name])
-    right = observe(config)
-    rows = {}
-    for mistake in mistakes:
-        wrong = observe(config, mistake)
-        if shows(wrong, right):
-            rows[mistake] = np.concatenate([sample(wrong[check]) for check in right])
-    numbers = np.concatenate([array.ravel() for array in right.values()])
-    constant = ()
-    if observe is observe_mixing and not config.residual_learned:
-        constant = config.residual_lambda or (() if config.residual_gate else (0.5, 0.5))
-    shapes = mixing_shapes(config) if observe is observe_mixing else shapes_of(config)
-    case = {
-        'config': settings(name),
-        'weights': shapes,
-        'constant': constant,
-        'checks': {check: array.shape for check, array in right.items()},
-        'mistakes': list(rows),
-    }
-    wide = np.array(list(rows.values()))
-    return case, numbers.astype(np.float32), wide.astype(np.float32)
-
-
 def main():
-    warnings.simplefilter('error')
-    index, arrays = {'model': {}, 'mixing': {}}, {}
-    for level, names, observing, mistakes in (
-        ('model', VARIANTS, observe, MISTAKES | OF_DECODING),
-        ('mixing', MIXINGS, observe_mixing, OF_MIXING),
-    ):
+    index, arrays = {}, {}
+    for level, (names, _, mistakes) in LEVELS.items():
+        index[level] = {}
         for name in names:
-            case, numbers, rows = make_case(name, observing, mistakes)
+            case, numbers, rows = make_case(level, name, mistakes)
             index[level][name] = case
             arrays[f'{level}/{name}'] = numbers
             arrays[f'{level}/{name}/mistakes'] = rows
-            print(level, name, case['mistakes'])
+            print(f'{level} {name}: {", ".join(case["mistakes"])}')
     np.savez_compressed(FIXTURE, index=json.dumps(index), **arrays)
 
 

@@ -1,4 +1,4 @@
-"""Ports for the conformance kit: model.py itself."""
+"""Ports for the conformance kit: model.py itself, its mixing alone, and ports that lack something."""
 
 from unittest import mock
 
@@ -46,3 +46,32 @@ class Ours:
         with torch.no_grad():
             logits = [self.model(torch.tensor(chunk), cache=cache)[0] for chunk in chunks]
         return np.concatenate(logits, axis=1), cache.nbytes / 4
+
+
+def mixing_of(config, module=model_py):
+    """A port of a mixing: that of layer 1's values in our own model."""
+    attention = module.GPT(module.GPTConfig(**vars(config))).transformer.h[1].attn
+
+    def mix(own, source, x, weights):
+        for name, p in attention.named_parameters(prefix='attn'):
+            p.data = torch.tensor(weights[name]) if name in weights else p.data.double()
+        t = {'own': own, 'source': source, 'x': x}
+        t = {name: torch.tensor(array, requires_grad=True) for name, array in t.items()}
+        values = attention.mix('v', t['own'], [t['source']], t['x'])
+
+        def backward(gradient):
+            values.backward(torch.tensor(gradient))
+            t.update(attention.named_parameters(prefix='attn'))
+            return {name: None if p.grad is None else p.grad.numpy() for name, p in t.items()}
+
+        return values.detach().numpy(), backward
+
+    return mix
+
+
+def logits_alone(config, weights):
+    return Ours(config, weights).__call__
+
+
+def nothing(config, weights):
+    raise NotImplementedError

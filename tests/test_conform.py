@@ -1,13 +1,16 @@
 """hub/conform.py: our own model passes, and each mistake in it is found and named."""
 
 import importlib.util
+import json
 import subprocess
 
+import make_conform
 import numpy as np
 import pytest
 from conftest import ROOT
-from ports import Ours
+from ports import Ours, mixing_of
 
+import model as model_py
 from hub import conform
 
 CASES = conform.read_fixture()
@@ -16,14 +19,14 @@ PATCHES = sorted(path.stem for path in (ROOT / 'tests/patches').glob('mistake_*.
 LEARNED = ('resformer-learned', 'key-residual', 'first-token')
 RULES = {
     'cached': ('unlike the same model without its cache', ('vanilla', 'resformer-cross')),
-    'needless_cache': ('a cache where none is needed', ('svformer', 'owner-map', 'half-heads')),
+    'needless cache': ('a cache where none is needed', ('svformer', 'owner-map', 'half-heads')),
     'unread': ('nothing reads', LEARNED),
-    'no_gradient': ('no gradient', LEARNED),
+    'no gradient': ('no gradient', LEARNED),
 }
 
 
 def patched(name, folder):
-    """A port made of a copy of model.py with a patch of tests/patches."""
+    """A copy of model.py with a patch of tests/patches, as a module."""
     (folder / 'model.py').write_text((ROOT / 'model.py').read_text())
     patch = ROOT / f'tests/patches/{name}.patch'
     done = subprocess.run(['git', 'apply', patch], cwd=folder, capture_output=True, text=True)
@@ -31,34 +34,122 @@ def patched(name, folder):
     spec = importlib.util.spec_from_file_location('patched_model', folder / 'model.py')
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    return type('Patched', (Ours,), {'module': changed})
+    return changed
 
 
-def check(port, variant, capsys, level='model'):
-    """How many checks fail, and what the kit says."""
-    failures = conform.check_port(
-        conform.OBSERVE[level], port, variant, CASES[level][variant]
-    )
+def check(module, level, variant, capsys):
+    """How many checks of a model.py fail, and what the kit says."""
+    case = CASES[level][variant]
+    port = type('Port', (Ours,), {'module': module})
+    if level == 'mixing':
+        port = mixing_of(case.config, module)
+    failures = conform.check_port(conform.OBSERVE[level], port, variant, case)
     return failures, capsys.readouterr().out
 
 
-@pytest.mark.parametrize('variant', CASES['model'])
-def test_our_model_passes_every_check(variant, capsys):
-    failures, said = check(Ours, variant, capsys)
+@pytest.mark.parametrize('level, variant', [(level, v) for level in CASES for v in CASES[level]])
+def test_our_model_passes_every_check(level, variant, capsys):
+    failures, said = check(model_py, level, variant, capsys)
     assert failures == 0 and 'not checked' not in said, said
 
 
 @pytest.mark.parametrize('name', PATCHES)
 def test_each_mistake_is_named(name, tmp_path, capsys):
-    port = patched(name, tmp_path)
-    mistake = name.removeprefix('mistake_')
+    """`for p in tests/patches/*.patch; do git apply --check $p; done` says which no longer apply."""
+    module = patched(name, tmp_path)
+    mistake = name.removeprefix('mistake_').replace('_', ' ')
     if mistake in RULES:
         words, variants = RULES[mistake]
+        cases = [('model', variant) for variant in variants]
     else:
-        mistake = mistake.replace('_', ' ')
         words = conform.MISTAKES[mistake]
-        variants = [v for v, case in CASES['model'].items() if mistake in case.mistakes]
-    assert variants
-    for variant in variants:
-        failures, said = check(port, variant, capsys)
+        cases = [
+            (lv, v) for lv in CASES for v, case in CASES[lv].items() if mistake in case.mistakes
+        ]
+        if mistake == 'detached':  # outside of mix()
+            cases = [case for case in cases if case[0] == 'model']
+    assert cases
+    for level, variant in cases:
+        failures, said = check(module, level, variant, capsys)
         assert failures and words in said and 'unknown' not in said, said
+
+
+def test_the_mistake_that_the_readme_shows(tmp_path, capsys):
+    _, said = check(patched('mistake_detached', tmp_path), 'model', 'resformer', capsys)
+    assert said in (ROOT / 'README.md').read_text()
+
+
+@pytest.mark.parametrize('name', ['unknown_norm', 'unknown_rope', 'unknown_swiglu'])
+def test_other_mistakes_are_found_and_called_unknown(name, tmp_path, capsys):
+    """They were written before the kit had a table of mistakes."""
+    module = patched(name, tmp_path)
+    for variant in ('vanilla', 'svformer-cla-gqa', 'token-head-gate'):
+        failures, said = check(module, 'model', variant, capsys)
+        assert failures and 'unknown' in said, said
+        assert not any(words in said for words in conform.MISTAKES.values()), said
+
+
+def detached(own, source, x, weights):
+    """What the mixing of the values of ResFormer would give with a detached source."""
+    values, backward = mixing_of(CASES['mixing']['resformer'].config)(own, source, x, weights)
+    return values, lambda gradient: backward(gradient) | {'source': None}
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def run(monkeypatch, capsys, *words):
+    """(status or message, what it printed) of the program."""
+    monkeypatch.setattr('sys.argv', ['conform.py', *words])
+    with pytest.raises(SystemExit) as exit:
+        conform.main()
+    return exit.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'port, status, words',
+    [
+        ('ports:Ours', 0, ['resformer: all 8 checks pass']),
+        ('ports:logits_alone', 0, ['resformer: all 1 checks pass; not checked:', 'W_V', 'cache']),
+        ('ports:nothing', 1, ['resformer: not checked']),
+        ('test_conform:detached', 1, ['resformer: 1 of 3 checks fails', 'a detached V_1']),
+    ],
+)
+def test_the_status_says_whether_all_that_was_checked_passes(
+    port, status, words, monkeypatch, capsys
+):
+    code, said = run(monkeypatch, capsys, port, '--variant=resformer')
+    assert code == status and all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    'words, named',
+    [
+        ([], 'module:function'),
+        (['nix:build'], "'nix'"),
+        (['ports:nix'], "'nix'"),
+        (['ports:logits_alone', '--variant=resfomer'], "'resfomer'"),
+        (['test_conform:run'], 'config and weights'),
+    ],
+)
+def test_a_wrong_name_is_one_line(words, named, monkeypatch, capsys):
+    code, _ = run(monkeypatch, capsys, *words)
+    assert code.startswith('error: ') and named in code and '\n' not in code
+
+
+def test_the_file_of_numbers_is_what_the_reference_computes():
+    """If not, run `python tests/make_conform.py`."""
+    assert conform.FIXTURE.stat().st_size <= 500_000
+    with np.load(conform.FIXTURE) as file:
+        index = json.loads(str(file['index']))
+        for level, (names, *_) in make_conform.LEVELS.items():
+            assert list(index[level]) == list(names)
+            for name, kept in index[level].items():
+                mistakes = kept['mistakes'] if name == 'svformer-cla-gqa' else []
+                case, numbers, rows = make_conform.make_case(level, name, mistakes)
+                case['mistakes'] = kept['mistakes']
+                assert json.loads(json.dumps(case)) == kept
+                close = dict(rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(numbers, file[f'{level}/{name}'], **close)
+                if mistakes:
+                    np.testing.assert_allclose(rows, file[f'{level}/{name}/mistakes'], **close)
