@@ -269,11 +269,9 @@ def test_several_processes_do_not_decode(monkeypatch):
         (['--peers=hf', '--activation_checkpointing=True'], ['hf', 'activation_checkpointing']),
         (['--v_residual=True'], ['v_residual', '--variants=vanilla+']),
         (['--learning_rate=1e-3'], ["unknown setting 'learning_rate'"]),  # a config may hold it
-        (['--rounds=0'], ['rounds=0']),
         (['--out=data'], ['data', 'folder']),
         (['--profile=a_file'], ['a_file']),
         ([*DECODE, '--contexts=(64,)'], ['contexts', 'block_size=16']),
-        ([*DECODE, '--new_tokens=8'], ['contexts', 'new_tokens=8']),
         ([*DECODE, '--batch_sizes=(0,)'], ['batch_sizes=(0,)']),
         ([*DECODE, '--variants=hf'], ['hf', 'vanilla']),
         ([*DECODE, '--variants=vanilla+activation_checkpointing=True'], ['checkpointing']),

@@ -18,6 +18,7 @@ from torch import nn
 from variants import RES, SIZE, tokens
 
 import model as model_py
+from lib.rundir import load_weights
 from model import GPT, GPTConfig, make, normal
 from train import TrainConfig, make_optimizer
 
@@ -46,9 +47,8 @@ def trained_and_decoded(patched, **settings):
     """A model of a patch, after the checks that hold for each of them."""
     model = patched.GPT(patched.GPTConfig(**{**SIZE, 'n_layer': 5, **settings}))
     idx = tokens(B, T)
-    for _ in range(
-        2
-    ):  # in a product that starts neutral, one factor waits for the other's first step
+    # Twice: in a product that starts neutral, one factor waits for the other's first step.
+    for _ in range(2):
         model.zero_grad()
         model(idx, idx)[1].backward()
         with torch.no_grad():
@@ -236,7 +236,8 @@ def test_a_setting_without_a_variant_is_told_where_to_add_one(opposite, monkeypa
 
 
 def test_a_parameter_gets_what_it_needs(monkeypatch):
-    """A matrix of its own in each MLP."""
+    """A matrix of its own in each MLP, which no checkpoint may lack."""
+    vanilla = GPT(GPTConfig(**SIZE))
 
     class MLP(model_py.MLP):
         def __init__(self, config):
@@ -261,3 +262,7 @@ def test_a_parameter_gets_what_it_needs(monkeypatch):
         assert group['rate'] == (3.0 if 'idea' in name else 1.0)
         if 'idea' in name:
             assert group['weight_decay'] == 0.0
+
+    checkpoint = {'path': 'old.pt', 'model': vanilla.state_dict(), 'model_config': SIZE}
+    with pytest.raises(ValueError, match='old.pt.*mlp.idea'):
+        load_weights(fork, checkpoint)
