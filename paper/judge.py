@@ -24,7 +24,7 @@ import numpy as np
 
 from comparison import charts
 from comparison.charts import seeds_text
-from comparison.runs import difference, disagreement, finished_runs
+from comparison.runs import ROUNDING, difference, disagreement, finished_runs
 from comparison.verdict import describe, half_width, judge, paired
 from lib.files import unreadable
 from lib.tables import markdown_table
@@ -112,7 +112,8 @@ def series_of(reports, kind, run):
         return None
     stated = report.get('settings', report['config'])  # older ones state their model alone
     steps = run.facts['max_iters']
-    found = difference(stated, run.facts, ('resumed',), stated)
+    # A checkpoint does not know how the machine rounded.
+    found = difference(stated, run.facts, ('resumed', *ROUNDING), stated)
     if not found and report.get('step', steps) != steps:
         found = 'step', report['step'], steps
     if found:
