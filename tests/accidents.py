@@ -1,18 +1,19 @@
 """
 Accidents in the middle of a run; the tests look at what is left of it.
 
-Each replaces a function of the program, and then starts it. Under torchrun this file is the program:
-accidents.py CASE --key=value ...
+Each replaces a function of the program, and then starts it.
 """
 
+import functools
 import itertools
 import math
+import multiprocessing
 import os
 import signal
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
 from lib import data, rundir
@@ -138,6 +139,16 @@ def lose_a_disk():
         data.Dataset.read = fail
 
 
+def be_interrupted():
+    """Ctrl-C before the first step."""
+    train.Dataset = lambda name: os.kill(os.getpid(), signal.SIGINT)
+
+
+def compile_without_inductor():
+    """No accident: graphs are traced and cut as always, and run as they are."""
+    torch.compile = functools.partial(torch.compile, backend='aot_eager')
+
+
 def be_elsewhere():
     """One process is on a machine that does not share out_dir."""
     if os.environ['RANK'] == '1':
@@ -154,6 +165,8 @@ CASES = {
     'not finite': lose_a_loss,
     'a lost disk': lose_a_disk,
     'folders apart': be_elsewhere,
+    'interrupted early': be_interrupted,
+    'without inductor': compile_without_inductor,
 }
 
 
@@ -164,5 +177,18 @@ def train_with(case, *words):
     train.main()
 
 
-if __name__ == '__main__':
-    train_with(*sys.argv[1:])
+def torchrun(case, restarts, *words):
+    """What `torchrun --standalone --nproc_per_node=2` does, but that its processes are forked, and have
+    nothing to import."""
+    multiprocessing.current_process().daemon = False  # it has children
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend='c10d',
+        rdzv_endpoint='localhost:0',
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method='fork',
+    )
+    elastic_launch(config, train_with)(case, *words)

@@ -27,7 +27,6 @@ from runs import (
     losses,
     newest,
     same,
-    start,
     steps_of_checkpoints,
     training_steps,
 )
@@ -422,8 +421,6 @@ def test_a_log_that_cannot_grow_is_one_line_and_what_was_saved_goes_on(half, who
 
 
 def test_ctrl_c_before_the_first_step_is_no_stack_trace(work):
-    interrupt = 'train.Dataset = lambda name: os.kill(os.getpid(), signal.SIGINT)'
-    code = f'import os, signal, train; {interrupt}; train.main()'
     words = command_line('out/early', {})
-    status, _, err = finish(start('-c', code, *words, PYTHONPATH=str(ROOT)))
+    status, _, err = finish(fork(train_with, 'interrupted early', *words))
     assert (status, err) == (130, '')
