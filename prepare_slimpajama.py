@@ -322,29 +322,18 @@ def make_plan(settings, out, begun):
     )
 
 
-def guess_tokens(plan):
-    """How many tokens the pieces will hold, on the high side."""
-    bytes_per_token = 1 if plan.encoder.name == 'bytes' else 3.5
-    sizes = [unit.size / bytes_per_token for unit in plan.units]
-    if not plan.settings.tokens:
-        return int(sum(sizes))
-    # Validation is kept whole; and some units are on their way when the last domain is full.
-    beyond = plan.ahead + sum(unit.split == 'validation' for unit in plan.units)
-    return int(min(sum(sizes), plan.settings.tokens + sum(sizes[:beyond])))
-
-
 def check_space(plan):
     """Refuse a disk without room for the pieces and for the token files that are made of them."""
+    tokens = plan.settings.tokens
     present = sum(path.stat().st_size for path in plan.pieces.glob('*.ids'))
-    # Two bytes a token, twice.
-    needed = 4 * guess_tokens(plan) - present
+    # Two bytes a token, twice. Without --tokens, what it takes is not known before it is read.
+    needed = 4 * tokens - present
     free = shutil.disk_usage(plan.out).free
+    need = f'{needed / 1e9:,.2f} GB' if tokens else 'what the source holds'
     splits = collections.Counter(unit.split for unit in plan.units)
-    need = f'{needed / 1e9:,.2f} GB'
     files = f'{len(plan.units):,} files, {splits["validation"]:,} of them validation'
-    print(f'{files}; needs about {need} in {plan.out}, where {free / 1e9:,.2f} GB are free')
-    # Without --tokens: rows do not say beforehand how much of them --weights chooses.
-    if free < needed and plan.settings.tokens:
+    print(f'{files}; needs {need} in {plan.out}, where {free / 1e9:,.2f} GB are free')
+    if tokens and free < needed:
         raise OSError(
             f'not enough space for {need} in {plan.out}: make room, choose another --out '
             'or fewer --tokens'
@@ -373,7 +362,7 @@ def merge_pieces(plan, counts):
             path.parent.mkdir(exist_ok=True)
             files[split, domain] = stack.enter_context(open(path, 'wb'))
         submit = stack.enter_context(open_workers(plan.workers))
-        total = plan.settings.tokens or guess_tokens(plan)
+        total = plan.settings.tokens or None
         bar = stack.enter_context(tqdm(total=total, unit='tok', unit_scale=True))
 
         for unit, piece, wait in submit_units(plan, counts, submit):

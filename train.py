@@ -28,6 +28,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, one_line_errors
+from hub.read import holds_weights
 from hub.read import load as load_hub
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import write_json
@@ -435,27 +436,11 @@ def open_checkpoint(settings, config, machine):
         )
     if settings.init_from == 'scratch':
         return None
-    if resumes or not Path(settings.init_from).is_dir():
-        path = out if resumes else settings.init_from
+    path = out if resumes else Path(settings.init_from)
+    if not holds_weights(path):
         return load_checkpoint(path, machine.warn)
-
-    inside = checkpoints(settings.init_from)
-    if inside:
-        raise ValueError(
-            f'init_from={settings.init_from} is the folder of a run; give one of its checkpoints, such '
-            f'as {inside[0]}'
-        )
-    theirs = load_hub(settings.init_from)
-    refuse(
-        theirs.config.block_size < config.block_size,
-        f'{settings.init_from} takes {theirs.config.block_size} positions, not '
-        f'block_size={config.block_size}',
-    )
-    return {
-        'model': theirs.state_dict(),
-        'model_config': asdict(theirs.config),
-        'path': settings.init_from,
-    }
+    theirs = load_hub(path)
+    return {'model': theirs.state_dict(), 'model_config': asdict(theirs.config), 'path': path}
 
 
 def take_over(checkpoint, start, settings, config, warn):
@@ -471,7 +456,7 @@ def take_over(checkpoint, start, settings, config, warn):
         if resumes:
             load_state(start.model, start.optimizer, start.scaler, checkpoint)
     if not resumes:
-        start.origin = settings.init_from
+        start.origin = str(path)
         # Settings without which the same weights compute something else, changed on purpose.
         for name, (before, now) in differences(checkpoint, config).items():
             if name not in (*SHAPE, 'dropout'):

@@ -44,18 +44,14 @@ class Dataset:
                 f'no prepared dataset in {self.folder}; prepare it with: '
                 f'python prepare_slimpajama.py --source=... --out={self.folder}'
             )
-        with unreadable(f'{path} is damaged', self.advice):
+        with unreadable(f'{path} cannot be used', self.advice):
             self.meta = json.loads(path.read_text())
-            if self.meta['format'] == DATASET_FORMAT:
-                self.check_meta()
-        if self.meta['format'] != DATASET_FORMAT:
-            raise ValueError(
-                f'{path} has format {self.meta["format"]}, this program reads {DATASET_FORMAT}; '
-                f'{self.advice}'
-            )
+            self.check_meta()
         self.check_sizes()
 
     def check_meta(self):
+        if self.meta['format'] != DATASET_FORMAT:
+            raise ValueError(f'format {self.meta["format"]}, this program reads {DATASET_FORMAT}')
         check_types(self.meta['tokenizer'], TOKENIZER_FIELDS)
         for path, entry in self.files():
             check_types(entry, FILE_FIELDS)

@@ -241,9 +241,13 @@ def load_weights(model, checkpoint):
     """
     path = checkpoint['path']
     # block_size only limits positions; wpe, where there is one, has a shape.
-    needed = {*SHAPE, *BASE} - {'block_size'}
-    others = differences(checkpoint, model.config)
-    flags = [f'--{name}={others[name][0]}' for name in others if name in needed]
+    needed = differences(checkpoint, model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
+    # Where they are not given, these follow from the width and the heads.
+    for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
+        if name in needed:
+            needed.add(follows)
+    theirs = spelled_out(build_config(checkpoint['model_config'], path))
+    flags = [f'--{name}={value}' for name, value in theirs.items() if name in needed]
     if flags:
         raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
 

@@ -60,9 +60,9 @@ WAITS = (1, 2, 4, 8, 16, 32)
 class Unit(NamedTuple):
     name: str  # path within the source: decides its place in the order and its documents' shuffling
     split: str  # 'train', 'validation', or 'hash': each document's hash decides
-    size: int  # bytes of text, a guess where they are compressed
     read: object  # path -> iterator over (domain, text); picklable
     paths: tuple = ()  # of its files; () on the hub, where read() takes a folder for them
+    size: int = 0  # bytes of plain text
 
 
 # ---- Units ---------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def find_units(source, revision, weights, seed):
     up to 1. Raises ValueError if the source or the weights do not fit, OSError if the hub cannot be
     read.
     """
-    files = {}  # {name: bytes}
+    files = []  # names
     texts = {}  # {domain: units of plain text}
     commit = ''
     if source == 'stdlib':
@@ -92,9 +92,7 @@ def find_units(source, revision, weights, seed):
             f"no source {source!r}: give an existing folder, a hub repository, or 'stdlib'"
         )
 
-    rows = [
-        row_unit(source, name, files[name], commit) for name in files if name.endswith(SUFFIXES)
-    ]
+    rows = [row_unit(source, name, commit) for name in files if name.endswith(SUFFIXES)]
     units = [unit for unit in rows if unit.split != 'test']
     if rows and len(units) < len(files):
         unread = len(files) - len(units)
@@ -145,12 +143,12 @@ def hash_fraction(seed, text):
 
 
 def list_folder(root):
-    """{name: bytes} of a folder's files, without hidden files and folders.
+    """The names of a folder's files, without hidden files and folders.
 
     Raises OSError for a folder that cannot be read, ValueError for one that is a link, because links
     may lead in a circle, and for a link to a file that is gone.
     """
-    sizes = {}
+    found = []
     for folder, folders, names in os.walk(root, onerror=refuse_folder):
         # In place: os.walk() goes on with what is left.
         folders[:] = [name for name in folders if not name.startswith('.')]
@@ -161,23 +159,19 @@ def list_folder(root):
                     'put there what it should lead to, or remove it'
                 )
             if path.is_file() and not path.name.startswith('.'):
-                sizes[path.relative_to(root).as_posix()] = path.stat().st_size
-    return sizes
+                found.append(path.relative_to(root).as_posix())
+    return found
 
 
 def refuse_folder(error):
     raise error
 
 
-def row_unit(source, name, size, commit):
+def row_unit(source, name, commit):
     """A file in SlimPajama's form, of the hub if there is a commit."""
-    # A compressed byte holds some 4 bytes of text.
-    text_size = size if name.endswith('.jsonl') else 4 * size
     if commit:
-        return Unit(
-            name, split_of(name), text_size, functools.partial(read_hub, source, commit, name)
-        )
-    return Unit(name, split_of(name), text_size, read_rows, (Path(source, name),))
+        return Unit(name, split_of(name), functools.partial(read_hub, source, commit, name))
+    return Unit(name, split_of(name), read_rows, (Path(source, name),))
 
 
 def split_of(name):
@@ -241,7 +235,7 @@ def stdlib_units(seed):
     size = sum(len(text) for _, text in read_topics())
     return {
         'Source': text_units('Source', root, names, seed),
-        'Topics': [Unit(topics, 'hash', size, read_topics, (root / topics,))],
+        'Topics': [Unit(topics, 'hash', read_topics, (root / topics,), size)],
     }
 
 
@@ -257,7 +251,7 @@ def text_units(domain, root, names, seed):
     units = []
     for first in range(number):
         paths = tuple(Path(root, name) for name in names[first::number])
-        units.append(Unit(names[first], 'hash', size // number, read, paths))
+        units.append(Unit(names[first], 'hash', read, paths, size // number))
     return units
 
 
@@ -368,7 +362,7 @@ def parquet_rows(path):
 
 
 def list_hub(source, revision):
-    """{name: bytes} of the files of a hub repository, and the commit that `revision` is now."""
+    """The names of the files of a hub repository, and the commit that `revision` is now."""
     try:
         from huggingface_hub import HfApi
 
@@ -376,7 +370,7 @@ def list_hub(source, revision):
         commit = HfApi().dataset_info(source, revision=revision, expand=['sha']).sha
         tree = HfApi().list_repo_tree(source, repo_type='dataset', revision=commit, recursive=True)
         # Folders have no size.
-        return {entry.path: entry.size for entry in tree if hasattr(entry, 'size')}, commit
+        return [entry.path for entry in tree if hasattr(entry, 'size')], commit
     except Exception as error:
         raise OSError(
             f'no folder {source} here, and the hub cannot list it ({first_line(error)})'

@@ -83,11 +83,6 @@ def test_another_model_than_asked_for_is_refused_with_the_flags_that_mend_it(
     evaluated(folder, **flags)
 
 
-def test_a_folder_with_fewer_positions_is_refused(work):
-    written(Path('from/short'), **{**SOURCE, 'max_position_embeddings': 16})
-    refused('from/short', '16', 'block_size=32', init_from='from/short')
-
-
 def test_a_neutral_learned_residual_begins_where_vanilla_ended(work):
     written(Path('from/vanilla'), **SOURCE)
     neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))

@@ -111,7 +111,6 @@ def test_resuming_on_other_data_or_tokens_is_refused(whole):
 
 def test_where_there_is_nothing_to_resume_to_load_or_to_evaluate_that_is_said(whole):
     refused('nothing to resume', 'out/refused', init_from='resume')
-    refused(f'{whole}/ckpt_12.pt', init_from=whole)  # a folder of checkpoints is none
     for init_from in ('scratch', 'auto'):
         refused('--init_from=resume', init_from=init_from, eval_only=True, out_dir='out/nothing')
 

@@ -226,7 +226,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))
     options = dict(warmup_iters=0, seed=7, **neutral)
     path = f'{whole}/ckpt_12.pt'
-    good('out/weights', init_from=path, max_iters=1, **options)
+    good('out/weights', init_from=whole, max_iters=1, **options)
     note = capsys.readouterr().err
     assert path in note and 'residual_lambda' in note and 'v_residual=False, not True' in note
     first = log('out/weights')[0]
