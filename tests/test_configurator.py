@@ -225,10 +225,13 @@ $ python program.py one
 MODES = {'one': (Toy,), 'two': (Runs, Other)}
 
 
-def test_the_first_word_chooses_the_mode_and_its_schemas():
+def test_the_first_word_chooses_the_mode_and_its_schemas_or_the_mode_without_a_name():
     assert choose(MODES, DOC, ['one', '--steps=3']) == ('one', [Toy(steps=3)])
     two = choose(MODES, DOC, ['two', 'one', '--width=4'], plain='runs')
     assert two == ('two', [Runs(('one',)), Other(4)])
+    modes = {'': (Toy,), 'two': (Other,)}
+    assert choose(modes, DOC, []) == ('', [Toy()])
+    assert choose(modes, DOC, ['--steps=3']) == ('', [Toy(steps=3)])
 
 
 @pytest.mark.parametrize(
@@ -239,13 +242,6 @@ def test_without_a_mode_the_programs_own_words_are_printed(argv, status, capsys)
     with pytest.raises(SystemExit) as exit:
         choose(MODES, DOC, argv)
     assert exit.value.code == status and capsys.readouterr().out == DOC.strip() + '\n'
-
-
-def test_the_mode_without_a_name_is_taken_where_the_first_word_names_none():
-    modes = {'': (Toy,), 'two': (Other,)}
-    assert choose(modes, DOC, []) == ('', [Toy()])
-    assert choose(modes, DOC, ['--steps=3']) == ('', [Toy(steps=3)])
-    assert choose(modes, DOC, ['two', '--width=3']) == ('two', [Other(3)])
 
 
 def test_help_of_a_mode_is_that_of_its_schemas(capsys):
@@ -368,21 +364,3 @@ def test_configure_raises_nothing_but_value_errors_and_os_errors(argv):
         pass
     except SystemExit as exit:
         assert not exit.code and {'-h', '--help'} & set(argv)
-
-
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-SCALAR = st.one_of(st.integers(), FINITE, st.booleans(), st.none(), st.text(max_size=10))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.integers(),
-    FINITE,
-    st.text(max_size=20),
-    st.lists(SCALAR, max_size=4).map(tuple),
-    st.dictionaries(st.text(max_size=8), SCALAR, max_size=4),
-)
-def test_what_is_written_as_python_comes_back_the_same(steps, rate, name, pair, weights):
-    expected = Toy(steps=steps, rate=rate, name=name, pair=pair, weights=weights)
-    words = [f'--{key}={value!r}' for key, value in asdict(expected).items()]
-    assert toy(*words) == expected

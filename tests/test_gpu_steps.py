@@ -158,16 +158,3 @@ def test_a_step_that_cannot_end_is_not_started(gpu, tmp_path, step, minutes, why
     status, out = gpu(step, minutes, 'out')
     assert status == 1 and why in out
     assert calls(tmp_path) == [] and not (tmp_path / 'out/gpu.tar.gz').exists()
-
-
-@pytest.mark.parametrize(
-    'words, message',
-    [
-        (('kernel', 9, 'out'), 'there is no step kernel'),
-        (('all', 9, 'out', 'none.tar.gz'), 'there is no none.tar.gz'),
-        (('all', 9), 'What a GPU is wanted for'),
-    ],
-)
-def test_a_wrong_call_says_what_is_wrong(gpu, words, message):
-    status, out = gpu(*words)
-    assert status == 2 and message in out

@@ -1,14 +1,12 @@
 """Whatever happens to a preparation, or comes in as data, nothing is lost and nothing is strange."""
 
-import functools
 import json
 import os
 import resource
-import unicodedata
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, contents, write_dataset
+from conftest import contents, write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
@@ -106,7 +104,7 @@ def test_many_long_rows_of_parquet_made_of_one_text_take_little_memory(tmp_path)
 # --- anything at all -----------------------------------------------------------------------------
 
 BOUNDED = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 LINES = [
     b'{"text": "a", "meta": {"redpajama_set_name": "RedPajamaC4"}}',
@@ -185,20 +183,5 @@ def test_any_damage_to_a_dataset_is_refused_or_harmless(tmp_path, monkeypatch, d
         dataset.verify()
         rows = TrainingRows(dataset, 16, 0)
         assert rows.batch(3).shape == (3, 17) and not extra
-    except (ValueError, OSError):
-        pass
-
-
-LOAD = functools.cache(tokenizer.load)
-REAL = ROOT.parent / 'shared' / 'data' / 'tokenizer'
-TOKENIZERS = ['bytes', str(REAL)] if REAL.is_dir() else ['bytes']
-
-
-@BOUNDED
-@given(st.text(max_size=60), st.sampled_from(TOKENIZERS))
-def test_any_text_comes_back_from_its_ids(text, name):
-    encoder = LOAD(name)
-    ids = encoder.encode(text)
-    assert ids.dtype.name == 'uint16' and encoder.eot not in ids
-    assert len(ids) == 0 or ids.max() < encoder.n_vocab
-    assert encoder.decode(ids) == unicodedata.normalize('NFC', text)
+    except (ValueError, OSError) as error:
+        assert 'data/any' in str(error) and '\n' not in str(error)
