@@ -18,19 +18,16 @@ import torch
 from configurator import convert, first_line
 from model import GPT, GPTConfig, rope_tables
 
-# The file of a checkpoint's weights, and a pattern for it, for its shards and for their index. Other
+# The files of a checkpoint's weights, which may be shards; the first kind that is there is read. Other
 # files, such as Mistral's consolidated.safetensors, hold the same weights once more.
-FILES = {
-    'model.safetensors': 'model*.safetensors*',
-    'pytorch_model.bin': 'pytorch_model*.bin*',
-}
+FILES = ('model*.safetensors', 'pytorch_model*.bin')
 
 # --- a checkpoint --------------------------------------------------------------------------------
 
 
 def holds_weights(path):
     """Whether a path is a folder with a checkpoint of Hugging Face."""
-    return path.is_dir() and any(any(path.glob(pattern)) for pattern in FILES.values())
+    return path.is_dir() and any(any(path.glob(pattern)) for pattern in FILES)
 
 
 def load(path_or_hub_id):
@@ -75,7 +72,7 @@ def fetch(path_or_hub_id):
     try:
         from huggingface_hub import snapshot_download
 
-        for pattern in FILES.values():
+        for pattern in FILES:
             folder = Path(snapshot_download(name, allow_patterns=['*.json', pattern]))
             if any(folder.glob(pattern)):
                 break
@@ -216,17 +213,14 @@ def build_config(values, names, **fields):
 
 def read_rope(values):
     """A Llama's rope_theta and rope_scaling, as GPTConfig has them, wherever they stand."""
-    rope = {}
+    rope = {'rope_theta': values.get('rope_theta')}
     for name in ('rope_scaling', 'rope_parameters'):  # older and newer transformers
         rope |= convert(values.get(name), dict | None, name) or {}
-    theta = rope.get('rope_theta', values.get('rope_theta'))
-
     kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind == 'default':
-        return {'rope_theta': theta, 'rope_scaling': ()}
-    if kind != 'llama3':
+    if kind not in ('default', 'llama3'):
         raise ValueError(f"RoPE scaled as {kind!r}; only llama3's is computed")
-    return {'rope_theta': theta, 'rope_scaling': [rope.get(name) for name in ROPE_SCALING]}
+    scaling = [rope.get(name) for name in ROPE_SCALING] if kind == 'llama3' else ()
+    return {'rope_theta': rope['rope_theta'], 'rope_scaling': scaling}
 
 
 # --- the names of its weights --------------------------------------------------------------------
@@ -303,15 +297,11 @@ def read_tensors(folder, prefix):
 
 
 def weight_files(folder):
-    """The files that hold a checkpoint's weights."""
-    for name in FILES:
-        index = folder / f'{name}.index.json'
-        if index.exists():
-            with file_named(index):
-                shards = json.loads(index.read_text())['weight_map'].values()
-                return {folder / shard for shard in shards}
-        if (folder / name).exists():
-            return [folder / name]
+    """The files that hold a checkpoint's weights. Weights of a shard that is missing are missed later."""
+    for pattern in FILES:
+        paths = sorted(folder.glob(pattern))
+        if paths:
+            return paths
     raise ValueError(f'{folder} has neither {" nor ".join(FILES)}')
 
 

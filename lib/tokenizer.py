@@ -68,7 +68,7 @@ def load(name_or_path):
     if path.name.endswith('.json') or not HUB_ID.fullmatch(name):
         raise ValueError(
             f'no tokenizer at {path}: '
-            "give a tokenizer.json, a folder with one, a hub id, or 'bytes'"
+            "give --tokenizer a tokenizer.json, a folder with one, a hub id, or 'bytes'"
         )
     return BytePairs(download(name))
 

@@ -64,18 +64,9 @@ def find_weights(path):
 def load_tokenizer(path, checkpoint, where):
     """The tokenizer that a checkpoint was trained with, from `where` or from its dataset's folder."""
     trained = checkpoint['data']['tokenizer']
-    if not where and trained['name'] == 'bytes':
-        where = 'bytes'
     if not where:
-        where = dataset_folder(checkpoint['settings']['dataset'])
-        if not where.is_dir():  # its name would be taken for a hub id
-            raise FileNotFoundError(
-                f'there is no {where}, with whose tokenizer {path} was trained; give another place '
-                'of it with --tokenizer'
-            )
+        folder = dataset_folder(checkpoint['settings']['dataset'])
+        where = 'bytes' if trained['name'] == 'bytes' else folder / 'tokenizer.json'
     encoder = tokenizers.load(where)
-    owner = encoder.path or encoder.name
-    if encoder.name == trained['name']:
-        owner = f'{owner}: both are {encoder.name}, but the files differ'
-    check_tokenizer(path, trained['sha256'], encoder.sha256, owner)
+    check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.path or encoder.name)
     return encoder

@@ -160,6 +160,7 @@ def assert_refused(folder, *words):
     for word in (folder, *words):
         assert str(word) in message, message
     assert 'weights_only' not in message  # torch's advice to try it without
+    return message
 
 
 YARN = dict(rope_parameters={'rope_type': 'yarn', 'factor': 4.0})
@@ -214,21 +215,22 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped_where_the_config_ties_t
 
 def test_missing_files_are_refused_by_name(tmp_path):
     FORMATS['sharded bin'](tmp_path, written(tmp_path))
-    next(tmp_path.glob('*-of-*')).rename(tmp_path / 'elsewhere')
-    assert_refused(tmp_path, '-of-')
-    for path in [*tmp_path.glob('*-of-*'), *tmp_path.glob('*.index.json')]:
+    shards = sorted(tmp_path.glob('*-of-*'))
+    missing = list(torch.load(shards[0]))
+    shards[0].unlink()
+    assert any(name in assert_refused(tmp_path) for name in missing)
+    for path in shards[1:]:
         path.unlink()
-    assert_refused(tmp_path, 'model.safetensors', 'pytorch_model.bin')
+    assert_refused(tmp_path, 'model*.safetensors', 'pytorch_model*.bin')
     (tmp_path / 'config.json').unlink()
     assert_refused(tmp_path, 'config.json')
 
 
-@pytest.mark.parametrize('text', ['{"weight_map": {', '[]', '{"weight_map": {"a": 5}}'])
-def test_damaged_json_is_refused(text, tmp_path):
-    FORMATS['sharded safetensors'](tmp_path, written(tmp_path))
-    for name in ('model.safetensors.index.json', 'config.json'):
-        (tmp_path / name).write_text(text)
-        assert_refused(tmp_path, name)
+@pytest.mark.parametrize('text', ['{"model_type": {', '[]'])
+def test_a_damaged_config_is_refused(text, tmp_path):
+    written(tmp_path)
+    (tmp_path / 'config.json').write_text(text)
+    assert_refused(tmp_path, 'config.json')
 
 
 @pytest.mark.parametrize('form', ['safetensors', *FORMATS])
