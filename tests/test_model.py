@@ -16,15 +16,6 @@ from model import GPT, GPTConfig
 both_architectures = pytest.mark.parametrize('arch', ['llama', 'gpt2'])
 
 
-def test_hidden_is_what_lm_head_reads_and_last_only_its_last_position():
-    model = make()
-    idx = tokens(2, 9)
-    logits, loss = model(idx)
-    assert logits.shape == (2, 9, 61) and loss is None
-    assert torch.equal(model.lm_head(model.hidden(idx)), logits)
-    torch.testing.assert_close(model(idx, last_only=True)[0], logits[:, -1:], atol=1e-4, rtol=0)
-
-
 @both_architectures
 def test_more_tokens_than_block_size_are_refused(arch):
     with pytest.raises(ValueError, match='33.*block_size=32'):

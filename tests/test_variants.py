@@ -227,13 +227,12 @@ def test_it_starts_with_the_weights_that_it_shares_with_vanilla_from_the_seed_al
         assert torch.equal(block, weights[key]), f'{key} depends on more than the seed'
 
 
-def test_mixing_weights_start_uniform_or_as_given_and_denseformer_from_the_identity():
+def test_mixing_weights_start_uniform_or_as_given():
     weights = [
         GPT(config_of(name)).mixing_weights()['transformer.h.2.attn.residual_lambda']
         for name in ('learned', 'learned from all', 'learned from a constant')
     ]
     assert weights == [[0.5, 0.5], pytest.approx([1 / 3] * 3), [2.0, 1.0]]
-    assert GPT(config_of('DenseFormer')).mixing_weights()['transformer.dwa.2'] == [0, 0, 0, 1]
 
 
 # --- training ------------------------------------------------------------------------------------
