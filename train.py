@@ -571,14 +571,14 @@ class Reporter:
         }
         self.write(entry)
 
-        words = [f'step {step}', f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.3f}']
-        if skipped:
-            words.append(f'{skipped} steps skipped')
-        words.append(f'{speed:,.0f} tok/s')
-        words.append(f'MFU {mfu:.1%}' if mfu else 'MFU n/a')
+        share = f'MFU {mfu:.1%}' if mfu else 'MFU n/a'
         steps_left = self.settings.max_iters - step - 1
-        words.append(f'{datetime.timedelta(seconds=round(seconds * steps_left))} left')
-        print(' | '.join(words), flush=True)
+        left = datetime.timedelta(seconds=round(seconds * steps_left))
+        print(
+            f'step {step} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | skipped {skipped} | '
+            f'{speed:,.0f} tok/s | {share} | {left} left',
+            flush=True,
+        )
 
     def checkpoint(self, step, skipped):
         """Write the checkpoint of a step."""

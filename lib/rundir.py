@@ -100,7 +100,7 @@ def save_checkpoint(folder, checkpoint):
 def prune_checkpoints(settings):
     """Delete a run's checkpoints but for the newest keep_checkpoints, those of save_steps, and the one
     with the lowest validation loss in its log."""
-    entries = read_log(Path(settings.out_dir, 'log.jsonl'), warn=lambda message: None)
+    entries = read_log(Path(settings.out_dir, 'log.jsonl'))
     losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
     steps = steps_of(settings.out_dir)
     evaluated = [step for step in steps.values() if losses.get(step) is not None]
@@ -275,12 +275,13 @@ def load_state(model, optimizer, scaler, checkpoint):
     """
     names = {p: name for name, p in model.named_parameters()}
     params = [(group, p) for group in optimizer.param_groups for p in group['params']]
-    numbers = {names[p]: i for i, (_, p) in enumerate(params)}
-    states = {}
     # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
-    for name, state in copy.deepcopy(checkpoint['optimizer']['state']).items():
-        i = name if isinstance(name, int) else numbers[name]  # older checkpoints count
-        group, p = params[i]
+    saved = copy.deepcopy(checkpoint['optimizer']['state'])
+    states = {}
+    for i, (group, p) in enumerate(params):
+        state = saved.get(names[p], saved.get(i))  # older checkpoints count
+        if state is None:
+            continue
         moments = ['momentum_buffer'] if group['rows'] else ['exp_avg', 'exp_avg_sq']
         # Without this check, AdamW would write past the end of moments that are too small.
         expected = {'step': (), **dict.fromkeys(moments, p.shape)}
@@ -297,7 +298,7 @@ def load_state(model, optimizer, scaler, checkpoint):
 # --- log and provenance --------------------------------------------------------------------------
 
 
-def read_log(path, step=math.inf, warn=print):
+def read_log(path, step=math.inf, warn=lambda message: None):
     """The entries of a log that stay when its run goes on at a step; a damaged one does not."""
     entries = []
     if not path.exists():

@@ -107,7 +107,7 @@ def train(words, env, log):
 
 def lines(run, step):
     """The log of a run up to a step, without its speed and without how it was interrupted."""
-    entries = read_log(Path(run, 'log.jsonl'), step, warn=lambda message: None)
+    entries = read_log(Path(run, 'log.jsonl'), step)
     varying = ('tok_per_s', 'mfu', 'seconds')
     return [
         {key: value for key, value in entry.items() if key not in varying}

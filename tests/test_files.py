@@ -2,22 +2,11 @@
 
 import errno
 import fcntl
-import hashlib
 import os
 
 import pytest
 
 from lib import files
-
-
-def test_a_file_is_written_whole_as_text_or_bytes(tmp_path):
-    path = tmp_path / 'a'
-    files.write_whole(path, 'naïve\n')
-    assert path.read_bytes() == 'naïve\n'.encode()
-    files.write_whole(str(path), b'\xff\0')
-    assert path.read_bytes() == b'\xff\0'
-    assert os.listdir(tmp_path) == ['a']
-    assert files.sha256_of(path) == hashlib.sha256(b'\xff\0').hexdigest()
 
 
 def test_contents_then_name_then_folder_reach_the_disk(tmp_path, monkeypatch):

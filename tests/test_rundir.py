@@ -1,8 +1,5 @@
 """lib/rundir.py: its checkpoints, its log, and what produced a run."""
 
-import json
-import math
-
 import pytest
 import torch
 from conftest import ROOT
@@ -12,7 +9,7 @@ from configurator import configure
 from lib import rundir
 from lib.data import Dataset
 from lib.machine import Machine
-from lib.rundir import Log, check_resume, load_checkpoint, name_misfits, provenance, read_log
+from lib.rundir import check_resume, load_checkpoint, name_misfits, provenance
 from model import GPTConfig
 from train import TrainConfig
 
@@ -46,19 +43,6 @@ def test_a_setting_that_an_older_checkpoint_lacks_has_its_default(whole):
     settings.max_skipped = 3
     changed = check_resume(checkpoint, settings, config, Dataset('tiny'))
     assert changed == {'max_skipped': [TrainConfig.max_skipped, 3]}
-
-
-def test_a_log_is_cut_at_the_step_where_a_run_goes_on(tmp_path):
-    path = tmp_path / 'log.jsonl'
-    lines = [{'step': 0, 'val': {'A': 4.0, 'mean': 4.0}}]
-    lines += [{'step': n, 'loss': 3.0} for n in range(4)]
-    lines.append({'step': 2, 'val': {'A': 3.0, 'mean': 3.0}})
-    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    # The evaluation of step 2 stays, what came after goes.
-    Log(path, read_log(path, 2))
-    assert read_log(path) == [*lines[:3], lines[5]]
-    Log(path).write({'step': 0, 'loss': math.nan, 'lr': math.inf, 'val': {'mean': -math.inf}})
-    assert read_log(path) == [{'step': 0, 'loss': None, 'lr': None, 'val': {'mean': None}}]
 
 
 def test_the_commit_is_gits_and_without_git_the_environments(monkeypatch):

@@ -30,14 +30,6 @@ def test_whole_words_of_a_path_name_its_split(split, names):
     assert {sources.split_of(name) for name in names.split()} == {split}
 
 
-def test_files_that_are_not_read_are_counted(tmp_path, capsys):
-    make_source(tmp_path / 'raw', files=1, count=3)
-    (tmp_path / 'raw' / 'notes.txt').write_text('a text')
-    units, _, _ = sources.find_units(str(tmp_path / 'raw'), '', {}, 1)
-    assert [unit.split for unit in units] == ['validation', 'train']
-    assert '2 of 4 files are not read' in capsys.readouterr().out
-
-
 def test_folders_of_any_language_are_domains_and_never_merge(tmp_path):
     names = ['中文', '日本', 'हिन्दी', 'café']
     for name in names:
