@@ -41,9 +41,6 @@ class ExportConfig:
     to: str = ''  # the folder to write, a new or an empty one
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
 
-    def __post_init__(self):
-        check_empty(self.to)
-
 
 def check_empty(to):
     path = Path(to)
@@ -185,6 +182,7 @@ def write_tokenizer(folder, tokenizer, block_size):
 def main():
     with one_line_errors(ValueError, OSError):
         _, (settings,) = choose({'export': (ExportConfig,)}, __doc__)
+        check_empty(settings.to)  # before it takes a while
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         export(model, tokenizer, settings.to)
     print(f'wrote {settings.to}')
