@@ -382,7 +382,7 @@ def start_run(settings, config, machine, closing):
             'checkpoint or a Hugging Face folder',
         )
         dataset, rows = open_dataset(settings, config, machine)
-        checkpoint = open_checkpoint(settings, config, machine)
+        checkpoint = open_checkpoint(settings, machine)
         model = GPT(config, settings.seed).to(machine.device)
         optimizer = make_optimizer(model, settings)
         start = Start(dataset, rows, model, optimizer, machine.scaler())
@@ -423,7 +423,7 @@ def open_dataset(settings, config, machine):
     return dataset, rows
 
 
-def open_checkpoint(settings, config, machine):
+def open_checkpoint(settings, machine):
     """The checkpoint that init_from names: a dict (of a Hugging Face folder, only its weights);
     None for scratch."""
     out = Path(settings.out_dir)

@@ -232,15 +232,12 @@ class TrainingRows:
 
 
 def check_weights(weights, domains, folder):
-    for domain, weight in weights.items():
-        if domain not in domains:
-            raise ValueError(f'domain_weights names {domain!r}; {folder} has {", ".join(domains)}')
-        if type(weight) not in (int, float) or not 0 <= weight < float('inf'):
-            raise ValueError(
-                f'domain_weights gives {domain} {weight!r}; a weight is a number, 0 or more'
-            )
-    if not any(weights.values()):
-        raise ValueError('domain_weights are all 0; give at least one domain a positive weight')
+    numbers = [w for w in weights.values() if type(w) in (int, float) and 0 <= w < float('inf')]
+    if len(numbers) < len(weights) or not any(numbers) or not weights.keys() <= domains.keys():
+        raise ValueError(
+            f'domain_weights={weights} must be numbers of 0 or more, one of them above, for domains '
+            f'of {folder}: {", ".join(domains)}'
+        )
 
 
 class Loader:
