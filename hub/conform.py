@@ -38,7 +38,8 @@ A whole model, of two arguments:
 
 `build` may also be a function that returns a function of ids, which is all that must be there. The rows
 of c_attn are q, k, v, of the heads that a layer projects: a layer has none for what it borrows. Linear
-weights are (out, in); of c_fc the rows are gate, then up. RoPE rotates halves.
+weights are (out, in); of c_fc the rows are gate, then up. RoPE rotates halves. The kit counts layers
+from 1; names of weights count them from 0.
 
 A mixing, of four arguments, for projects whose blocks differ:
 
@@ -82,7 +83,7 @@ LEVELS = {2: 'model', 4: 'mixing'}  # by the number of a port's arguments
 @dataclass
 class Settings:
     port: tuple = ()  # the port, as module:function
-    variant: str = ''  # names with commas between them; '': all that the port takes
+    variant: str = ''  # names with commas between them, of which a wrong one lists all; '': all
 
 
 def formula(name, shape):
@@ -192,16 +193,16 @@ MISTAKES = {
     'swapped': 'swapping the weights of source and own value',
     'own weighted': "weighting the own value with the source's weight or gate",
     'mixed after RoPE': 'mixing a source as projected into keys after RoPE',
-    'mixed after the cache': 'mixing after the cache, which then holds what is not mixed',
+    'mixed after the cache': 'mixing after the cache (which then holds unmixed values or keys)',
     'source mixed': "reading a source after the source's own mixing",
-    'overwritten': 'overwriting a tensor of an earlier layer (the mixture its source, or a borrower '
-    'that rotates keys again)',
-    'KV order': 'expanding KV heads in the wrong order (query head h reads h // group)',
-    'NeuTRENO': "NeuTRENO on a layer's projected values, not those that it attends with",
+    'overwritten': 'overwriting a tensor of an earlier layer (by the mixture, or by a borrower that '
+    'rotates keys again)',
+    'KV order': 'expanding KV heads in the wrong order (right: query head h reads h // group)',
+    'NeuTRENO': "NeuTRENO on a layer's projected values (right: those that it attends with)",
     'RoPE offset': "a borrower's RoPE that starts at 0 with each call",
     'gate sign': "a gate's flipped sign",
     'gate stream': "a gate that reads the stream before the block's norm",
-    'gate channels': 'a gate that reads the last channels, not the first',
+    'gate channels': 'a gate that reads the last channels (right: the first)',
 }
 
 
@@ -233,14 +234,18 @@ def explain(case, seen, failing, check):
     if check.startswith('gradient') and not got.any():
         return 'which is no gradient at all'
     if check == 'numbers in the cache' and got > right:
+        config = case.config
+        width = config.n_kv_head * config.n_embd // config.n_head
+        if got > 2 * config.n_layer * width * B * T:
+            return "more than vanilla's: bytes, or room to spare?"
         return 'which is a cache where none is needed: what a layer borrows has no entry of its own'
     if check == 'logits decoded with a cache' and 'logits' not in failing:
         return 'unlike the same model without its cache'
     return ''
 
 
-def unknown(observe, port, case, before):
-    """What to say of the first check that fails, after those before it, if no mistake explains it."""
+def unknown(observe, port, case, before, check):
+    """What to say of the first check that fails, behind those that pass, if no mistake explains it."""
     names = unread(observe, port, case)
     reads = f'nothing reads {", ".join(names)}'
     if any(f'gradient of {name}' in case.expected for name in names):
@@ -248,7 +253,11 @@ def unknown(observe, port, case, before):
     words = ['unknown']
     if before:
         words.append(f'the last check before it that passes is {before[-1]}')
-    return '; '.join(words + [reads] if names else words)
+    elif check == 'logits':
+        words.append('values() of the port would tell the layer')
+    if names:
+        words.append(reads)
+    return '; '.join(words)
 
 
 def unread(observe, port, case):
@@ -270,7 +279,6 @@ def check_port(observe, port, name, case):
     try:
         given = dict(observe(port, case.config, case.weights))
     except NotImplementedError:
-        print(f'{name}: not checked, the port does not have it')
         return None
     seen = {}
     for check, right in case.expected.items():
@@ -280,18 +288,19 @@ def check_port(observe, port, name, case):
     checks = list(seen)
     failing = [check for check in checks if not passes(seen[check], case.expected[check])]
     missing = [check for check in case.expected if check not in seen]
-    verdict = f'all {len(checks)} checks pass'
-    if failing:
-        fail = 'fails' if len(failing) == 1 else 'fail'
-        verdict = f'{len(failing)} of {len(checks)} checks {fail}'
-    print(f'{name}: {verdict}' + (f'; not checked: {", ".join(missing)}' if missing else ''))
+    count = len(failing) or len(checks)
+    verb = 'fails' if failing else 'passes'
+    if count > 1:
+        verb = 'fail' if failing else 'pass'
+    also = f'; not checked: {", ".join(missing)}' if missing else ''
+    print(f'{name}: {count} of {len(checks)} checks {verb}{also}')
 
     groups = {}
     for check in failing:
         groups.setdefault(explain(case, seen, failing, check), []).append(check)
     for words, (check, *others) in groups.items():
         if not words and check == failing[0]:
-            words = unknown(observe, port, case, checks[: checks.index(check)])
+            words = unknown(observe, port, case, checks[: checks.index(check)], check)
         words = words or 'unknown, or it follows from the above'
         print(f'  {check}{difference(seen[check], case.expected[check])}, {words}')
         if others:
@@ -340,9 +349,12 @@ def main():
         sys.path.insert(0, '')
         port, level = load_port(settings.port)
         cases = choose_cases(read_fixture()[level], settings.variant)
-    results = [check_port(OBSERVE[level], port, name, case) for name, case in cases.items()]
+    results = {name: check_port(OBSERVE[level], port, name, case) for name, case in cases.items()}
+    missing = [name for name, failures in results.items() if failures is None]
+    if missing:
+        print(f'not checked, because the port does not have them: {", ".join(missing)}')
     # Where nothing was checked, nothing passed.
-    is_right = 0 in results and not any(results)
+    is_right = len(missing) < len(results) and not any(results.values())
     sys.exit(0 if is_right else 1)
 
 

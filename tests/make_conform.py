@@ -8,7 +8,6 @@ A mistake is a change of some functions of reference.py. It is kept for a varian
 Of model.py, only the names, shapes and defaults of parameters and settings are used.
 """
 
-import contextlib
 import json
 import math
 import sys
@@ -171,7 +170,7 @@ def mixing_in_place(config, weights, n, x, tokens, raw, attended):
 def mixing_without_offset(config, weights, n, *others):
     borrows = any(reference.own_heads(config, p, n) < reference.heads(config, p) for p in 'kv')
     times = TIMES if borrows else None
-    with mock.patch.object(reference, 'rope', lambda config, x: right.rope(config, x, times)):
+    with mock.patch.dict(vars(reference), rope=lambda config, x: right.rope(config, x, times)):
         right.mix_and_rotate(config, weights, n, *others)
 
 
@@ -218,16 +217,12 @@ OF_MIXING = ('detached', 'swapped', 'own weighted', 'gate sign', 'gate channels'
 # --- what the reference gives ---------------------------------------------------------------------
 
 
-def replaced(functions):
-    return mock.patch.multiple(reference, **functions) if functions else contextlib.nullcontext()
-
-
 def leaves(shapes):
     """{name: a float64 tensor} that will have gradients."""
     return {name: torch.tensor(formula(name, s), requires_grad=True) for name, s in shapes.items()}
 
 
-def run(config, weights, functions):
+def run(config, weights, **functions):
     """(logits (B, T, V), [values of a layer (B, n_kv_head, T, hs)])."""
     texts = []
 
@@ -236,7 +231,7 @@ def run(config, weights, functions):
             texts.append(attended['v'])
         return right.attention(config, weights, n, x, tokens, raw, attended)
 
-    with replaced(functions), mock.patch.object(reference, 'attention', attention):
+    with mock.patch.dict(vars(reference), functions, attention=attention):
         logits = reference.logits(config, weights, torch.tensor(text('ids', config.vocab_size)))
     layers = zip(*texts, strict=True)
     return logits, [torch.stack([torch.stack(heads) for heads in layer]) for layer in layers]
@@ -245,7 +240,7 @@ def run(config, weights, functions):
 def observe(config, shapes, mistake=''):
     """{check: tensor} of a model, in the order in which a mistake spreads."""
     weights = leaves(shapes)
-    logits, values = run(config, weights, MISTAKES.get(mistake))
+    logits, values = run(config, weights, **MISTAKES.get(mistake, {}))
     targets = torch.tensor(text('targets', config.vocab_size))
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 
@@ -259,7 +254,7 @@ def observe(config, shapes, mistake=''):
     mixing = [name for name in weights if is_of_mixing(name)]
     result |= {f'gradient of {name}': weights[name].grad for name in mixing}
     if mistake in OF_DECODING:
-        logits, _ = run(config, weights, OF_DECODING[mistake])
+        logits, _ = run(config, weights, **OF_DECODING[mistake])
     result['logits decoded with a cache'] = logits
     heads = [reference.own_heads(config, part, n) for part in 'kv' for n in range(config.n_layer)]
     result['numbers in the cache'] = torch.tensor(B * T * config.head_size * sum(heads))
@@ -279,7 +274,7 @@ def observe_mixing(config, shapes, mistake=''):
     if mistake == 'detached':
         source = source.detach()
     named = {MIXING + name: weight for name, weight in weights.items()}
-    with replaced(MISTAKES.get(mistake)):
+    with mock.patch.dict(vars(reference), MISTAKES.get(mistake, {})):
         mix = reference.gated if config.residual_gate else reference.mixture
         heads = [
             mix(config, named, 1, h, x[b], [source[b, h]], own[b, h])
