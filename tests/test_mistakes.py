@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, write_dataset
+from conftest import write_dataset
 from programs import Evil
 from runs import (
     TRAIN,
@@ -16,11 +16,12 @@ from runs import (
     call,
     command_line,
     finish,
+    fork,
     good,
     load,
     read_config,
     refused,
-    start,
+    run_train,
 )
 
 import train
@@ -45,7 +46,7 @@ def retokenized(name):
 def test_a_mistake_on_the_command_line_is_one_line_and_a_failure(work):
     """The rest of these tests look at sys.exit's argument; here is what a person sees."""
     words = command_line('out/refused', {'learning_rat': 1})
-    status, out, err = finish(start(ROOT / 'train.py', *words))
+    status, out, err = finish(fork(run_train, *words))
     assert status == 1 and out == '' and err.count('\n') == 1 and err.startswith('error: ')
 
 
