@@ -328,7 +328,7 @@ def evaluate(model, dataset, settings, machine, signals):
                     _, loss = model(x.to(machine.device), y.to(machine.device))
                 sums[i, 0] += loss * tokens
                 sums[i, 1] += tokens
-            if any(machine.any(signals.stopping())):
+            if machine.any(signals.stop):
                 return None
     model.train()
 
@@ -643,11 +643,11 @@ def train(settings, config, machine, micro_steps, closing):
 
     while True:
         last = step == settings.max_iters
-        save, stop = machine.any(*signals.take())
+        stop = machine.any(signals.stop)
 
         # Save first: what is saved cannot be lost while it is evaluated.
         is_due = step > 0 and at_interval(step, settings.save_interval)
-        if step != saved and (is_due or step in settings.save_steps or save or last):
+        if step != saved and (is_due or step in settings.save_steps or stop or last):
             if reporter:
                 reporter.checkpoint(step, (skipped, in_a_row))
             saved = step

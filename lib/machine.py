@@ -101,25 +101,19 @@ class Machine:
         kind, index = kind_and_index(device)
         if kind != 'cuda':
             return kind, torch.device(kind)
-        count = torch.cuda.device_count()
-        number = int(index or 0)
-        if self.distributed:
-            if index:
-                raise ValueError(
-                    f'device={device!r}, but torchrun gives each process a GPU of its own; use '
-                    '--device=cuda, and choose among the GPUs with CUDA_VISIBLE_DEVICES'
-                )
-            # In all processes alike.
-            processes = int(os.environ.get('LOCAL_WORLD_SIZE', self.local_rank + 1))
-            if processes > count:
-                raise ValueError(
-                    f'{processes} processes on a machine on which torch sees {count} GPUs: each needs '
-                    f'one of its own; use --nproc_per_node={count}'
-                )
-            number = self.local_rank
-        elif number >= count:
+        if self.distributed and index:
             raise ValueError(
-                f'device={device!r}, but torch sees only {count} GPUs here, from cuda:0'
+                f'device={device!r}, but torchrun gives each process a GPU of its own; use '
+                '--device=cuda, and choose among the GPUs with CUDA_VISIBLE_DEVICES'
+            )
+        number = self.local_rank if self.distributed else int(index or 0)
+        # Under torchrun, in all processes alike.
+        needed = int(os.environ.get('LOCAL_WORLD_SIZE', number + 1))
+        count = torch.cuda.device_count()
+        if needed > count:
+            raise ValueError(
+                f'device={device!r} needs {needed} GPUs here, and torch sees {count}, from cuda:0; '
+                f'under torchrun, use --nproc_per_node={count}'
             )
         return kind, torch.device(kind, number)
 
@@ -159,12 +153,11 @@ class Machine:
             dist.all_reduce(tensor)
         return tensor
 
-    def any(self, *flags):
-        """Of each flag, whether any process has it set."""
+    def any(self, flag):
+        """Whether any process has this flag set."""
         if not self.distributed:
-            return flags
-        counts = self.sum(torch.tensor(flags, dtype=torch.int64, device=self.device))
-        return counts.bool().tolist()
+            return flag
+        return self.sum(torch.tensor(int(flag), device=self.device)).item() > 0
 
     def gather(self, value):
         """What each process gives. All wait for the last one."""
@@ -264,25 +257,15 @@ def advise_on_memory(advice):
 
 
 class Signals:
-    """Signals that are only noted, until the training loop takes the notes.
+    """Notes in `stop` that SIGTERM or SIGINT came; the training loop finishes its step, saves and stops.
 
-    SIGTERM, SIGINT: finish the step, save, stop. SIGUSR1: save and go on.
-    closing: a contextlib.ExitStack at whose end they have their effects of before.
+    closing: a contextlib.ExitStack at whose end the signals have their effects of before.
     """
 
     def __init__(self, closing):
-        self.received = []
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        self.stop = False
+        for number in (signal.SIGTERM, signal.SIGINT):
             closing.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number, frame):
-        self.received.append(number)
-
-    def stopping(self):
-        """Whether a signal to stop waits to be taken."""
-        return any(number != signal.SIGUSR1 for number in self.received)
-
-    def take(self):
-        """(save?, stop?). Each signal is taken once, whenever it arrives."""
-        received, self.received = self.received, []
-        return bool(received), received.count(signal.SIGUSR1) < len(received)
+        self.stop = True

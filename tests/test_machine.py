@@ -59,10 +59,11 @@ def test_more_processes_or_a_higher_number_than_there_are_gpus_are_refused(gpu, 
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match='3 processes .* 2 GPUs.* --nproc_per_node=2'):
+    with pytest.raises(ValueError, match='3 GPUs .* 2, .* --nproc_per_node=2'):
         Machine(backend='')
     monkeypatch.delenv('RANK')
-    with pytest.raises(ValueError, match="device='cuda:2', but torch sees only 2 GPUs"):
+    monkeypatch.delenv('LOCAL_WORLD_SIZE')
+    with pytest.raises(ValueError, match="device='cuda:2' needs 3 .* torch sees 2"):
         Machine('cuda:2')
 
 

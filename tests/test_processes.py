@@ -136,7 +136,9 @@ def test_torchrun_replaces_dead_and_preempted_processes_and_the_run_goes_on(whol
     case = 'death, then preemption'
     status, out, err = torchrun_with(case, 'out/restarted', restarts=2, **options)
     assert status == 0, err
-    assert err.count('(exitcode: -9)') == 1 and '(exitcode: 75)' in err, err
+    # The one that dies may be told by the other, whose connection to it breaks.
+    died, *_, preempted = re.findall(r'failed \(exitcode: (-?\d+)\)', err)
+    assert died in ('-9', '1') and preempted == '75', err
     assert out.count('interrupted at step 6; the run is saved') == 1
     for key, loss in losses(whole).items():
         assert losses('out/restarted')[key] == pytest.approx(loss, abs=1e-5), key

@@ -1,6 +1,5 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
-import contextlib
 import itertools
 import math
 import os
@@ -33,7 +32,7 @@ from runs import (
 
 import train
 from lib.files import locked
-from lib.machine import INTERRUPTED, Signals
+from lib.machine import INTERRUPTED
 from lib.rundir import Log, checkpoints
 
 # --- kills ---------------------------------------------------------------------------------------
@@ -94,28 +93,6 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whol
     assert 'train 10' in losses(name)
     for key, loss in losses(name).items():
         assert losses(whole)[key] == loss
-
-
-def test_sigusr1_saves_once_and_goes_on(monkeypatch, whole):
-    status, _ = signalled(monkeypatch, signal.SIGUSR1, 8, 'out/usr1', keep_checkpoints=9)
-    assert status == 0
-    assert steps_of_checkpoints('out/usr1') == [12, 9, 6]
-    assert_same_run('out/usr1', whole)
-
-
-def test_a_signal_that_comes_while_the_signals_are_looked_at_is_not_lost():
-    class List(list):
-        """A list during whose first look another signal comes."""
-
-        def __bool__(self):
-            signals.receive(signal.SIGUSR1, None)
-            return len(self) > 0
-
-    with contextlib.ExitStack() as closing:
-        signals = Signals(closing)
-        signals.received = List([signal.SIGTERM])
-        assert signals.take() == (True, True)
-        assert signals.take() == (True, False)
 
 
 @pytest.mark.parametrize('step, eval_interval', [(6, 6), (12, 0)])
