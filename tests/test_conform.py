@@ -89,6 +89,36 @@ def test_other_mistakes_are_found_and_called_unknown(name, tmp_path, capsys):
         assert not any(words in said for words in conform.MISTAKES.values()), said
 
 
+class InBytes(Ours):
+    def decode(self, chunks):
+        logits, numbers = super().decode(chunks)
+        return logits, 4 * numbers
+
+
+class OtherShape(Ours):
+    def values(self, ids):
+        return [t.swapaxes(1, 2) for t in super().values(ids)]
+
+
+class HalfPrecision(Ours):
+    def __init__(self, config, weights):
+        super().__init__(config, {name: w.astype(np.float16) for name, w in weights.items()})
+
+
+@pytest.mark.parametrize(
+    'port, words',
+    [
+        (InBytes, 'more than vanilla'),
+        (OtherShape, 'got (2, 10, 2, 8), so that nothing'),
+        (HalfPrecision, 'less than fp32'),
+    ],
+)
+def test_a_mistake_of_the_port_alone_is_told_as_such(port, words, capsys):
+    case = CASES['model']['resformer']
+    assert conform.check_port(conform.observe_model, port, 'resformer', case)
+    assert words in capsys.readouterr().out
+
+
 def detached(own, source, x, weights):
     """What the mixing of the values of ResFormer would give with a detached source."""
     values, backward = mixing_of(CASES['mixing']['resformer'].config)(own, source, x, weights)
