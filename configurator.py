@@ -33,10 +33,10 @@ def configure(*schemas, argv=None, plain='', mode='', ignored=(), under=None):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
     An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
-    leading --, no ending .py) are the tuple field `runs` instead. mode: the program's
-    first word, if it has one, for --help. ignored: dataclasses of another program, whose settings a
-    config file may hold as well; they are left out. under: a function of the values that files and
-    options give, whose own values, {name: value}, take the place of the defaults.
+    leading --, no ending .py) are the tuple field `runs` instead. mode: the program's first word, if
+    it has one, for --help. ignored: dataclasses of another program, whose settings a config file may
+    hold as well; they are left out. under: a function of the values that files and options give,
+    whose own values, {name: value}, take the place of the defaults.
 
     Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
     __post_init__ may refuse more. --help prints and exits.

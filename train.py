@@ -106,7 +106,7 @@ class TrainConfig:
         for (low, high), names in RANGES.items():
             for name in names.split():
                 value = getattr(self, name)
-                refuse(not low <= value <= high, f'{name}={value} is not within {low} and {high}')
+                refuse(not low <= value <= high, f'{name}={value} is not between {low} and {high}')
         refuse(
             self.optimizer not in ('adamw', 'muon'),
             f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
@@ -456,7 +456,7 @@ def take_over(checkpoint, start, settings, config, warn):
         if resumes:
             load_state(start.model, start.optimizer, start.scaler, checkpoint)
     if not resumes:
-        start.origin = str(path)
+        start.origin = settings.init_from
         # Settings without which the same weights compute something else, changed on purpose.
         for name, (before, now) in differences(checkpoint, config).items():
             if name not in (*SHAPE, 'dropout'):

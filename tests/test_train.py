@@ -219,7 +219,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     # Resumed, it is still known where it comes from, and what made its first part.
     first_part = read_config('out/weights')
     good('out/weights', init_from='resume', max_iters=2, **options)
-    assert read_config('out/weights')['origin'] == newest('out/weights')['origin'] == path
+    assert read_config('out/weights')['origin'] == newest('out/weights')['origin'] == whole
     assert newest(whole)['origin'] == 'scratch'
     (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)
     assert resumed['step'] == 1 and resumed['changed']['max_iters'] == [1, 2]
