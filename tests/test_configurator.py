@@ -321,18 +321,6 @@ def test_help_lists_every_setting_with_its_default_and_a_meaning(schema):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_one_line_errors_exits_with_one_line_from_the_first_process_only(monkeypatch):
-    for rank, code in ((None, 'error: no such thing'), ('0', 'error: no such thing'), ('1', 1)):
-        monkeypatch.delenv('RANK', raising=False)
-        monkeypatch.delenv('LOCAL_RANK', raising=False)
-        if rank is not None:
-            monkeypatch.setenv('RANK', rank)
-            monkeypatch.setenv('LOCAL_RANK', rank)
-        with pytest.raises(SystemExit) as exit, one_line_errors(ValueError):
-            raise ValueError('no such thing')
-        assert exit.value.code == code
-
-
 def test_ctrl_c_is_status_130_but_where_a_program_has_more_to_do():
     with pytest.raises(SystemExit, match='130'), one_line_errors(ValueError):
         raise KeyboardInterrupt
