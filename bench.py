@@ -609,7 +609,7 @@ def check_start(settings, shape, machine):
 
 def bench(settings, shape):
     """Time the rows of a table, print and write it. Returns its numbers."""
-    machine = Machine(settings.device, settings.dtype, '', tf32=True, attention=settings.attention)
+    machine = Machine(settings.device, settings.dtype, tf32=True, attention=settings.attention)
     check_start(settings, shape, machine)
     recipes = read_rows(settings, shape, machine)
     if any(own.compile for _, own, _, _ in recipes):

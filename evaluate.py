@@ -365,6 +365,7 @@ def main():
         for run in runs:
             find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
+        machine.join()
 
     errors = one_line_errors(ValueError, OSError, everywhere=True)
     with errors, advise_on_memory('Lower --batch_size.'):

@@ -750,9 +750,7 @@ def main():
     with one_line_errors(ValueError, OSError):  # the same on every process
         settings, config = configure(TrainConfig, GPTConfig, under=own_settings)
         attention = attention_setting(settings, config)
-        machine = Machine(
-            settings.device, settings.dtype, backend='', tf32=True, attention=attention
-        )
+        machine = Machine(settings.device, settings.dtype, tf32=True, attention=attention)
         micro_steps = share_of_micro_steps(settings, machine.world_size)
         check_rates(settings, config)
         if settings.compile:

@@ -41,12 +41,10 @@ PEAK_FLOPS = {
 
 
 class Machine:
-    """This process's rank, device and precision. Under torchrun, it joins the other processes.
+    """This process's rank, device and precision. Under torchrun, join() the other processes.
 
     device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one.
     dtype: auto, float16, bfloat16 or float32; auto is float16 on CUDA, else float32.
-    backend: of torch.distributed; auto is nccl on CUDA, else gloo; '': join later, with join().
-    Refuse settings before that: if one process leaves, the others fail while they join.
     tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
     attention: on CUDA, the kernel of scaled_dot_product_attention where there is a choice; auto is
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
@@ -56,7 +54,7 @@ class Machine:
     this machine lacks.
     """
 
-    def __init__(self, device='auto', dtype='auto', backend='auto', tf32=False, attention='auto'):
+    def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
         self.distributed = 'RANK' in os.environ  # under torchrun
         self.rank = int(os.environ.get('RANK', 0))
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
@@ -79,9 +77,6 @@ class Machine:
             if dtype == 'bfloat16' and not has_bfloat16:
                 raise ValueError(f'{self.name()} has no bfloat16; use --dtype=float16')
         self.choose_kernels()
-
-        if backend:
-            self.join(backend)
 
     def warn(self, message):
         """Say it on stderr, on the first process only."""
@@ -118,7 +113,11 @@ class Machine:
         return kind, torch.device(kind, number)
 
     def join(self, backend='auto'):
-        """Join the other processes, if this is one of several."""
+        """Join the other processes, if this is one of several.
+
+        backend: of torch.distributed; auto is nccl on CUDA, else gloo. Refuse settings before: if one
+        process leaves, the others fail while they join.
+        """
         if not self.distributed:
             return
         if backend == 'auto':

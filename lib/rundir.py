@@ -397,7 +397,7 @@ def known_commit(commit):
 
 def cpu_name():
     """The processor's model and number of cores."""
-    name = platform.processor() or platform.machine()
+    name = platform.machine()
     with contextlib.suppress(OSError):  # Linux only
         models = re.findall(r'^model name\s*: (.*)$', Path('/proc/cpuinfo').read_text(), re.M)
         if models:

@@ -42,10 +42,10 @@ def test_each_process_has_its_own_gpu(gpu, monkeypatch):
     gpu('NVIDIA H200')
     for name, value in (('RANK', '5'), ('LOCAL_RANK', '1'), ('WORLD_SIZE', '8')):
         monkeypatch.setenv(name, value)
-    machine = Machine('cuda', backend='')
+    machine = Machine('cuda')
     assert machine.device == torch.device('cuda:1')
     with pytest.raises(ValueError, match='cuda:3.*torchrun gives each process a GPU of its own'):
-        Machine('cuda:3', backend='')
+        Machine('cuda:3')
     assert (machine.rank, machine.world_size, machine.is_first) == (5, 8, False)
 
 
@@ -60,7 +60,7 @@ def test_more_processes_or_a_higher_number_than_there_are_gpus_are_refused(gpu, 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match='3 GPUs .* 2, .* --nproc_per_node=2'):
-        Machine(backend='')
+        Machine()
     monkeypatch.delenv('RANK')
     monkeypatch.delenv('LOCAL_WORLD_SIZE')
     with pytest.raises(ValueError, match="device='cuda:2' needs 3 .* torch sees 2"):
