@@ -219,7 +219,9 @@ def fits(value, kind):
 
 
 def help_text(schemas, plain='', mode=''):
-    words = ['usage:', os.path.basename(sys.argv[0])]
+    module = sys.modules['__main__'].__spec__  # of python -m
+    program = f'-m {module.name}' if module else os.path.basename(sys.argv[0])
+    words = ['usage: python', program]
     if mode:
         words.append(mode)
     if plain:

@@ -110,6 +110,8 @@ class GPTConfig:
         check_contradictions(self)
         if self.n_kv_head == self.n_head:
             self.n_kv_head = 0
+        if self.residual_gate_inputs == self.n_embd:
+            self.residual_gate_inputs = 0
         switches = {f'share_{part}_every': [f'share_{part}'] for part in 'qkv'}
         switches |= dict.fromkeys(('residual_lambda', 'residual_layers'), RESIDUALS)
         for name, others in switches.items():
@@ -143,10 +145,6 @@ class GPTConfig:
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
-
-# Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
-# these, even its embeddings and projections would mean something else.
-BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
 # --- the wiring ----------------------------------------------------------------------------------
 
@@ -682,19 +680,22 @@ class GPT(nn.Module):
             idx = new if cache else torch.cat((idx, new), dim=1)
             yield new
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, *, use_cache=True, **how):
-        """Continue idx (B, T) as stream() does. how: the other options of sample(). Returns
-        (B, T + max_new_tokens)."""
+    def generate(
+        self,
+        idx,
+        max_new_tokens,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        use_cache=True,
+        generator=None,
+    ):
+        """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
         cache = None
         if use_cache:
             cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
-        new = self.stream(idx, max_new_tokens, cache, temperature=temperature, **how)
-        return torch.cat((idx, *new), dim=1)
-
-    def mixing_weights(self):
-        """{name: list} of the learned mixing weights, for the log."""
-        named = self.named_parameters()
-        return {name: p.tolist() for name, p in named if self.needs[name].logged}
+        how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, cache, **how)), dim=1)
 
     def num_params(self, non_embedding=True):
         """Number of weights; non_embedding leaves out embedding tables (wte, wpe, ve) and lm_head."""
@@ -740,9 +741,8 @@ def attend(q, k, v, dropout=0.0, mask=None):
         q = q.reshape(B, nh // group, group * T, hs)
         if mask is not None:
             mask = mask.repeat(group, 1)
-    shares = q.size(1) != k.size(1)
     y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares
+        q, k, v, mask, dropout, is_causal, enable_gqa=q.size(1) != k.size(1)
     )
     # Not view(): some kernels on CUDA store the rows of a position side by side.
     return y.reshape(B, nh, T, hs)
@@ -842,13 +842,13 @@ class KVCache:
         self.max_len = self.end = max_len
         self.config, self.wiring = model.config, model.wiring
         self.tensors = {}
-        zeros, parts = model.lm_head.weight.new_zeros, 'kv'
-        self.table, self.values = (
-            zeros(0),
-            None,
-        )  # values: those of the tokens so far, during a step
+        zeros = model.lm_head.weight.new_zeros
+        parts = 'kv'
+        self.table = zeros(0)
+        self.values = None  # the table's rows of the tokens so far, during a step
         if values == 'token':
-            self.table, parts = model.value_table(dtype), 'k'
+            parts = 'k'
+            self.table = model.value_table(dtype)
             self.tensors['ids', 0] = zeros(batch_size, max_len, dtype=torch.int32)
         for layer in model.wiring:
             for part in parts:
@@ -1072,7 +1072,7 @@ def check_ranges(config):
     is_odd = config.arch == 'llama' and config.head_size % 2
     refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
     inputs, heads = config.residual_gate_inputs, config.share_v_heads
-    refuse(inputs >= n_embd, f'residual_gate_inputs={inputs} must be fewer than n_embd={n_embd}')
+    refuse(inputs > n_embd, f'residual_gate_inputs={inputs} are more than n_embd={n_embd}')
     refuse(heads >= n_kv_head, f'share_v_heads={heads} must be fewer than {n_kv_head} value heads')
     for part in 'qkv':
         owners = getattr(config, f'share_{part}_from')

@@ -544,7 +544,9 @@ class Reporter:
 
     def evaluation(self, step, losses, seconds):
         entry = {'step': step, 'val': losses, 'seconds': round(seconds, 3)}
-        mixing = self.start.model.mixing_weights()
+        model = self.start.model
+        named = model.named_parameters()
+        mixing = {name: p.tolist() for name, p in named if model.needs[name].logged}
         if mixing:
             entry['mixing'] = mixing
         self.write(entry)

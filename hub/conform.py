@@ -72,7 +72,7 @@ import numpy as np
 from configurator import choose, first_line, one_line_errors
 
 # Made by tests/make_conform.py, which says what is in it.
-FIXTURE = Path(__file__).with_name('conform.npz')
+FIXTURE = Path(__file__).parents[1] / 'tests/conform.npz'
 TOLERANCE = 1e-4  # of a tensor's largest entry
 
 B, T = 2, 10

@@ -29,7 +29,11 @@ import torch
 
 from configurator import first_line
 from lib.files import locked, named, whole_file, write_whole
-from model import BASE, SHAPE, GPTConfig
+from model import SHAPE, GPTConfig
+
+# Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
+# these, even its embeddings and projections would mean something else.
+BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
 # --- the folder ----------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """
-Makes hub/conform.npz: what tests/reference.py computes for each variant of the conformance kit, in
+Makes tests/conform.npz: what tests/reference.py computes for each variant of the conformance kit, in
 float64, and what it computes with each of the mistakes.
 
 $ python tests/make_conform.py

@@ -134,9 +134,9 @@ def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypat
     heads = []
     attention = F.scaled_dot_product_attention
 
-    def noted(q, k, v, **options):
-        heads.append((k.size(1), options['enable_gqa']))
-        return attention(q, k, v, **options)
+    def noted(q, k, v, *others, enable_gqa):
+        heads.append((k.size(1), enable_gqa))
+        return attention(q, k, v, *others, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(F, 'scaled_dot_product_attention', noted)
     model = make('GQA', n_layer=2)
