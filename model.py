@@ -446,8 +446,8 @@ class Attention(nn.Module):
             logits = self.gate(x[..., : self.gate.in_features])
         else:
             logits = self.gate_up(self.gate_down(x)) + self.gate_bias
-        B, T, _ = x.size()
-        g = logits.sigmoid().view(B, T, config.kv_heads, -1).transpose(1, 2)  # (B, kv, T, 1 or hs)
+        gates = logits.sigmoid().unflatten(2, (config.kv_heads, -1))
+        g = gates.transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
         count = len(self.wiring.sources['v'])
         if config.residual_lambda:
             source, own = config.residual_lambda
@@ -787,8 +787,7 @@ def join(t, tensors, key):
 
 def to_heads(config, t):
     """(B, T, heads * hs) -> (B, heads, T, hs)."""
-    B, T, _ = t.size()
-    return t.view(B, T, -1, config.head_size).transpose(1, 2)
+    return t.unflatten(2, (-1, config.head_size)).transpose(1, 2)
 
 
 def to_query_heads(t, y):
