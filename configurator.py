@@ -221,13 +221,9 @@ def fits(value, kind):
 def help_text(schemas, plain='', mode=''):
     module = sys.modules['__main__'].__spec__  # of python -m
     program = f'-m {module.name}' if module else os.path.basename(sys.argv[0])
-    words = ['usage: python', program]
-    if mode:
-        words.append(mode)
-    if plain:
-        words.append(f'[{plain} ...]')
+    words = ['usage: python', program, mode, plain and f'[{plain} ...]']
     words += ['[config/file.py ...]', '[--key=value ...]']
-    lines = [' '.join(words)]
+    lines = [' '.join(filter(None, words))]
     for schema in schemas:
         lines += ['', f'{schema.__name__}:']
         meanings = comments(schema)
