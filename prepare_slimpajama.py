@@ -220,14 +220,10 @@ def prepare(settings):
     with locked(out, 'writing to', setting='--out'):
         begun = read_begun(settings, out)
         if 'splits' in begun:
-            # Here, because it imports torch, which workers do not need. It compares sizes; training
-            # compares contents.
-            from lib.data import Dataset
-
-            Dataset(out.absolute())
+            check_complete(settings, out, begun)
             # An earlier call may have been killed before it could do this.
             shutil.rmtree(out / '.pieces', ignore_errors=True)
-            print(f'{out} is complete; to read the source again, choose another --out')
+            print(f'{out} is complete: nothing to do')
             return
         if not begun and any(not path.name.startswith('.') for path in out.iterdir()):
             raise ValueError(
@@ -276,6 +272,24 @@ def deciding_settings(settings):
     for name in ('source', 'tokenizer'):
         values[name] = str(Path(values[name]))
     return values
+
+
+def check_complete(settings, out, meta):
+    """Refuse a dataset whose token files are not as its meta.json says, and one whose source is here
+    and has changed. The contents of token files are not read: training does that."""
+    # Here, because it imports torch, which workers do not need.
+    from lib.data import Dataset
+
+    Dataset(out.absolute())
+    # A commit of the hub does not change, and older datasets have no fingerprint.
+    if sources.is_here(settings.source) and 'fingerprint' in meta:
+        paths = piece_paths(make_plan(settings, out, meta))
+        *_, last = itertools.islice(paths, meta['files'][0])
+        if last.name != meta['fingerprint']:
+            raise ValueError(
+                f'the files of --source={settings.source} or --tokenizer={settings.tokenizer} have '
+                f'changed since {out} was made: delete {out}, or choose another --out'
+            )
 
 
 def make_plan(settings, out, begun):
@@ -332,13 +346,15 @@ def write_dataset(plan):
     write_json(plan.pieces / 'begun.json', plan.begun)
     # {(split, domain): documents, tokens, bytes of text, files that they come from}
     counts = collections.defaultdict(collections.Counter)
-    merge_pieces(plan, counts)
-    finish(plan, counts)
+    pieces = merge_pieces(plan, counts)
+    finish(plan, pieces, counts)
     print_table(plan, counts)
 
 
 def merge_pieces(plan, counts):
-    """Write the token files from pieces, in reading order, until every domain is full."""
+    """Write the token files from pieces, in reading order, until every domain is full. Returns the
+    pieces."""
+    pieces = []
     with contextlib.ExitStack() as stack:
         files = {}
         for split, domain in itertools.product(SPLITS, plan.shares):
@@ -356,12 +372,14 @@ def merge_pieces(plan, counts):
                 # The validation files have been read: better now than after hours.
                 check_documents(plan, counts, 'validation')
             wait()
+            pieces.append(piece)
             append(plan, counts, files, unit, piece)
             bar.update(sum(counts['train', domain]['tokens'] for domain in plan.shares) - bar.n)
         check_documents(plan, counts, 'train')
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
+    return pieces
 
 
 def append(plan, counts, files, unit, piece):
@@ -441,7 +459,7 @@ def room(plan, counts):
 # ---- The end -------------------------------------------------------------------------------------
 
 
-def finish(plan, counts):
+def finish(plan, pieces, counts):
     """Write meta.json, after all that it describes is on the disk, and remove the pieces."""
     splits = {split: {} for split in SPLITS}
     for split, domain in itertools.product(SPLITS, plan.shares):
@@ -463,9 +481,11 @@ def finish(plan, counts):
     meta = {
         'format': DATASET_FORMAT,
         **plan.begun,
+        'fingerprint': pieces[-1].name,
         'seed': plan.settings.seed,
         'weights': plan.shares,
         'tokenizer': tokenizer_facts,
+        'files': [len(pieces), len(plan.units)],
         'splits': splits,
     }
     write_json(plan.out / 'meta.json', meta)

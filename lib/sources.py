@@ -126,6 +126,10 @@ def find_units(source, revision, weights, seed):
     return units, {domain: weight / total for domain, weight in weights.items()}, commit
 
 
+def is_here(source):
+    return source == 'stdlib' or os.path.isdir(source)
+
+
 def seeded_place(seed, name):
     """What to sort names by, for an order that the seed decides."""
     return hash_fraction(seed, name), name

@@ -307,7 +307,30 @@ def remove_a_file(raw):
     min((raw / 'train').rglob('example_*')).unlink()
 
 
-@pytest.mark.parametrize('change', [replace_a_letter, add_a_file, remove_a_file])
+CHANGES = [replace_a_letter, add_a_file, remove_a_file]
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_an_exchanged_source_is_not_called_complete(change, tmp_path, capsys):
+    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
+    make_source(tmp_path / 'raw')
+    prepare(request)
+    before = contents(tmp_path / 'out')
+    # The same contents at another time are the same source, and one that is gone is not another one.
+    for path in (tmp_path / 'raw').rglob('*.jsonl'):
+        path.write_bytes(path.read_bytes())
+    prepare(request)
+    (tmp_path / 'raw').rename(tmp_path / 'away')
+    prepare(request)
+    (tmp_path / 'away').rename(tmp_path / 'raw')
+
+    change(tmp_path / 'raw')
+    with pytest.raises(ValueError, match='--source=.* changed since .*out'):
+        prepare(request)
+    assert contents(tmp_path / 'out') == before
+
+
+@pytest.mark.parametrize('change', CHANGES)
 def test_pieces_of_an_exchanged_source_are_made_again(change, tmp_path):
     request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
     make_source(tmp_path / 'raw')
