@@ -107,6 +107,7 @@ class TrainConfig:
             for name in names.split():
                 value = getattr(self, name)
                 refuse(not low <= value <= high, f'{name}={value} is not between {low} and {high}')
+        refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
         refuse(
             self.optimizer not in ('adamw', 'muon'),
             f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
@@ -383,6 +384,7 @@ def start_run(settings, config, machine, closing):
         )
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, machine)
+        check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
         optimizer = make_optimizer(model, settings)
         start = Start(dataset, rows, model, optimizer, machine.scaler())
@@ -443,6 +445,24 @@ def open_checkpoint(settings, machine):
     return {'model': theirs.state_dict(), 'model_config': asdict(theirs.config), 'path': path}
 
 
+def check_memory(config, machine):
+    """Refuse a model whose weights alone do not fit, before torch tries for a minute."""
+    size = 4 * GPT.without_weights(config).num_params(non_embedding=False)
+    memory = machine.memory()
+    refuse(
+        size > memory,
+        f'n_embd={config.n_embd}, n_layer={config.n_layer} and vocab_size={config.vocab_size} make '
+        f'weights of {size / 1e9:,.0f} GB; there are {memory / 1e9:,.0f} GB of memory',
+    )
+
+
+# Settings that act while steps are taken, and never after the last one.
+OF_STEPS = set(
+    'learning_rate min_lr warmup_iters lr_decay_iters decay_lr table_rate weight_decay beta1 beta2 '
+    'grad_clip'.split()
+)
+
+
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
     path = checkpoint['path']
@@ -471,11 +491,17 @@ def take_over(checkpoint, start, settings, config, warn):
     start.origin = checkpoint.get('origin', 'unknown')
     start.before = checkpoint.get('provenance', {})
 
-    # Where a finished run is extended, the rate may jump.
     changes = {name: old for name, (old, _) in start.changed.items()}
+    if start.step == settings.max_iters:
+        for name in OF_STEPS & changes.keys():
+            raise ValueError(
+                f'{path} was trained to its end with {name}={changes[name]!r}, so another {name} would '
+                'do nothing; raise max_iters, or start another out_dir'
+            )
+    # Where a finished run is extended, the rate may jump.
     before = SimpleNamespace(**asdict(settings) | changes)
     old, new = (learning_rate(start.step, one) for one in (before, settings))
-    if old != new and start.step < settings.max_iters:
+    if old != new:
         start.changed['lr'] = [old, new]
         warn(f'note: the learning rate at step {start.step} changes from {old:.1e} to {new:.1e}')
 

@@ -45,7 +45,10 @@ def locked_run(folder):
     Nothing in it may be read before: the other process may be about to write its last checkpoint.
     If it is empty at the end, it is removed, with the folders above that are then empty.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise OSError(f'out_dir={folder} is a file, or a link that leads nowhere') from None
     with locked(folder, 'training in'):
         try:
             yield

@@ -94,6 +94,8 @@ def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
         (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
         (dict(batch_size=4), ['rows_per_step=8', '16']),
         (dict(max_iters=11), ['step 12', 'max_iters=11']),
+        # The run has finished: another rate would do nothing.
+        (dict(learning_rate=5e-3), ['learning_rate=0.01', 'ckpt_12.pt']),
     ],
     ids=str,
 )
@@ -134,6 +136,8 @@ def test_weights_that_do_not_fit_are_refused(whole):
     'options, words',
     [
         (dict(init_from='scrach'), ["init_from='scrach'", "'resume'"]),
+        (dict(out_dir=''), ["out_dir=''"]),
+        (dict(n_embd=10_000_000), ['n_embd=10000000', 'memory']),
         (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
         (dict(device='cuda:x'), ["'cuda:x'"]),
         (dict(device='meta'), ["'meta'"]),

@@ -367,6 +367,7 @@ def test_an_out_dir_that_is_no_folder_is_refused_and_a_refused_start_leaves_none
     for out_dir in ('dangling', 'data/tiny/meta.json', '/proc/no such run'):
         status, _ = here(out_dir)
         assert status.startswith('error: ') and out_dir in status and '\n' not in status
+        assert 'Errno 17' not in status
 
 
 def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, whole):
