@@ -88,6 +88,12 @@ def compare_arms(options, argv):
     """Train arms, or print their commands. Returns (what the report shows, its folder)."""
     plan = make_plan(options, argv)
     results = Results(plan)
+    if plan.replaced:
+        print(
+            f'eval_iters=0 in place of the {plan.replaced} of the config: each run is evaluated on the '
+            f'whole validation split; --eval_iters={plan.replaced} keeps it',
+            file=sys.stderr,
+        )
     if not options.print:
         plan.check_training(options.gpus)
     plan.folder.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,41 @@ def assemble(title, arms, contrasts, incomplete, problems, states):
         'contrasts': verdicts,
         'evaluation': describe_evaluation(arms[baseline].facts),
         'curves': relative_curves(arms, baseline),
+        'mixing': {name: mixing_weights(arm) for name, arm in arms.items()},
+        'seconds': sum(map(seconds_of, states)),
     }
+
+
+def mixing_weights(arm):
+    """{seed: {layer: (sum of the sources' weights, the layer's own weight)}}, as learned at the end.
+
+    Of every logged parameter with a layer's number in its name and at least two weights, of which
+    the last is the layer's own.
+    """
+    weights = {}
+    for seed, state in arm.finished().items():
+        logged = [entry['mixing'] for entry in state.entries if entry.get('mixing')]
+        layers = {}
+        for name, values in logged[-1].items() if logged else ():
+            number = re.search(r'\.(\d+)(\.|$)', name)
+            if number and isinstance(values, list) and len(values) > 1:
+                *sources, own = values
+                layers[int(number[1])] = [sum(sources), own]
+        if layers:
+            weights[seed] = dict(sorted(layers.items()))
+    return weights
+
+
+def seconds_of(state):
+    """How long a run has trained and been evaluated, as far as its log says."""
+    seconds, tokens = 0.0, 0
+    for entry in state.entries:
+        if 'val' in entry:
+            seconds += entry.get('seconds') or 0
+        elif entry.get('tok_per_s') and entry.get('tokens'):
+            seconds += (entry['tokens'] - tokens) / entry['tok_per_s']
+            tokens = entry['tokens']
+    return seconds
 
 
 def arm_numbers(arm, base):

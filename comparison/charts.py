@@ -208,3 +208,22 @@ def relative_curves(curves, arms, smooth):
     look = {name: line_style(arms.index(name)) for name in curves}
     drawing = curves_picture(curves, dict(zip(curves, curves, strict=True)), look, arms[0], smooth)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
+
+
+@styled
+def mixing_weights(mixing, arms):
+    """The mixing weights that layers have learned: a color per arm, a line per seed."""
+    mixing = {name: seeds for name, seeds in mixing.items() if seeds}
+    if not mixing:
+        return ''
+    drawing, axes = picture('Learned mixing weights (dots: sources, squares: own)')
+    for name, seeds in mixing.items():
+        look = {'color': color(arms.index(name)), 'markersize': 3, 'linewidth': 1}
+        axes.plot([], [], label=name, **look)
+        for layers in seeds.values():
+            _, own = axes.plot(list(layers), list(layers.values()), '-o', **look)
+            own.set(linestyle='--', marker='s')
+    axes.set_xlabel('layer')
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(**BESIDE)
+    return svg(drawing, 'Learned mixing weights by layer, a line per seed')

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,10 +218,16 @@ def record(job):
         reason = f'killed by {signal.Signals(-status).name}{memory}'
     else:
         reason = message_of(job) or f'exit status {status} without a message'
+    free = shutil.disk_usage(job.folder).free
+    if free < FULL:
+        reason += f'; its disk has {free:,} bytes left'
     try:
         write_whole(failure_file(job.folder), reason + '\n')
     except OSError as error:  # a full disk; the other trainings go on
         print(f'\n{job.name}: {reason} ({error})', file=sys.stderr)
+
+
+FULL = 2**20  # bytes; with fewer left, a disk is worth a word
 
 
 def message_of(job):

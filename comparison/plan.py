@@ -307,6 +307,11 @@ class Plan:
                 chosen[name] = 0
         return chosen | {'init_from': 'auto', 'out_dir': str(self.run_folder(run))}
 
+    @property
+    def replaced(self):
+        """The eval_iters of the config that chosen_settings() replaces by 0; None where it does not."""
+        return None if 'eval_iters' in self.common else self.settings.eval_iters
+
     def arguments(self, run):
         """The arguments of train.py for a run."""
         settings = self.common | self.arms[run.arm] | self.chosen_settings(run)

@@ -4,6 +4,7 @@ A comparison as text: report.md, and report.html with its plots in it, which nee
 The verdicts come first. Nothing is computed here.
 """
 
+import datetime
 import html as escaping
 import math
 
@@ -169,7 +170,8 @@ def facts(comparison):
         work_tree = f'with a diff of {length:,} lines, in plan.json' if length else 'unchanged'
         lines.append(f'code: commit {plan["commit"][:12]}, {work_tree}')
     lines += [f'{name}: {listed(values)}' for name, values in comparison['provenance'].items()]
-    return lines
+    total = datetime.timedelta(seconds=round(comparison['seconds']))
+    return [*lines, f'training and evaluation took: {total}, all runs together']
 
 
 # --- tables: (title, head, rows), cells are text --------------------------------------------------
@@ -317,7 +319,7 @@ def html(comparison):
     ]
     below = [html_section(*section) for section in sections(comparison)]
     # What a reader must know stands before the plots, tables after them.
-    parts += [below[0], f'<div class="plot scroll">{curves(comparison)}</div>', *below[1:]]
+    parts += [below[0], *plots(comparison), *below[1:]]
     return '\n'.join(part for part in parts if part) + '\n</body></html>\n'
 
 
@@ -343,8 +345,12 @@ def html_row(tag, cells):
     return f'<tr>{"".join(f"<{tag}>{escaping.escape(cell)}</{tag}>" for cell in cells)}</tr>'
 
 
-def curves(comparison):
-    """The SVG below the forest, which scrolls where it would be too small; '' where it shows nothing."""
+def plots(comparison):
+    """The plots below the forest, without empty ones. Each scrolls where it would be too small."""
     arms = comparison['arms']
     steps = arms[comparison['baseline']]['steps']
-    return charts.relative_curves(comparison['curves'], list(arms), smoothing(steps))
+    drawings = [
+        charts.relative_curves(comparison['curves'], list(arms), smoothing(steps)),
+        charts.mixing_weights(comparison['mixing'], list(arms)),
+    ]
+    return [f'<div class="plot scroll">{drawing}</div>' for drawing in drawings if drawing]

@@ -282,9 +282,12 @@ def write_log(folder, entries):
 
 def write_run(folder, values, val=None, **config):
     """A finished run as train.py leaves it, with a training loss per step. Returns its folder."""
-    entries = [{'step': i, 'loss': x, 'tok_per_s': 1000.0} for i, x in enumerate(values)]
+    entries = [
+        {'step': i, 'loss': x, 'tokens': 1000 * (i + 1), 'tok_per_s': 1000.0}
+        for i, x in enumerate(values)
+    ]
     last = val or values[-1]
-    entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}})
+    entries.append({'step': len(values), 'val': {'Domain': last, 'mean': last}, 'seconds': 2.0})
     write_log(folder, entries)
     settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, 'max_iters': len(values)}
     settings |= {'seed': 1337, 'learning_rate': 6e-4, **config}

@@ -27,6 +27,7 @@ from comparison import launch, report
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run, code_state
 from comparison.results import Results, next_rate
+from comparison.runs import read_state
 from lib.files import locked
 
 place = comparisons.place
@@ -401,6 +402,12 @@ def page(place):
     plan = make_plan(arms, '--seeds=6', '--contrasts=slow-Res')
     gains = {'vanilla': 0.0, 'Res': -0.2, 'slow': -0.2}
     pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
+    for folder in folders_of(plan):
+        if 'Res' in folder:
+            log = Path(folder, 'log.jsonl')
+            mixing = {f'transformer.h.{n}.attn.residual_lambda': [0.3, 0.6] for n in (1, 2)}
+            line = {'step': 30, 'val': read_state(folder).losses, 'mixing': mixing}
+            log.write_text(log.read_text() + json.dumps(line) + '\n')
     comparison = collect(plan)
     return comparison, report.markdown(comparison), report.html(comparison)
 
@@ -438,13 +445,25 @@ def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
     # Tables and curves scroll by themselves, and can be read.
     assert '.scroll { overflow-x: auto' in html
     assert html.count('<table') == html.count('<div class="scroll"><table') == 2
-    _, forest, curves = html.split('<svg')
+    _, forest, *others = html.split('<svg')
+    assert len(others) == html.count('<div class="plot scroll"><svg') == 2
     assert '<div class="plot scroll">' in forest and 'below 0 is better' in forest
     (wide,) = re.findall(r'\.plot svg {[^}]* min-width: (\d+)px', html)
-    for plot, width in ((forest, 390 - 32), (curves, wide)):
+    for plot, width in [(forest, 390 - 32), *((plot, wide) for plot in others)]:
         (size,) = re.findall(r'viewBox="0 0 ([\d.]+) ', plot)
         least = min(map(float, re.findall(r'font-size: ([\d.]+)px', plot)))
         assert least * float(width) / float(size) > 10  # pixels
+
+
+def test_learned_weights_and_all_time_are_shown_and_a_replaced_setting_is_said(page, capsys):
+    comparison, text, _ = page
+    assert comparison['mixing']['Res'][1] == {1: [0.3, 0.6], 2: [0.3, 0.6]}
+    assert comparison['seconds'] == 18 * (30 + 2) and 'evaluation took' in text
+    Path('small.py').write_text(Path('small.py').read_text() + 'eval_iters = 7\n')
+    assert compare_command(ARMS, '--print=True', '--name=b')[0] == 0
+    assert '--eval_iters=7 keeps it' in capsys.readouterr().err
+    compare_command(ARMS, '--print=True', '--name=c', '--eval_iters=7')
+    assert 'in place of' not in capsys.readouterr().err
 
 
 def test_a_curve_is_the_arm_minus_the_baseline_of_the_same_seed(place):

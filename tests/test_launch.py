@@ -125,16 +125,19 @@ def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    'text, status, reason',
+    'text, status, free, reason',
     [
-        ('step 1\nerror: no memory\nerror: no memory\n=====\n', 1, 'no memory'),
-        ('  File "a.py"\ntorch.SomeError: bad\nstep 9\n', 1, 'torch.SomeError: bad'),
-        ('step 15\n', 1, 'exit status 1 without a message'),
-        ('error: earlier\n', -9, 'killed by SIGKILL, perhaps for lack of memory'),
+        ('step 1\nerror: no memory\nerror: no memory\n=====\n', 1, 2**30, 'no memory'),
+        ('  File "a.py"\ntorch.SomeError: bad\nstep 9\n', 1, 2**30, 'torch.SomeError: bad'),
+        ('step 15\n', 1, 100, 'exit status 1 without a message; its disk has 100 bytes left'),
+        ('error: earlier\n', -9, 2**30, 'killed by SIGKILL, perhaps for lack of memory'),
     ],
 )
-def test_the_reason_of_a_failure_is_no_line_of_its_log(tmp_path, text, status, reason):
-    """Of this attempt, its error."""
+def test_the_reason_of_a_failure_is_no_line_of_its_log(
+    tmp_path, monkeypatch, text, status, free, reason
+):
+    """Of this attempt, its error; a full disk is named."""
+    monkeypatch.setattr(launch.shutil, 'disk_usage', lambda folder: SimpleNamespace(free=free))
     before = 'error: of an earlier attempt\n'
     (tmp_path / 'train.log').write_text(before + text)
     process = SimpleNamespace(returncode=status)
@@ -158,7 +161,9 @@ def without_times(folder):
     """A report's text without its costs, dates, and which code the tests are part of."""
     text = (folder / 'report.md').read_text()
     text = re.sub(r'## Cost.*?##', '##', text, flags=re.S)
-    return re.sub(r'written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d|- code: .*\n', '', text)
+    return re.sub(
+        r'written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d|- code: .*\n|- training and .*\n', '', text
+    )
 
 
 def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory, monkeypatch):
