@@ -59,15 +59,24 @@ def state(comparison):
 
 def sentences(comparison, contrast):
     """[who wins, by which numbers, why it is undecided, at what cost], without what is not known."""
-    parts = [verdict(contrast), evidence(contrast), doubt(contrast), cost(comparison, contrast)]
+    parts = [
+        verdict(comparison, contrast),
+        evidence(contrast),
+        doubt(contrast),
+        cost(comparison, contrast),
+    ]
     return [part for part in parts if part]
 
 
-def verdict(contrast):
+def verdict(comparison, contrast):
     ours, theirs, mean = contrast['ours'], contrast['theirs'], contrast['mean']
+    rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
+    untuned = ''
+    if not comparison['tuning'] and rates[0] != rates[1]:
+        untuned = f' at rates that were not tuned ({listed(rates)})'
     if contrast['verdict'] == 'undecided':
-        return f'{ours} against {theirs}: undecided.'
-    return f'{ours} is {contrast["verdict"]} than {theirs} by {abs(mean):.4f} nats.'
+        return f'{ours} against {theirs}{untuned}: undecided.'
+    return f'{ours} is {contrast["verdict"]} than {theirs} by {abs(mean):.4f} nats{untuned}.'
 
 
 def evidence(contrast):
