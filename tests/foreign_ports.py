@@ -21,6 +21,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -283,16 +284,18 @@ def authors(config, weights):
     if not names:
         raise NotImplementedError
     gpt = GPTConfig(**vars(config))
-    # transformers 5 has this table without plain RoPE, which the authors' version looked up there.
-    angles = gpt.rope_theta ** (-torch.arange(0, gpt.head_size, 2) / gpt.head_size)
-    ROPE_INIT_FUNCTIONS['default'] = lambda config, device=None: (angles, 1.0)
     folder = source_of('Value-Residual-Learning', 'src', 'modeling')
     module = imported(f'modeling_llama_{names[0]}', folder)
     settings = LlamaConfig(**llama_settings(gpt), attn_implementation='eager')
     settings.rope_scaling = None
     settings.rope_theta = gpt.rope_theta
     settings.pretraining_tp = 1
-    return Port(module.LlamaForCausalLM(settings), places(config), weights)
+    # transformers 5 has this table without plain RoPE, which the authors' version looked up there.
+    angles = gpt.rope_theta ** (-torch.arange(0, gpt.head_size, 2) / gpt.head_size)
+    plain = {'default': lambda config, device=None: (angles, 1.0)}
+    with mock.patch.dict(ROPE_INIT_FUNCTIONS, plain):
+        model = module.LlamaForCausalLM(settings)
+    return Port(model, places(config), weights)
 
 
 class Export(Port):

@@ -1,10 +1,13 @@
 """What hub/conform.py says of others' code (the table of hub/PORTING.md) and of a port with a mistake."""
 
+import checkpoints
 import foreign_ports
 import pytest
 from blind_port import build
 
 from hub.conform import LEVELS, OBSERVE, check_port, read_fixture
+
+quiet = checkpoints.quiet
 
 # (port, number of its arguments, variants, how many of each variant's checks fail)
 FOUND = [
