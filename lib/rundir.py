@@ -43,8 +43,9 @@ def locked_run(folder):
     """Hold a run's folder, which is made if it is missing. Raises OSError if another process holds it.
 
     Nothing in it may be read before: the other process may be about to write its last checkpoint.
-    If it is empty at the end, it is removed, with the folders above that are then empty.
+    A folder that was made and is still empty at the end is removed.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -53,8 +54,9 @@ def locked_run(folder):
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # it is not empty
-                os.removedirs(folder)
+            for path in made:
+                with contextlib.suppress(OSError):  # it is not empty
+                    path.rmdir()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

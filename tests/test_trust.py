@@ -363,6 +363,8 @@ def test_nothing_in_a_folder_is_taken_over_before_it_is_locked(half, whole, monk
 def test_an_out_dir_that_is_no_folder_is_refused_and_a_refused_start_leaves_none(work):
     assert here('out/no run/at all', dataset='nope')[0].startswith('error: ')
     assert not Path('out/no run').exists()
+    Path('given').mkdir()
+    assert here('given', dataset='nope')[0].startswith('error: ') and Path('given').is_dir()
     Path('dangling').symlink_to('nowhere')
     for out_dir in ('dangling', 'data/tiny/meta.json', '/proc/no such run'):
         status, _ = here(out_dir)
