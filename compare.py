@@ -12,7 +12,7 @@ Each arm is trained with each seed as an ordinary run in out/compare/<name>/, an
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
 anything else is a comparison of another --name. The report is out/compare/<name>/report.html; beside
-it are report.md, report.json and forest.svg. The exit status is 1 where a run has not finished.
+it are report.md, report.json, forest.svg and rates.svg. The exit status is 1 where a run has not finished.
 """
 
 import shlex
@@ -40,8 +40,8 @@ class CompareConfig:
     arms: str = ''  # 'vanilla; mine: v_residual=True neutreno=0.2; ...': the first is the baseline
     seeds: int | tuple = 5  # test seeds: 1 to 5, or a tuple of them
     rates: tuple = ()  # learning rates that every arm tries on the tuning seeds; (): untuned
-    tuning_seeds: tuple = (101, 102)  # none of them may be a test seed
-    contrasts: str = ''  # more, besides each arm against the baseline: 'mine-resformer, a-b'
+    tuning_seeds: tuple = (101, 102)  # none of them may be a test seed; of `runs`, those that tuned
+    contrasts: str = ''  # besides each arm against the baseline: 'mine-resformer, (a-b)-(c-d)'
     name: str = ''  # its folder in out/compare; '': named for the config, or 'runs'
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 1  # GPUs of each training, by torchrun
@@ -116,12 +116,14 @@ def compare_existing(options, argv):
     """Compare runs that exist. Returns (what the report shows, its folder)."""
     for argument in argv:
         key = argument[2:].partition('=')[0]
-        if argument.startswith('--') and key not in ('name', 'contrasts'):
+        if argument.startswith('--') and key not in ('name', 'contrasts', 'tuning_seeds'):
             raise ValueError(f'--{key} is for runs to be trained; these are taken as they are')
         if argument.endswith('.py'):
             raise ValueError(f'{argument}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
-    comparison = compare_runs(named_runs(options.runs), folder.name, options.contrasts)
+    chosen = any(argument.startswith('--tuning_seeds=') for argument in argv)
+    seeds = options.tuning_seeds if chosen else ()
+    comparison = compare_runs(named_runs(options.runs), folder.name, options.contrasts, seeds)
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')
     write_report(folder, comparison)
@@ -129,18 +131,16 @@ def compare_existing(options, argv):
 
 
 def write_report(folder, comparison):
-    """Write report.md, .html and .json, and forest.svg."""
+    """Write report.md, .html and .json, and its pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: value for name, value in comparison.items() if name != 'curves'}
     write_json(folder / 'report.json', as_json(numbers))
     texts = {
         'report.md': report.markdown(comparison),
         'report.html': report.html(comparison),
-        'forest.svg': report.forest_svg(comparison),
     }
-    for name, text in texts.items():
-        if text:  # without a finished seed there is no forest plot
-            write_whole(folder / name, text)
+    for name, text in (texts | report.pictures(comparison)).items():
+        write_whole(folder / name, text)
 
 
 def main():

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from comparison.curves import measure_curves, smoothing
-from comparison.plan import TEXT, all_contrasts, changes, contrast_name, parse_contrasts
+from comparison.plan import TEXT, all_contrasts, changes, contrast_name, lead, parse_contrasts
+from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, by_seed, disagreement, read_state, same_but_seeds
 from comparison.verdict import describe, judge, paired
 from model import GPT, GPTConfig
@@ -50,15 +51,16 @@ def compare_plan(results, record):
         arms[name] = ArmRuns(own, config, results.rate(name), states)
 
     problems = results.problems()
-    incomplete = {}
-    for pair in plan.contrasts:
+
+    def missing(*pair):
         unknown = [problems[name] for name in pair if name in problems]  # their learning rates
-        reasons = [*unknown, unfinished(*(arms[name] for name in pair))]
-        incomplete[contrast_name(*pair)] = reasons[0]
+        return [*unknown, unfinished(*(arms[name] for name in pair))][0]
+
     states = [results.state(run) for run in results.all_runs()]
-    comparison = assemble(plan.folder.name, arms, plan.contrasts, incomplete, problems, states)
     tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
-    return comparison | {'plan': record, 'tuning': tuning}
+    name = plan.folder.name
+    comparison = assemble(name, arms, plan.contrasts, missing, problems, states, tuning)
+    return comparison | {'plan': record}
 
 
 def unfinished(*arms):
@@ -68,19 +70,23 @@ def unfinished(*arms):
     return reasons[0] if reasons else ''
 
 
-def assemble(title, arms, contrasts, incomplete, problems, states):
+def assemble(title, arms, contrasts, missing, problems, states, tuning):
     """Losses, verdicts, costs and curves of arms, {name: ArmRuns}.
 
-    incomplete: {contrast: why it has no verdict, or ''}. problems: {run or arm: why it has not finished}.
-    states: of all runs, also of those that no arm has.
+    missing(arm, arm): why their contrast has no verdict, or ''. problems: {run or arm: why it has not
+    finished}. states: of all runs, also of those that no arm has. tuning: {arm: results.sweep()}.
     """
     baseline = next(iter(arms))
-    pairs = {}
+    # Of an arm its losses, of a lead the differences of its contrast, which stands before.
+    values = {name: arm.losses() for name, arm in arms.items()}
+    pairs, differences, incomplete = {}, {}, {}
     for ours, theirs in contrasts:
-        pairs[contrast_name(ours, theirs)] = paired(arms[ours].losses(), arms[theirs].losses())
-    differences = {}
-    for key, losses in pairs.items():
-        differences[key] = {seed: ours - theirs for seed, (ours, theirs) in losses.items()}
+        key = contrast_name(ours, theirs)
+        pairs[key] = paired(values[ours], values[theirs])
+        differences[key] = {seed: a - b for seed, (a, b) in pairs[key].items()}
+        values[lead(ours, theirs)] = differences[key]
+        of_leads = (incomplete[name[1:-1]] for name in (ours, theirs) if name not in arms)
+        incomplete[key] = missing(ours, theirs) if ours in arms else max(of_leads)
     verdicts = judge(differences, incomplete)
     for ours, theirs in contrasts:
         key = contrast_name(ours, theirs)
@@ -90,7 +96,8 @@ def assemble(title, arms, contrasts, incomplete, problems, states):
     return {
         'title': title,
         'plan': None,
-        'tuning': {},
+        'tuning': tuning,
+        'one_step_off': one_step_off(tuning, [pair for pair in contrasts if pair[0] in tuning]),
         'problems': problems,
         'provenance': origins(states),
         'baseline': baseline,
@@ -101,6 +108,29 @@ def assemble(title, arms, contrasts, incomplete, problems, states):
         'mixing': {name: mixing_weights(arm) for name, arm in arms.items()},
         'seconds': sum(map(seconds_of, states)),
     }
+
+
+def one_step_off(tuning, contrasts):
+    """{contrast: {words: difference}}: what the tuning runs say of two arms, at the best rate of each
+    and with one of them at the next lower or higher rate, where there is one."""
+    table = {}
+    for pair in contrasts:
+        if any(tuning[arm]['best'] is None for arm in pair):
+            continue
+        ours, theirs = (around_best(tuning[arm]) for arm in pair)
+        row = {'both at their best': ours[0] - theirs[0]}
+        for step, word in ((-1, 'lower'), (1, 'higher')):
+            row[f'the first one step {word}'] = ours[step] - theirs[0] if step in ours else None
+            row[f'the second one step {word}'] = ours[0] - theirs[step] if step in theirs else None
+        table[contrast_name(*pair)] = row
+    return table
+
+
+def around_best(sweep):
+    """{steps from the best rate: mean loss}, for -1, 0 and 1 where they were tried."""
+    rates = list(sweep['means'])
+    best = rates.index(sweep['best'])
+    return {n - best: sweep['means'][rates[n]] for n in range(len(rates)) if abs(n - best) <= 1}
 
 
 def mixing_weights(arm):
@@ -194,8 +224,12 @@ def relative_curves(arms, baseline):
 # --- runs that exist ------------------------------------------------------------------------------
 
 
-def compare_runs(folders, title, contrasts=''):
-    """Everything the report shows of runs that exist; contrasts: text, as in --contrasts."""
+def compare_runs(folders, title, contrasts='', tuning_seeds=()):
+    """Everything the report shows of runs that exist; contrasts: text, as in --contrasts.
+
+    tuning_seeds: of runs that choose the learning rate of their arm. Without them, runs at two rates
+    are of two arms.
+    """
     states = {}
     for folder in folders:
         state = states[folder] = read_state(folder)
@@ -204,29 +238,60 @@ def compare_runs(folders, title, contrasts=''):
     facts = {folder: state.facts for folder, state in states.items()}
     # These only a pair of runs must share. And runs that differ in nothing else may be about how a
     # run rounds.
-    but = ('resumed', 'data')
+    but = ('resumed', 'data', *(['learning_rate'] if tuning_seeds else []))
     groups = same_but_seeds(facts, (*but, *ROUNDING))
     if len(groups) < 2:
         groups = same_but_seeds(facts, but)
     if len(groups) < 2:
         raise ValueError('these runs differ in nothing but their seeds: nothing to compare')
 
-    arms, problems = {}, {}
+    arms, problems, tuning = {}, {}, {}
     for first, runs in groups.items():
-        own = {seed: states[run] for seed, run in by_seed(runs, facts).items()}
-        name = arm_name(first, facts[first]['seed'])
+        rate, seed = facts[first]['learning_rate'], facts[first]['seed']
+        name = arm_name(first, seed)
+        name = name.removesuffix(f'_lr{rate:g}') if tuning_seeds else name
         name = str(first) if name in arms else name
-        rate = facts[first]['learning_rate']
+        if tuning_seeds:
+            tuning[name], own = split_tuning(runs, states, tuning_seeds)
+            rate = tuning[name]['best']
+        else:
+            own = by_seed(runs, facts)
+        own = {seed: states[run] for seed, run in own.items()}
         arms[name] = ArmRuns(facts[first], states[first].model, rate, own)
-        unfinished = [run for run in runs if states[run].kind != 'finished']
-        problems |= {str(run): states[run].reason for run in unfinished}
+        for state in own.values():
+            if state.kind != 'finished':
+                problems[str(state.folder)] = state.reason
+
+    def missing(*pair):
+        return why_incomparable(*(arms[name] for name in pair))
 
     pairs = all_contrasts(arms, parse_contrasts(contrasts, arms))
-    incomplete = {}
-    for pair in pairs:
-        reason = why_incomparable(*(arms[name] for name in pair))
-        incomplete[contrast_name(*pair)] = reason
-    return assemble(title, arms, pairs, incomplete, problems, states.values())
+    return assemble(title, arms, pairs, missing, problems, states.values(), tuning)
+
+
+def split_tuning(runs, states, tuning_seeds):
+    """(results.sweep() of an arm's tuning runs, {seed: test run at the best rate}).
+
+    Raises ValueError where a tuning run is missing, and for a test run at another rate.
+    """
+    facts = {run: states[run].facts for run in runs}
+    by_rate = {}
+    for run in runs:
+        by_rate.setdefault(facts[run]['learning_rate'], []).append(run)
+    trials, tests = {}, {}
+    for rate, same in by_rate.items():
+        tests[rate] = by_seed(same, facts)
+        for seed in tuning_seeds:
+            if seed not in tests[rate]:
+                raise ValueError(f'{same[0]}: there is no run at this rate with tuning seed {seed}')
+        trials[rate] = losses_of([states[tests[rate].pop(seed)] for seed in tuning_seeds])
+    tuned = sweep(trials)
+    if tuned['best'] is None:
+        raise ValueError(f'{runs[0]}: its arm has no best rate, for a tuning run has not finished')
+    for rate, own in tests.items():
+        for run in own.values() if rate != tuned['best'] else ():
+            raise ValueError(f'{run}: the best rate of its arm is {tuned["best"]:g}; leave it out')
+    return tuned, tests[tuned['best']]
 
 
 def arm_name(folder, seed):

@@ -7,6 +7,7 @@ axes, --faint for grids, --c0 for the baseline and --c1, --c2, ... for the other
 
 import functools
 import io
+import math
 import re
 import textwrap
 
@@ -108,7 +109,8 @@ def forest(contrasts, arms):
     axes.set_title('Difference of validation loss (nats)')
     axes.grid(linewidth=0.6)
     for y, c in enumerate(rows):
-        draw_row(axes, y, c, color(arms.index(c['ours'])), (c['low_holm'], c['high_holm']))
+        shade = color(arms.index(c['ours'])) if c['ours'] in arms else INK  # of a lead
+        draw_row(axes, y, c, shade, (c['low_holm'], c['high_holm']))
         # Above its row, where a long name takes nothing from the plot.
         name = f'{c["ours"]} {MINUS} {c["theirs"]}'
         axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9)
@@ -208,6 +210,37 @@ def relative_curves(curves, arms, smooth):
     look = {name: line_style(arms.index(name)) for name in curves}
     drawing = curves_picture(curves, dict(zip(curves, curves, strict=True)), look, arms[0], smooth)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
+
+
+@styled
+def losses_by_rate(tuning, arms):
+    """A line per arm: the mean of its tuning runs at each learning rate, and a dot for each run."""
+    known = {name: sweep for name, sweep in tuning.items() if sweep['best'] is not None}
+    if not known:
+        return ''
+    drawing, axes = picture('Validation loss by learning rate (dots: runs, diamonds: the best)')
+    ends = []
+    for name, sweep in known.items():
+        look = {'color': color(arms.index(name))}
+        means = list(sweep['means'].values())
+        best = means.index(sweep['means'][sweep['best']])
+        axes.plot(list(sweep['means']), means, label=name, **look)
+        axes.plot(sweep['best'], means[best], 'D', markersize=7, **look)
+        for rate, losses in sweep['trials'].items():
+            axes.plot([rate] * len(losses), losses, 'o', markersize=3, alpha=0.6, **look)
+        ends += [means[best], *means[max(0, best - 1) : best + 2]]
+    # What is further than a step from the best rate, or has diverged, may lie outside.
+    ends = [loss for loss in ends if math.isfinite(loss)]
+    margin = 0.1 * (max(ends) - min(ends)) or 1.0
+    axes.set_ylim(min(ends) - margin, max(ends) + margin)
+    axes.set_xscale('log')
+    rates = sorted({rate for sweep in known.values() for rate in sweep['means']})
+    axes.set_xticks(rates, [f'{rate:g}' for rate in rates])
+    axes.minorticks_off()
+    axes.set_xlabel('learning rate')
+    axes.set_ylabel('nats')
+    axes.legend(**BESIDE)
+    return svg(drawing, 'Validation loss of each arm by learning rate')
 
 
 @styled

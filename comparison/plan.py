@@ -97,22 +97,38 @@ def read_wiring(path):
 
 
 def parse_contrasts(text, arms):
-    """[(arm, arm)] of --contrasts, such as 'mine-resformer'."""
-    contrasts = []
+    """[(ours, theirs)] of --contrasts, such as 'mine-resformer'.
+
+    Ours and theirs are two arms or, as in '(a-b)-(c-d)', two leads: contrasts of arms, in parentheses,
+    that stand before, or that each arm has with the first.
+    """
+    contrasts, leads = [], [lead(*pair) for pair in baseline_contrasts(arms)]
     for word in filter(None, re.split(r'[\s,;]+', text)):
-        pairs = [pair for pair in itertools.permutations(arms, 2) if contrast_name(*pair) == word]
+        known = [*itertools.permutations(arms, 2), *itertools.permutations(leads, 2)]
+        pairs = [pair for pair in known if contrast_name(*pair) == word]
         if len(pairs) != 1:
             raise ValueError(
-                f'contrasts: {word!r} is ARM-ARM of {", ".join(arms)} in {len(pairs)} ways, not in one'
+                f'contrasts: {word!r} is ARM-ARM of {", ".join(arms)}, or (ARM-ARM)-(ARM-ARM) of '
+                f'contrasts before it, in {len(pairs)} ways, not in one'
             )
         contrasts += pairs
+        leads += [lead(*pair) for pair in pairs if pair[0] in arms]
     return contrasts
 
 
-def all_contrasts(arms, more):
-    """[(arm, arm)]: each arm against the first, then the others, each pair once."""
+def lead(ours, theirs):
+    """The name of a contrast of two arms where another contrast is about it."""
+    return f'({contrast_name(ours, theirs)})'
+
+
+def baseline_contrasts(arms):
     baseline, *others = arms
-    contrasts = [(name, baseline) for name in others]
+    return [(name, baseline) for name in others]
+
+
+def all_contrasts(arms, more):
+    """[(ours, theirs)]: each arm against the first, then the others, each pair once."""
+    contrasts = baseline_contrasts(arms)
     for ours, theirs in more:
         if not {(ours, theirs), (theirs, ours)} & set(contrasts):
             contrasts.append((ours, theirs))
@@ -143,8 +159,8 @@ class Plan:
 
     arms: {name: {setting: value}}. common: {setting: value} of all arms, on top of config `files`.
     seeds: of the test, or how many (5: 1 to 5). rates: learning rates that every arm tries on the
-    tuning seeds; (): untuned. contrasts: [(arm, arm)], besides each arm against the first. Values may
-    be as text, too. Raises ValueError or OSError for everything that can be refused before training.
+    tuning seeds; (): untuned. contrasts: of parse_contrasts(), besides each arm against the first.
+    Values may be as text, too. Raises ValueError or OSError for everything that can be refused before training.
     """
 
     def __init__(

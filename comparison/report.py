@@ -70,6 +70,11 @@ def sentences(comparison, contrast):
 
 def verdict(comparison, contrast):
     ours, theirs, mean = contrast['ours'], contrast['theirs'], contrast['mean']
+    if ours not in comparison['arms']:
+        if contrast['verdict'] == 'undecided':
+            return f'{ours} against {theirs}: undecided.'
+        word = 'lower' if mean < 0 else 'higher'
+        return f'{ours} is {word} than {theirs} by {abs(mean):.4f} nats.'
     rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
     untuned = ''
     if not comparison['tuning'] and rates[0] != rates[1]:
@@ -84,7 +89,11 @@ def evidence(contrast):
     if contrast['mean'] is None:
         return ''
     (ours, our_sd), (theirs, their_sd) = contrast['losses']
-    text = f'Validation loss {plain(ours)} against {plain(theirs)}'
+    # Losses are above 0; a lead, the difference of two of them, is on either side.
+    what, words = (
+        ('Lead', signed) if contrast['ours'].startswith('(') else ('Validation loss', plain)
+    )
+    text = f'{what} {words(ours)} against {words(theirs)}'
     if our_sd and their_sd:
         text += f' (standard deviation between seeds {plain(our_sd)} and {plain(their_sd)})'
     text += f', difference {signed(contrast["mean"])}'
@@ -118,9 +127,9 @@ def doubt(contrast):
 
 def cost(comparison, contrast):
     """What the arm costs beside what it gains; '' for contrasts that leave the baseline out."""
-    ours, theirs = (comparison['arms'][contrast[name]] for name in ('ours', 'theirs'))
     if contrast['theirs'] != comparison['baseline']:
         return ''
+    ours, theirs = (comparison['arms'][contrast[name]] for name in ('ours', 'theirs'))
     ratio, more = ours['flops'] / theirs['flops'], ours['parameters'] - theirs['parameters']
     flops = f'{TIMES}{ratio:.3f} FLOPs' if ratio != 1 else 'the same FLOPs'
     parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters'
@@ -139,9 +148,10 @@ def cautions(comparison):
             'has finished.'
         )
     if not plan:
+        untuned = '' if comparison['tuning'] else 'their learning rates were not tuned here, and '
         notes.append(
-            'These runs were not planned as a comparison: their learning rates were not tuned '
-            'here, and nobody wrote down beforehand how many of them would be trained.'
+            f'These runs were not planned as one comparison: {untuned}what is compared, and how many '
+            'runs there are, may have been chosen when some of them were known.'
         )
     elif not comparison['tuning']:
         notes.append(
@@ -213,7 +223,7 @@ def tuning_table(comparison):
     for arm, sweep in comparison['tuning'].items():
         row = [arm]
         for rate in rates:
-            mean = sweep['trials'].get(rate)
+            mean = sweep['means'].get(rate)
             text = 'diverged' if mean == math.inf else plain(mean)
             row.append(f'{text}, chosen' if rate == sweep['best'] else text)
         rows.append(row)
@@ -221,7 +231,15 @@ def tuning_table(comparison):
     return title, ['arm', *(f'{rate:g}' for rate in rates)], rows
 
 
-TABLES = (arm_table, cost_table, tuning_table)
+def one_step_table(comparison):
+    title = 'Tuning runs alone: how a difference depends on the learning rates'
+    differences = comparison['one_step_off']
+    head = ['contrast', *dict.fromkeys(word for row in differences.values() for word in row)]
+    rows = [[name, *map(signed, row.values())] for name, row in differences.items()]
+    return title, head, rows
+
+
+TABLES = (arm_table, cost_table, tuning_table, one_step_table)
 
 
 def sections(comparison):
@@ -298,10 +316,14 @@ ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; overflow-wrap: any
 """
 
 
-def forest_svg(comparison):
-    """The forest plot as a file of its own, for a README; '' where no contrast has a seed."""
-    plot = charts.forest(comparison['contrasts'], list(comparison['arms']))
-    return standalone(plot) if plot else ''
+def pictures(comparison):
+    """{file: an <svg> of its own, for a README}, of those that show anything."""
+    arms = list(comparison['arms'])
+    plots = {
+        'forest.svg': charts.forest(comparison['contrasts'], arms),
+        'rates.svg': charts.losses_by_rate(comparison['tuning'], arms),
+    }
+    return {name: standalone(plot) for name, plot in plots.items() if plot}
 
 
 def standalone(plot):
@@ -359,6 +381,7 @@ def plots(comparison):
     arms = comparison['arms']
     steps = arms[comparison['baseline']]['steps']
     drawings = [
+        charts.losses_by_rate(comparison['tuning'], list(arms)),
         charts.relative_curves(comparison['curves'], list(arms), smoothing(steps)),
         charts.mixing_weights(comparison['mixing'], list(arms)),
     ]

@@ -46,21 +46,10 @@ class Results:
         return [Run(arm, rate, seed) for seed in self.plan.tuning_seeds]
 
     def try_rate(self, arm, rate):
-        """The mean loss of an arm's tuning runs at a rate; None unless all are there.
-
-        A run that diverged has an infinite loss. One that was killed, or that is another's, says
-        nothing about its rate.
-        """
-        losses = []
-        for run in self.tuning_runs(arm, rate):
-            state = self.state(run)
-            if state.kind != 'finished' and not state.has_diverged:
-                return None
-            losses.append(math.inf if state.has_diverged else state.loss)
-        return statistics.fmean(losses)
+        return losses_of(map(self.state, self.tuning_runs(arm, rate)))
 
     def tune(self, arm):
-        """An arm's rates with their losses, and the best of them; None where the rates are given.
+        """sweep() of an arm's tuning runs; None where the rates are given.
 
         Where the best is the lowest or the highest, one more step of the grid is tried, once.
         """
@@ -72,17 +61,12 @@ class Results:
         if best in (rates[0], rates[-1]):
             extension = next_rate(rates, best)
             trials[extension] = self.try_rate(arm, extension)
-            best = best_rate(trials)
-        return {
-            'trials': dict(sorted(trials.items())),
-            'best': best,
-            'edge': best in (min(trials), max(trials)),
-        }
+        return sweep(trials)
 
     def rate(self, arm):
         """The learning rate of an arm's test runs; None while it is not known."""
-        sweep = self.tune(arm)
-        return sweep['best'] if sweep else self.plan.own_rate(arm)
+        tuned = self.tune(arm)
+        return tuned['best'] if tuned else self.plan.own_rate(arm)
 
     # --- runs ---
 
@@ -140,12 +124,41 @@ class Results:
         return texts
 
 
+def losses_of(states):
+    """[the loss of each tuning run at a rate]; None unless all are there.
+
+    A run that diverged has an infinite loss. One that was killed, or that is another's, says nothing
+    about its rate.
+    """
+    losses = []
+    for state in states:
+        if state.kind != 'finished' and not state.has_diverged:
+            return None
+        losses.append(math.inf if state.has_diverged else state.loss)
+    return losses
+
+
+def sweep(trials):
+    """What is known of an arm's rates, {rate: losses_of() its tuning runs}.
+
+    `trials` in order, the `best` of them or None, whether it is at the `edge`, and the `means`.
+    """
+    trials = dict(sorted(trials.items()))
+    best = best_rate(trials)
+    return {
+        'trials': trials,
+        'means': {rate: losses and statistics.fmean(losses) for rate, losses in trials.items()},
+        'best': best,
+        'edge': best in (min(trials), max(trials)),
+    }
+
+
 def best_rate(trials):
     """The rate of the lowest mean loss; None while a run is missing, or if every rate diverged."""
     if None in trials.values():
         return None
-    best = min(trials, key=trials.get)
-    return best if math.isfinite(trials[best]) else None
+    best = min(trials, key=lambda rate: statistics.fmean(trials[rate]))
+    return best if math.isfinite(max(trials[best])) else None
 
 
 def next_rate(rates, edge):

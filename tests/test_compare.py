@@ -27,7 +27,7 @@ from comparison import launch, report
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run, code_state
 from comparison.results import Results, next_rate
-from comparison.runs import read_state
+from comparison.runs import as_json, read_state
 from lib.files import locked
 
 place = comparisons.place
@@ -96,6 +96,8 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         (['--arms=vanilla; a: share_v=True v_residual=True'], 'arm a: '),
         (['--arms=vanilla; a: typo.py'], 'residual_lamda'),
         ([ARMS, '--contrasts=svformer-mine'], 'svformer-mine'),
+        ([ARMS, '--contrasts=(svformer-resformer)-(resformer-vanilla)'], 'before it, in 0 ways'),
+        ([ARMS, '--contrasts=(resformer-vanilla)-vanilla'], 'in 0 ways'),
         ([AMBIGUOUS, '--contrasts=a-b-c'], 'in 2 ways'),
         ([ARMS, '--seeds=0'], 'seeds'),
         ([ARMS, '--seeds=1337'], '--seeds=(1337,)'),
@@ -255,7 +257,66 @@ def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
     assert compare_command(*words)[0] == 1
 
 
+def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
+    best = {'vanilla': 1e-2, 'resformer': 2e-2, 'svformer': 4e-2}
+    words = ('--contrasts=svformer-resformer', '--seeds=(1, 2, 3)', RATES)
+    plan = make_plan(ARMS, *words)
+    loss = {}
+
+    def loss_of(run):
+        loss[run] = scatter(run.seed, run.arm) + abs(math.log(run.rate / best[run.arm]))
+        return loss[run]
+
+    pretend_all(plan, loss_of)
+    planned, folders = collect(plan), sorted(folders_of(plan), key=lambda name: 'van' not in name)
+    options = ('--contrasts=svformer-resformer', '--tuning_seeds=(101, 102)')
+    assert runs.call(compare.main, *folders, *options)[0] == 0
+    report = json.loads(Path('out/compare/runs/report.json').read_text())
+    for name in ('contrasts', 'tuning', 'one_step_off'):
+        assert report[name] == as_json(planned[name])
+    assert Path('out/compare/runs/rates.svg').read_text().startswith('<svg')
+
+    def mean(arm, rate):
+        return statistics.fmean(loss[Run(arm, rate, seed)] for seed in (101, 102))
+
+    ours = mean('resformer', 2e-2)
+    expected = [ours - mean('vanilla', 1e-2), mean('resformer', 1e-2) - mean('vanilla', 1e-2)]
+    expected += [ours - mean('vanilla', 5e-3), mean('resformer', 4e-2) - mean('vanilla', 1e-2)]
+    row = report['one_step_off']['resformer-vanilla'].values()
+    assert list(row) == pytest.approx([*expected, ours - mean('vanilla', 2e-2)])
+
+    pretend(plan, Run('svformer', 1e-2, 1), 2.0)
+    status, _ = runs.call(compare.main, *folders_of(plan), *options)
+    assert 'svformer_lr0.01_seed1: the best rate of its arm is 0.04' in status
+    status, _ = runs.call(compare.main, *folders, *options, '--tuning_seeds=(101, 103)')
+    assert 'vanilla_lr0.005_seed101: there is no run at this rate with tuning seed 103' in status
+
+
 # --- what has arrived -----------------------------------------------------------------------------
+
+
+def test_a_contrast_may_be_the_difference_of_two_leads(place):
+    """Does an idea still help where something else is on, too?"""
+    arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
+    plan = make_plan(arms, '--seeds=4', '--contrasts=both-norm (both-norm)-(v-vanilla)')
+    gains = {'vanilla': 0.0, 'v': -0.4, 'norm': -0.3, 'both': -0.5}
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
+    comparison = collect(plan)
+    *_, contrast = comparison['contrasts'].values()
+    for seed in plan.seeds:
+        loss = {arm: scatter(seed, arm) + gain for arm, gain in gains.items()}
+        expected = loss['both'] - loss['norm'] - loss['v'] + loss['vanilla']
+        assert contrast['differences'][seed] == pytest.approx(expected)
+    text = report.markdown(comparison)
+    assert f'(both-norm) is higher than (v-vanilla) by {contrast["mean"]:.4f} nats.' in text
+    lead = comparison['contrasts']['both-norm']['mean']
+    assert f'Lead {report.signed(lead)} against' in text
+
+    shutil.rmtree(plan.run_folder(Run('norm', 0.02, 2)))
+    *_, contrast = collect(plan)['contrasts'].values()
+    assert (
+        contrast['verdict'] == 'undecided' and 'norm_lr0.02_seed2 is missing' in contrast['reason']
+    )
 
 
 def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
@@ -328,7 +389,7 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
     comparison = compare_runs(folders, 'runs')
     assert list(comparison['arms']) == ['vanilla_lr0.02', 'resformer_lr0.02', 'svformer_lr0.02']
     assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'
-    assert 'not planned as a comparison' in report.markdown(comparison)
+    assert 'learning rates were not tuned' in report.markdown(comparison)
     reason = contrast_of(compare_runs([folders[0], folders[-1]], 'runs'))['reason']
     assert reason == 'they have no seed in common'
 
