@@ -228,7 +228,7 @@ def losses_by_rate(tuning, arms):
         axes.plot(sweep['best'], means[best], 'D', markersize=7, **look)
         for rate, losses in sweep['trials'].items():
             axes.plot([rate] * len(losses), losses, 'o', markersize=3, alpha=0.6, **look)
-        ends += [means[best], *means[max(0, best - 1) : best + 2]]
+        ends += means[max(0, best - 1) : best + 2]
     # What is further than a step from the best rate, or has diverged, may lie outside.
     ends = [loss for loss in ends if math.isfinite(loss)]
     margin = 0.1 * (max(ends) - min(ends)) or 1.0
