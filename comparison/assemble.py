@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from comparison.curves import measure_curves, smoothing
-from comparison.plan import TEXT, all_contrasts, changes, contrast_name, lead, parse_contrasts
+from comparison.plan import TEXT, changes, contrast_name, lead, parse_contrasts, read_plan
 from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, by_seed, disagreement, read_state, same_but_seeds
 from comparison.verdict import describe, judge, paired
@@ -103,6 +103,7 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         'baseline': baseline,
         'arms': {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()},
         'contrasts': verdicts,
+        'judging_tuning_seeds': [],
         'evaluation': describe_evaluation(arms[baseline].facts),
         'curves': relative_curves(arms, baseline),
         'mixing': {name: mixing_weights(arm) for name, arm in arms.items()},
@@ -120,8 +121,12 @@ def one_step_off(tuning, contrasts):
         ours, theirs = (around_best(tuning[arm]) for arm in pair)
         row = {'both at their best': ours[0] - theirs[0]}
         for step, word in ((-1, 'lower'), (1, 'higher')):
-            row[f'the first one step {word}'] = ours[step] - theirs[0] if step in ours else None
-            row[f'the second one step {word}'] = ours[0] - theirs[step] if step in theirs else None
+            row[f'the first at its next {word} rate'] = (
+                ours[step] - theirs[0] if step in ours else None
+            )
+            row[f'the second at its next {word} rate'] = (
+                ours[0] - theirs[step] if step in theirs else None
+            )
         table[contrast_name(*pair)] = row
     return table
 
@@ -189,9 +194,10 @@ def arm_numbers(arm, base):
 
 def describe_evaluation(own):
     rows, length = own['eval_iters * batch_size'], own['block_size']
+    of = f'of {own["dataset"]}'
     if not rows:
-        return 'on the whole validation split'
-    return f'on up to {rows:,} sequences of {length:,} tokens per domain'
+        return f'on the whole validation split {of}'
+    return f'on up to {rows:,} sequences of {length:,} tokens per domain {of}'
 
 
 # What a run was made with.
@@ -265,8 +271,18 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=()):
     def missing(*pair):
         return why_incomparable(*(arms[name] for name in pair))
 
-    pairs = all_contrasts(arms, parse_contrasts(contrasts, arms))
-    return assemble(title, arms, pairs, missing, problems, states.values(), tuning)
+    pairs = parse_contrasts(contrasts, arms)
+    judging = {
+        seed for arm in arms.values() for seed, state in arm.states.items() if tuned_a_rate(state)
+    }
+    comparison = assemble(title, arms, pairs, missing, problems, states.values(), tuning)
+    return comparison | {'judging_tuning_seeds': sorted(judging)}
+
+
+def tuned_a_rate(state):
+    """Whether a run's own comparison, whose plan lies beside it, has chosen a learning rate by it."""
+    plan = state.folder.parent / 'plan.json'
+    return plan.exists() and state.facts['seed'] in read_plan(plan)['plan']['tuning_seeds']
 
 
 def split_tuning(runs, states, tuning_seeds):
@@ -283,7 +299,10 @@ def split_tuning(runs, states, tuning_seeds):
         tests[rate] = by_seed(same, facts)
         for seed in tuning_seeds:
             if seed not in tests[rate]:
-                raise ValueError(f'{same[0]}: there is no run at this rate with tuning seed {seed}')
+                raise ValueError(
+                    f'{same[0]}: there is no run at this rate with tuning seed {seed}; name all runs but '
+                    'those of this rate'
+                )
         trials[rate] = losses_of([states[tests[rate].pop(seed)] for seed in tuning_seeds])
     tuned = sweep(trials)
     if tuned['best'] is None:
@@ -311,4 +330,4 @@ def why_incomparable(ours, theirs):
         # Every pair is alike in how it was resumed; in all else, all runs are.
         reason = reason or disagreement(*pair, only=SHARED)
         reason = reason or disagreement(pairs[0][0], pair[1], ['resumed'], SHARED)
-    return reason if pairs else 'they have no seed in common'
+    return reason if pairs else 'they have no test seed in common'

@@ -97,22 +97,21 @@ def read_wiring(path):
 
 
 def parse_contrasts(text, arms):
-    """[(ours, theirs)] of --contrasts, such as 'mine-resformer'.
+    """[(ours, theirs)]: each arm against the first, and those of --contrasts, such as 'mine-resformer'.
 
-    Ours and theirs are two arms or, as in '(a-b)-(c-d)', two leads: contrasts of arms, in parentheses,
-    that stand before, or that each arm has with the first.
+    Ours and theirs are two arms or, as in '(a-b)-(c-d)', two leads: contrasts of arms that stand before.
     """
-    contrasts, leads = [], [lead(*pair) for pair in baseline_contrasts(arms)]
+    contrasts = all_contrasts(arms)
     for word in filter(None, re.split(r'[\s,;]+', text)):
+        leads = [lead(*pair) for pair in contrasts if pair[0] in arms]
         known = [*itertools.permutations(arms, 2), *itertools.permutations(leads, 2)]
         pairs = [pair for pair in known if contrast_name(*pair) == word]
         if len(pairs) != 1:
             raise ValueError(
-                f'contrasts: {word!r} is ARM-ARM of {", ".join(arms)}, or (ARM-ARM)-(ARM-ARM) of '
-                f'contrasts before it, in {len(pairs)} ways, not in one'
+                f'contrasts: {word!r} is A-B in {len(pairs)} ways, not in one, where A and B are two of '
+                f'{", ".join(arms)}, or two of {", ".join(leads)}'
             )
-        contrasts += pairs
-        leads += [lead(*pair) for pair in pairs if pair[0] in arms]
+        contrasts = all_contrasts(arms, [*contrasts, *pairs])
     return contrasts
 
 
@@ -121,14 +120,10 @@ def lead(ours, theirs):
     return f'({contrast_name(ours, theirs)})'
 
 
-def baseline_contrasts(arms):
-    baseline, *others = arms
-    return [(name, baseline) for name in others]
-
-
-def all_contrasts(arms, more):
+def all_contrasts(arms, more=()):
     """[(ours, theirs)]: each arm against the first, then the others, each pair once."""
-    contrasts = baseline_contrasts(arms)
+    baseline, *others = arms
+    contrasts = [(name, baseline) for name in others]
     for ours, theirs in more:
         if not {(ours, theirs), (theirs, ours)} & set(contrasts):
             contrasts.append((ours, theirs))

@@ -11,6 +11,8 @@ import math
 from comparison import charts
 from comparison.charts import MINUS, TIMES, seeds_text, signed
 from comparison.curves import smoothing
+from comparison.plan import METRIC
+from comparison.verdict import RULE
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -73,8 +75,10 @@ def verdict(comparison, contrast):
     if ours not in comparison['arms']:
         if contrast['verdict'] == 'undecided':
             return f'{ours} against {theirs}: undecided.'
-        word = 'lower' if mean < 0 else 'higher'
-        return f'{ours} is {word} than {theirs} by {abs(mean):.4f} nats.'
+        change, gained = ('lower', 'more') if mean < 0 else ('higher', 'less')
+        return (
+            f'{ours} is {change} than {theirs} by {abs(mean):.4f} nats: {gained} is gained there.'
+        )
     rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
     untuned = ''
     if not comparison['tuning'] and rates[0] != rates[1]:
@@ -89,11 +93,9 @@ def evidence(contrast):
     if contrast['mean'] is None:
         return ''
     (ours, our_sd), (theirs, their_sd) = contrast['losses']
-    # Losses are above 0; a lead, the difference of two of them, is on either side.
-    what, words = (
-        ('Lead', signed) if contrast['ours'].startswith('(') else ('Validation loss', plain)
-    )
-    text = f'{what} {words(ours)} against {words(theirs)}'
+    text = f'Validation loss {plain(ours)} against {plain(theirs)}'
+    if contrast['ours'].startswith('('):
+        text = f'Differences of losses {signed(ours)} and {signed(theirs)}'
     if our_sd and their_sd:
         text += f' (standard deviation between seeds {plain(our_sd)} and {plain(their_sd)})'
     text += f', difference {signed(contrast["mean"])}'
@@ -162,10 +164,15 @@ def cautions(comparison):
         if sweep['edge']:
             notes.append(
                 f'The best learning rate of {arm}, {sweep["best"]:g}, is at the edge of those '
-                'tried, extended once: a better one may lie beyond.'
+                'tried: a better one may lie beyond.'
             )
     if plan and plan['runs_before']:
         notes.append(f'When the plan was written, {plan["runs_before"]} runs had begun already.')
+    if comparison['judging_tuning_seeds']:
+        notes.append(
+            f'Seeds {listed(comparison["judging_tuning_seeds"])} have chosen a learning rate, and now '
+            'judge it, too; --tuning_seeds names such seeds.'
+        )
     for seeds in plan['earlier_seeds'] if plan else ():
         notes.append(
             f'Seeds were added: the plan had {listed(seeds)} before. The p values assume that nobody '
@@ -180,10 +187,10 @@ def cautions(comparison):
 
 def facts(comparison):
     """['name: text']: how it was made."""
-    lines = [f'metric: validation loss at the end of training, {comparison["evaluation"]}']
     plan = comparison['plan']
+    lines = [f'metric: {METRIC}, {comparison["evaluation"]}']
+    lines.append(f'rule: {plan["plan"]["rule"] if plan else RULE}')
     if plan:
-        lines.append(f'rule: {plan["plan"]["rule"]}')
         lines.append(f'plan: {plan["hash"]}, written {plan["date"]}, in plan.json')
         length = len(plan['diff'].splitlines())
         work_tree = f'with a diff of {length:,} lines, in plan.json' if length else 'unchanged'

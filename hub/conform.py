@@ -62,6 +62,7 @@ import importlib
 import inspect
 import json
 import sys
+import traceback
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +289,10 @@ def check_port(observe, port, name, case):
         given = dict(observe(port, case.config, case.weights))
     except NotImplementedError:
         return None
+    except Exception:  # whatever it raises: the other variants are checked all the same
+        traceback.print_exc()
+        print(f'{name}: fails, for the port raises an error')
+        return 1
     seen = {}
     for check, right in case.expected.items():
         if check in given:
@@ -334,10 +339,11 @@ def load_port(words):
         port = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f'{words[0]}: {first_line(error)}') from error
-    level = LEVELS.get(len(inspect.signature(port).parameters))
-    if level is None:
+    level = callable(port) and LEVELS.get(len(inspect.signature(port).parameters))
+    if not level:
         raise ValueError(
-            f'{words[0]} must take config and weights, or own, source, x and weights; see --help'
+            f'{words[0]} must be a function or class that takes config and weights, or own, source, x '
+            'and weights; see --help'
         )
     return port, level
 

@@ -96,7 +96,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         (['--arms=vanilla; a: share_v=True v_residual=True'], 'arm a: '),
         (['--arms=vanilla; a: typo.py'], 'residual_lamda'),
         ([ARMS, '--contrasts=svformer-mine'], 'svformer-mine'),
-        ([ARMS, '--contrasts=(svformer-resformer)-(resformer-vanilla)'], 'before it, in 0 ways'),
+        ([ARMS, '--contrasts=(svformer-resformer)-(resformer-vanilla)'], 'is A-B in 0 ways'),
         ([ARMS, '--contrasts=(resformer-vanilla)-vanilla'], 'in 0 ways'),
         ([AMBIGUOUS, '--contrasts=a-b-c'], 'in 2 ways'),
         ([ARMS, '--seeds=0'], 'seeds'),
@@ -271,9 +271,9 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     planned, folders = collect(plan), sorted(folders_of(plan), key=lambda name: 'van' not in name)
     options = ('--contrasts=svformer-resformer', '--tuning_seeds=(101, 102)')
     assert runs.call(compare.main, *folders, *options)[0] == 0
-    report = json.loads(Path('out/compare/runs/report.json').read_text())
+    found = json.loads(Path('out/compare/runs/report.json').read_text())
     for name in ('contrasts', 'tuning', 'one_step_off'):
-        assert report[name] == as_json(planned[name])
+        assert found[name] == as_json(planned[name])
     assert Path('out/compare/runs/rates.svg').read_text().startswith('<svg')
 
     def mean(arm, rate):
@@ -282,8 +282,12 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     ours = mean('resformer', 2e-2)
     expected = [ours - mean('vanilla', 1e-2), mean('resformer', 1e-2) - mean('vanilla', 1e-2)]
     expected += [ours - mean('vanilla', 5e-3), mean('resformer', 4e-2) - mean('vanilla', 1e-2)]
-    row = report['one_step_off']['resformer-vanilla'].values()
+    row = found['one_step_off']['resformer-vanilla'].values()
     assert list(row) == pytest.approx([*expected, ours - mean('vanilla', 2e-2)])
+
+    at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
+    notes = report.markdown(compare_runs(at_its_best, 'runs'))
+    assert 'Seeds 101, 102 have chosen a learning rate, and now judge it' in notes
 
     pretend(plan, Run('svformer', 1e-2, 1), 2.0)
     status, _ = runs.call(compare.main, *folders_of(plan), *options)
@@ -298,7 +302,7 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
 def test_a_contrast_may_be_the_difference_of_two_leads(place):
     """Does an idea still help where something else is on, too?"""
     arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
-    plan = make_plan(arms, '--seeds=4', '--contrasts=both-norm (both-norm)-(v-vanilla)')
+    plan = make_plan(arms, '--seeds=4', '--contrasts=both-norm v-vanilla (both-norm)-(v-vanilla)')
     gains = {'vanilla': 0.0, 'v': -0.4, 'norm': -0.3, 'both': -0.5}
     pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
     comparison = collect(plan)
@@ -308,9 +312,12 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
         expected = loss['both'] - loss['norm'] - loss['v'] + loss['vanilla']
         assert contrast['differences'][seed] == pytest.approx(expected)
     text = report.markdown(comparison)
-    assert f'(both-norm) is higher than (v-vanilla) by {contrast["mean"]:.4f} nats.' in text
+    assert (
+        f'(both-norm) is higher than (v-vanilla) by {contrast["mean"]:.4f} nats: less is gained'
+        in text
+    )
     lead = comparison['contrasts']['both-norm']['mean']
-    assert f'Lead {report.signed(lead)} against' in text
+    assert f'Differences of losses {report.signed(lead)} and' in text
 
     shutil.rmtree(plan.run_folder(Run('norm', 0.02, 2)))
     *_, contrast = collect(plan)['contrasts'].values()
@@ -391,7 +398,7 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
     assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'
     assert 'learning rates were not tuned' in report.markdown(comparison)
     reason = contrast_of(compare_runs([folders[0], folders[-1]], 'runs'))['reason']
-    assert reason == 'they have no seed in common'
+    assert reason == 'they have no test seed in common'
 
 
 def test_existing_runs_that_cannot_be_compared_are_refused(place):

@@ -1,10 +1,12 @@
 """The README's promises: its patch is one that is tested, its commands parse, its numbers are true."""
 
 import importlib
+import itertools
 import json
 import math
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +97,18 @@ def test_every_command_that_a_page_names_is_one_that_its_program_takes(name, lea
     for words in commands:
         parse(words, monkeypatch)
     assert len(commands) >= least, commands
+
+
+def test_no_two_comparisons_have_one_name():
+    """compare.py refuses to go on with another plan."""
+    arms = {}
+    pages = (ROOT / name for name in ('README.md', 'Makefile', 'compare.py'))
+    for words in itertools.chain(*map(commands_of, pages)):
+        flags = dict(word[2:].split('=', 1) for word in words[1:] if word.startswith('--'))
+        if words[0] == 'compare.py' and 'arms' in flags:
+            name = flags.get('name', Path(words[1]).stem)
+            assert arms.setdefault(name, flags['arms']) == flags['arms'], name
+    assert len(arms) >= 6
 
 
 def test_every_setting_of_training_that_it_names_exists():
