@@ -1,5 +1,5 @@
 """
-The numbers on results/claims, deep, rates and long, computed again from the kept logs and analyses.
+The numbers on results/claims, deep, rates, embedding and long, computed again from the kept logs and analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
@@ -171,6 +171,46 @@ def test_the_rates_are_chosen_by_the_means_of_both_tuning_seeds():
             assert f'| {NAMES[model]} | {rate:g} | {row} |' in text.replace('**', '')
         assert min(means, key=means.get) == best[model]
         assert f'**{means[best[model]]:.4f}**' in text
+
+
+# --- embedding ------------------------------------------------------------------------------------
+
+EMBEDDING = RESULTS / 'embedding'
+
+
+def embedding_losses(model, rate, seeds):
+    return np.array([final(EMBEDDING / f't/{model}_lr{rate:g}_seed{seed}') for seed in seeds])
+
+
+def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds():
+    grid = 0.00075 * 2.0 ** np.arange(5)
+    columns, chosen = [], {}
+    for model in ('vanilla', 'resformer', 'svformer'):
+        rates = grid[: 5 if model == 'vanilla' else 4]
+        columns.append([embedding_losses(model, rate, (101, 102)) for rate in rates])
+        chosen[model] = float(rates[np.mean(columns[-1], axis=1).argmin()])
+    plan = json.loads((EMBEDDING / 't/plan.json').read_text())
+    assert plan['before_test_runs']['rates'] == pytest.approx(chosen)
+    text = page('embedding').replace('**', '')
+    for row in zip(*columns, strict=False):
+        assert ' | '.join('{:.4f}, {:.4f}'.format(*losses) for losses in row) in text
+    assert '{:.4f}, {:.4f}'.format(*columns[0][-1]) in text
+
+
+def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
+    text = page('embedding')
+    rates = {'vanilla': 0.006, 'resformer': 0.003, 'svformer': 0.003}
+    losses = {model: embedding_losses(model, rates[model], range(3, 11)) for model in rates}
+    for model, values in losses.items():
+        numbers = ' | '.join(f'{x:.4f}' for x in (values.mean(), values.std(ddof=1), *values))
+        assert f'| {NAMES[model]} | {rates[model] * 1000:g}e-3 | {numbers} |' in text
+    flips = np.stack(np.meshgrid(*[[-1, 1]] * 8), axis=-1).reshape(-1, 8)
+    for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
+        leads = losses[pair[0]] - losses[pair[1]]
+        # The share of flips that give a mean at least as far from 0.
+        p = np.mean(np.abs(flips @ leads) >= abs(leads.sum()) * (1 - 1e-12))
+        (row,) = re.findall(f'^\\| {NAMES[pair[0]]} - {NAMES[pair[1]]} \\|.* of 8 .*', text, re.M)
+        assert f'| {leads.mean():+.4f} |' in row and f'| {p:.4f} | {sum(leads < 0)} of 8 |' in row
 
 
 # --- long -----------------------------------------------------------------------------------------
