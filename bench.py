@@ -635,7 +635,7 @@ def bench(settings, shape):
 def main():
     compile_rows_apart()
     modes = {'': (BenchConfig, GPTConfig), 'decode': (DecodeConfig, GPTConfig)}
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         _, (settings, shape) = choose(modes, __doc__, ignored=[TrainConfig])
         bench(settings, shape)
 

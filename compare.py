@@ -46,7 +46,7 @@ class CompareConfig:
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 1  # GPUs of each training, by torchrun
     print: bool = False  # write the commands still to be run, one per line, and train nothing
-    runs: tuple = ()  # folders of runs that exist, to be compared as they are
+    runs: tuple = ()  # folders or packs of runs that exist; the model of the first is the baseline
 
     def __post_init__(self):
         if self.jobs < 0 or self.gpus < 1:
@@ -117,7 +117,10 @@ def compare_existing(options, argv):
     for argument in argv:
         key = argument[2:].partition('=')[0]
         if argument.startswith('--') and key not in ('name', 'contrasts', 'tuning_seeds'):
-            raise ValueError(f'--{key} is for runs to be trained; these are taken as they are')
+            raise ValueError(
+                f'--{key} is for runs to be trained; {options.runs[0]} is taken for one that exists '
+                '(config files end with .py)'
+            )
         if argument.endswith('.py'):
             raise ValueError(f'{argument}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
@@ -132,7 +135,6 @@ def compare_existing(options, argv):
 
 def write_report(folder, comparison):
     """Write report.md, .html and .json, and its pictures."""
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: value for name, value in comparison.items() if name != 'curves'}
     write_json(folder / 'report.json', as_json(numbers))
     texts = {
@@ -145,14 +147,14 @@ def write_report(folder, comparison):
 
 def main():
     argv = sys.argv[1:]
-    with one_line_errors(ValueError, OSError, interrupts=False):
+    with one_line_errors(interrupts=False):
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, plain='runs')
         # Better to fail now than after hours of training.
         distributions()
         charts.pyplot()
         if options.runs:
             comparison, folder = compare_existing(options, argv)
-        elif options.arms:
+        elif argv:
             comparison, folder = compare_arms(options, argv)
         else:
             print(__doc__.strip())

@@ -250,8 +250,8 @@ def first_line(error):
 
 
 @contextlib.contextmanager
-def one_line_errors(*kinds, everywhere=False, interrupts=True):
-    """Turn a user's mistake, an exception of these kinds, into one line on stderr and exit status 1.
+def one_line_errors(everywhere=False, interrupts=True):
+    """Turn a mistake of the user's, or a run that diverged, into one line on stderr and exit status 1.
 
     Where all processes make the same mistake, only the first of each machine prints it; with
     `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word.
@@ -265,6 +265,6 @@ def one_line_errors(*kinds, everywhere=False, interrupts=True):
         if not interrupts:
             raise
         sys.exit(130)
-    except kinds as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         speaks = everywhere or os.environ.get('LOCAL_RANK', '0') == '0'
         sys.exit(f'error: {error}' if speaks else 1)

@@ -358,7 +358,7 @@ PARTS = {'loss': (evaluate_losses, print_losses), 'tasks': (evaluate_tasks, prin
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         modes = {'loss': (LossConfig,), 'tasks': (TasksConfig,)}
         mode, (settings,) = choose(modes, __doc__, plain='runs')
         runs = settings.runs
@@ -367,7 +367,7 @@ def main():
         machine = Machine(settings.device, settings.dtype, attention='flash')
         machine.join()
 
-    errors = one_line_errors(ValueError, OSError, everywhere=True)
+    errors = one_line_errors(everywhere=True)
     with errors, advise_on_memory('Lower --batch_size.'):
         evaluate, show = PARTS[mode]
         numbers = evaluate(runs, settings, machine)

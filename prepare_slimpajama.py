@@ -342,7 +342,6 @@ def check_space(plan):
 
 def write_dataset(plan):
     # From here on the folder is ours.
-    plan.pieces.mkdir(exist_ok=True)
     write_json(plan.pieces / 'begun.json', plan.begun)
     # {(split, domain): documents, tokens, bytes of text, files that they come from}
     counts = collections.defaultdict(collections.Counter)
@@ -526,7 +525,7 @@ def print_table(plan, counts):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         (settings,) = configure(Settings)
         prepare(settings)
 

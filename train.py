@@ -775,7 +775,7 @@ LESS_MEMORY = (
 
 
 def main():
-    with one_line_errors(ValueError, OSError):  # the same on every process
+    with one_line_errors():  # the same on every process
         settings, config = configure(TrainConfig, GPTConfig, under=own_settings)
         attention = attention_setting(settings, config)
         machine = Machine(settings.device, settings.dtype, tf32=True, attention=attention)
@@ -784,7 +784,7 @@ def main():
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)
-    errors = one_line_errors(ValueError, OSError, FloatingPointError, everywhere=True)
+    errors = one_line_errors(everywhere=True)
     with errors, contextlib.ExitStack() as closing:
         with advise_on_memory(LESS_MEMORY):
             interrupted = train(settings, config, machine, micro_steps, closing)

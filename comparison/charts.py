@@ -158,13 +158,17 @@ def curves_picture(arms, labels, look, baseline, smooth, title=''):
     figure, (left, right) = picture(title, ncols=2, width_ratios=(5, 1), sharey=True)
     left.axhline(0, color=INK, linewidth=1)
     right.axhline(0, color=INK, linewidth=1, label=baseline)
+    shown = [0.0]
     for column, (name, arm) in enumerate(arms.items()):
         each = list(arm['curves'].values())
+        # Not the first tenth of the steps, where losses differ by more than they ever will again.
+        shown += np.ravel([curve[len(curve) // 10 :] for curve in each]).tolist()
+        shown += arm['ends'].values()
         if len(each) > 1:
             left.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
         left.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, **look[name])
         draw_end(right, column, describe(arm['ends']), labels[name], look[name])
-    left.set_ylim(limits_of(arms.values()))
+    show_all(left, shown)
     left.margins(x=0)
     left.set_xlabel(f'step (curves: mean of {smooth} steps)')
     left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
@@ -190,16 +194,10 @@ def draw_end(axes, x, end, label, look):
     axes.plot([], [], label=textwrap.fill(f'{words}  {label}', 30), **look)
 
 
-def limits_of(arms):
-    """The limits of an axis of curves and ends. The first tenth of the steps, where losses differ by more
-    than they ever will again, does not count."""
-    shown = [0.0]
-    for arm in arms:
-        for curve in arm['curves'].values():
-            shown += curve[len(curve) // 10 :]
-        shown += arm['ends'].values()
-    margin = 0.1 * (max(shown) - min(shown)) or 1.0
-    return min(shown) - margin, max(shown) + margin
+def show_all(axes, values):
+    """Let the y axis show these values, with a margin, and what else there is as far as it goes."""
+    margin = 0.1 * (max(values) - min(values)) or 1.0
+    axes.set_ylim(min(values) - margin, max(values) + margin)
 
 
 @styled
@@ -222,17 +220,14 @@ def losses_by_rate(tuning, arms):
     ends = []
     for name, sweep in known.items():
         look = {'color': color(arms.index(name))}
-        means = list(sweep['means'].values())
-        best = means.index(sweep['means'][sweep['best']])
-        axes.plot(list(sweep['means']), means, label=name, **look)
-        axes.plot(sweep['best'], means[best], 'D', markersize=7, **look)
+        rates, means = map(list, (sweep['means'], sweep['means'].values()))
+        best = rates.index(sweep['best'])
+        axes.plot(rates, means, '-D', markevery=[best], markersize=7, label=name, **look)
         for rate, losses in sweep['trials'].items():
             axes.plot([rate] * len(losses), losses, 'o', markersize=3, alpha=0.6, **look)
         ends += means[max(0, best - 1) : best + 2]
     # What is further than a step from the best rate, or has diverged, may lie outside.
-    ends = [loss for loss in ends if math.isfinite(loss)]
-    margin = 0.1 * (max(ends) - min(ends)) or 1.0
-    axes.set_ylim(min(ends) - margin, max(ends) + margin)
+    show_all(axes, [loss for loss in ends if math.isfinite(loss)])
     axes.set_xscale('log')
     rates = sorted({rate for sweep in known.values() for rate in sweep['means']})
     axes.set_xticks(rates, [f'{rate:g}' for rate in rates])

@@ -43,7 +43,7 @@ def compress(runs):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         (settings,) = configure(PackConfig, plain='runs')
         runs = sorted(map(Path, settings.runs))
         if not runs:
@@ -51,7 +51,6 @@ def main():
         for run in runs:
             if read_state(run).kind not in ('finished', 'diverged'):
                 raise ValueError(f'{run} is not a finished run')
-        Path(settings.to).mkdir(parents=True, exist_ok=True)
         older = list(Path(settings.to).glob('runs_*.tar.xz'))
         for number, contents in enumerate(compress(runs), len(older) + 1):
             write_whole(Path(settings.to, f'runs_{number}.tar.xz'), contents)

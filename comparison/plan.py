@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import json
 import re
-import subprocess
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -35,11 +34,9 @@ from comparison.verdict import LEVEL, RULE
 from configurator import check_key, configure, read_settings
 from lib.data import Dataset
 from lib.files import unreadable, write_json
-from lib.rundir import known_commit
+from lib.rundir import commit_of, git
 from model import GPTConfig
 from train import TrainConfig, check_rates, share_of_micro_steps
-
-ROOT = Path(__file__).parent.parent
 
 # Settings that compare.py itself chooses.
 CHOSEN = set('seed out_dir init_from eval_only'.split())
@@ -176,9 +173,10 @@ class Plan:
                 f'seeds={seeds} is how many seeds; for this one, write --seeds=({seeds},)'
             )
         self.seeds = tuple(range(1, seeds + 1)) if isinstance(seeds, int) else tuple(seeds)
-        self.rates = tuple(sorted(rates))
+        self.rates = tuple(rates)
         self.tuning_seeds = tuple(tuning_seeds) if rates else ()
         self.check_numbers()
+        self.rates = tuple(sorted(rates))
         self.check_names(arms)
         self.baseline = next(iter(arms))
         self.arms = {name: dict(settings) for name, settings in arms.items()}
@@ -405,7 +403,6 @@ class Plan:
             'plan': contents,
             **code_state(),
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return plan
 
@@ -473,15 +470,7 @@ def decisive(contents):
 def code_state():
     """The commit, and the diff of the work tree's Python files: the idea is a change of the code."""
     paths = ['--', '*.py', *(f':!{folder}' for folder in ('tests', 'paper', 'results'))]
-
-    def git(*words):
-        done = subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout
-
-    commit, diff = '', ''
-    with contextlib.suppress(OSError):  # no git here
-        commit = git('rev-parse', 'HEAD').strip()
-        diff = git('diff', 'HEAD', *paths)
-        for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
-            diff += git('diff', '--no-index', '/dev/null', name)
-    return {'commit': known_commit(commit), 'diff': diff}
+    diff = git('diff', 'HEAD', *paths)
+    for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
+        diff += git('diff', '--no-index', '/dev/null', name)
+    return {'commit': commit_of('rev-parse', 'HEAD'), 'diff': diff}

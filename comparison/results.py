@@ -42,31 +42,28 @@ class Results:
 
     # --- rates ---
 
-    def tuning_runs(self, arm, rate):
-        return [Run(arm, rate, seed) for seed in self.plan.tuning_seeds]
-
     def try_rate(self, arm, rate):
-        return losses_of(map(self.state, self.tuning_runs(arm, rate)))
+        """losses_of() an arm's tuning runs at a rate."""
+        return losses_of(self.state(Run(arm, rate, seed)) for seed in self.plan.tuning_seeds)
 
     def tune(self, arm):
-        """sweep() of an arm's tuning runs; None where the rates are given.
+        """sweep() of an arm's tuning runs, of a plan with rates.
 
         Where the best is the lowest or the highest, one more step of the grid is tried, once.
         """
         rates = self.plan.rates
-        if not rates:
-            return None
         trials = {rate: self.try_rate(arm, rate) for rate in rates}
-        best = best_rate(trials)
-        if best in (rates[0], rates[-1]):
-            extension = next_rate(rates, best)
+        tuned = sweep(trials)
+        if tuned['edge']:
+            extension = next_rate(rates, tuned['best'])
             trials[extension] = self.try_rate(arm, extension)
         return sweep(trials)
 
     def rate(self, arm):
         """The learning rate of an arm's test runs; None while it is not known."""
-        tuned = self.tune(arm)
-        return tuned['best'] if tuned else self.plan.own_rate(arm)
+        if self.plan.rates:
+            return self.tune(arm)['best']
+        return self.plan.own_rate(arm)
 
     # --- runs ---
 
@@ -106,21 +103,21 @@ class Results:
 
     def problems(self):
         """{run or arm: why it has not finished}. A rate at which tuning diverges is no problem."""
-        texts = {}
+        texts, untuned = {}, {}
         for run in self.all_runs():
             state = self.state(run)
-            is_result = state.has_diverged and run.seed in self.plan.tuning_seeds
-            if state.kind != 'finished' and not is_result:
-                texts[run.name] = state.reason
+            is_tuning = run.seed in self.plan.tuning_seeds
+            if state.kind == 'finished' or (is_tuning and state.has_diverged):
+                continue
+            texts[run.name] = state.reason
             if state.kind == 'foreign':
                 texts[run.name] += '; delete its folder, or give another --name'
+            if is_tuning:
+                untuned.setdefault(run.arm, f'{run.name} is {texts[run.name]}')
         for arm in self.plan.arms:
             if self.rate(arm) is None:
-                trials = self.tune(arm)['trials']
-                names = [run.name for rate in trials for run in self.tuning_runs(arm, rate)]
-                reasons = [f'{name} is {texts[name]}' for name in names if name in texts]
-                reasons.append('none of its --rates ends with a finite loss')
-                texts[arm] = f'the learning rate of {arm} is not known, because {reasons[0]}'
+                reason = untuned.get(arm, 'none of its --rates ends with a finite loss')
+                texts[arm] = f'the learning rate of {arm} is not known, because {reason}'
         return texts
 
 
@@ -141,24 +138,16 @@ def losses_of(states):
 def sweep(trials):
     """What is known of an arm's rates, {rate: losses_of() its tuning runs}.
 
-    `trials` in order, the `best` of them or None, whether it is at the `edge`, and the `means`.
+    `trials` in order, their `means`, the `best` rate, that of the lowest mean, and whether it is at the
+    `edge`. The best is None while a run is missing, or if every rate diverged.
     """
     trials = dict(sorted(trials.items()))
-    best = best_rate(trials)
-    return {
-        'trials': trials,
-        'means': {rate: losses and statistics.fmean(losses) for rate, losses in trials.items()},
-        'best': best,
-        'edge': best in (min(trials), max(trials)),
-    }
-
-
-def best_rate(trials):
-    """The rate of the lowest mean loss; None while a run is missing, or if every rate diverged."""
-    if None in trials.values():
-        return None
-    best = min(trials, key=lambda rate: statistics.fmean(trials[rate]))
-    return best if math.isfinite(max(trials[best])) else None
+    means = {rate: losses and statistics.fmean(losses) for rate, losses in trials.items()}
+    best = None
+    if None not in means.values() and min(means.values()) < math.inf:
+        best = min(means, key=means.get)
+    edge = best in (min(trials), max(trials))
+    return {'trials': trials, 'means': means, 'best': best, 'edge': edge}
 
 
 def next_rate(rates, edge):

@@ -81,19 +81,18 @@ def t_test(differences, level=LEVEL):
 
 
 def holm(p):
-    """(p after Holm's correction, the factor by which it multiplies), each (..., m), in the order given.
+    """(p after Holm's correction, the factor by which it multiplies), (m,) each, in the order given.
 
     The smallest p is multiplied by m, the next by m - 1, and so on; none is below one before it. A
     missing p is passed as 1. An interval at the level LEVEL / factor is corrected as the p is: it
     excludes 0 where the corrected p is below LEVEL.
     """
     p = np.asarray(p, dtype=float)
-    m = p.shape[-1]
-    order = np.argsort(p, axis=-1, kind='stable')
-    ranks = np.argsort(order, axis=-1, kind='stable')
-    scaled = np.take_along_axis(p, order, axis=-1) * np.arange(m, 0, -1)
-    monotone = np.minimum(1.0, np.maximum.accumulate(scaled, axis=-1))
-    adjusted = np.take_along_axis(monotone, ranks, axis=-1)
+    m = len(p)
+    order = np.argsort(p, kind='stable')
+    ranks = np.argsort(order)
+    scaled = p[order] * np.arange(m, 0, -1)
+    adjusted = np.minimum(1.0, np.maximum.accumulate(scaled))[ranks]
     factors = np.divide(adjusted, p, out=np.ones_like(p), where=p > 0)
     return adjusted, np.maximum(factors, m - ranks)
 

@@ -180,7 +180,7 @@ def write_tokenizer(folder, tokenizer, block_size):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         _, (settings,) = choose({'export': (ExportConfig,)}, __doc__)
         check_empty(settings.to)  # before it takes a while
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)

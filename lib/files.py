@@ -48,7 +48,8 @@ def named(path):
 
 
 def write_whole(path, data):
-    """Write str or bytes to `path` as whole_file() does."""
+    """Write str or bytes to `path` as whole_file() does. Its folder is made if it is missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with named(path), whole_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 

@@ -35,6 +35,8 @@ from model import SHAPE, GPTConfig
 # these, even its embeddings and projections would mean something else.
 BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
+ROOT = Path(__file__).parents[1]
+
 # --- the folder ----------------------------------------------------------------------------------
 
 
@@ -376,16 +378,11 @@ FACTS = frozenset(
 
 def provenance(machine):
     """What produced a run: commit, versions, hardware, and how busy it was."""
-    commit = ''
-    with contextlib.suppress(OSError):  # no git here
-        command = ['git', 'describe', '--always', '--dirty']
-        folder = Path(__file__).parent
-        commit = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
     versions = {'torch': str(torch.__version__)}
     if machine.kind == 'cuda':
         versions['cudnn'] = torch.backends.cudnn.version()
     return {
-        'commit': known_commit(commit),
+        'commit': commit_of('describe', '--always', '--dirty'),
         'date': datetime.date.today().isoformat(),
         'device': machine.name(),
         'cpu': cpu_name(),
@@ -399,9 +396,16 @@ def provenance(machine):
     }
 
 
-def known_commit(commit):
+def commit_of(*words):
     """What git says. A copy without .git, as on a borrowed machine, takes it from the environment."""
-    return commit or os.environ.get('COMMIT') or 'unknown'
+    return git(*words).strip() or os.environ.get('COMMIT') or 'unknown'
+
+
+def git(*words):
+    """What git prints about this code; '' where there is no git, or no repository."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True).stdout
+    return ''
 
 
 def cpu_name():

@@ -502,12 +502,11 @@ def curve_of(kind, panel, series):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
         numbers = analyze(kind, settings, Machine(settings.device))
         out = Path(settings.out or f'results/{kind}')
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out.with_name(f'{out.name}.json'), numbers)
         drawn = over_seeds(numbers) if settings.seeds else numbers
         draw.save(figure_of(drawn), out.with_name(f'{out.name}.png'))

@@ -220,7 +220,7 @@ DRAWINGS = {'relative': draw_relative, 'wiring': draw_wiring}
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         modes = dict.fromkeys(DRAWINGS, (DrawConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
         save(DRAWINGS[kind](settings), settings.out or f'{kind}.png')

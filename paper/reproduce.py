@@ -224,7 +224,6 @@ def reproduce(name, pool, settings, machine):
         if panel.how in analyze.ANALYSES:
             reports[panel.how] = {Path(run).name: one for run, one in numbers['runs'].items()}
     path = Path('results', scale.name, f'{name}.json')
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {'figure': name, **provenance(machine), 'panels': entries})
     redraw(name, scale)
     claims = [claim for claim in CLAIMS if claim.figure == name]
@@ -262,7 +261,6 @@ def write_claims(pool, settings):
     table, picture = judge.markdown(rows), judge.forest(rows)
     numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
     out = Path(settings.out or 'verdicts')
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out.with_suffix('.json'), numbers)
     write_whole(out.with_suffix('.md'), table)
     if picture:
@@ -298,7 +296,7 @@ def each(names, make, *arguments):
 
 
 def main():
-    with one_line_errors(ValueError, OSError, interrupts=False):
+    with one_line_errors(interrupts=False):
         modes = dict.fromkeys(('', 'list', 'redraw', 'claims'), (ReproduceConfig,))
         mode, (settings,) = choose(modes, __doc__, plain='words')
         scale, names, folders = SCALES[settings.scale], settings.figures(), settings.folders()

@@ -329,7 +329,7 @@ def print_table(settings):
 
 
 def main():
-    with one_line_errors(ValueError, OSError):
+    with one_line_errors():
         modes = {mode: (FakeConfig,) for mode in ('rows', 'measure', 'kernels', 'table')}
         mode, (settings,) = choose(modes, __doc__)
         if mode == 'rows':

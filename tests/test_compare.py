@@ -85,6 +85,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
     'words, names',
     [
         (['--arms=vanilla'], 'two arms'),
+        ([], 'two arms'),
         (['--arms=vanilla; vanilla: share_v=True'], 'vanilla'),
         (['--arms=vanilla; Mine: share_v=True; mine: v_residual=True'], 'Mine and mine'),
         (['--arms=vanilla; a b: share_v=True'], 'a b'),
@@ -103,6 +104,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         ([ARMS, '--seeds=1337'], '--seeds=(1337,)'),
         ([ARMS, '--seeds=(1, 1)'], 'seeds=(1, 1)'),
         ([ARMS, '--rates=(1e-3,)'], 'learning_rate'),
+        ([ARMS, "--rates=(1e-3, 'x')"], 'rates='),
         ([ARMS, '--rates=(1e-3, 2e-3)', '--learning_rate=1'], 'learning_rate'),
         (['--arms=vanilla; a: seed_offset=100', RATES, '--seeds=3'], '101, 102'),
         (['--arms=v; a: seed_offset=50; b: seed_offset=51'], 'seed_offset=50 and 51'),
@@ -182,7 +184,7 @@ def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, mon
     who = '-c user.name=a -c user.email=a'
     for command in ('init -q', 'add .', f'{who} commit -qm first'):
         subprocess.run(['git', *command.split()], cwd=tmp_path, check=True)
-    monkeypatch.setattr('comparison.plan.ROOT', tmp_path)
+    monkeypatch.setattr('lib.rundir.ROOT', tmp_path)
     clean = code_state()
     assert len(clean['commit']) == 40 and clean['diff'] == ''
     for name in (*names, 'idea.py', 'idea.txt'):

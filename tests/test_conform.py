@@ -125,6 +125,10 @@ def detached(own, source, x, weights):
     return values, lambda gradient: backward(gradient) | {'source': None}
 
 
+def raises(own, source, x, weights):
+    raise RuntimeError
+
+
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -146,6 +150,7 @@ def run(monkeypatch, capsys, *words):
             ['resformer: 1 of 1 checks passes; not checked:', 'W_V', 'cache'],
         ),
         ('ports:nothing', 1, ['not checked', 'have them: resformer']),
+        ('test_conform:raises', 1, ['resformer: fails, for the port raises an error']),
         ('test_conform:detached', 1, ['resformer: 1 of 3 checks fails', 'a detached V_1']),
     ],
 )
