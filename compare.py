@@ -51,6 +51,9 @@ class CompareConfig:
     def __post_init__(self):
         if self.jobs < 0 or self.gpus < 1:
             raise ValueError('jobs must be at least 0, and gpus at least 1')
+        names_tuning_seeds = self.tuning_seeds != CompareConfig.tuning_seeds
+        if names_tuning_seeds and not (self.rates or self.runs):
+            raise ValueError('tuning_seeds choose between rates; give --rates, too')
 
 
 def folder_of(name):
@@ -148,7 +151,7 @@ def write_report(folder, comparison):
 def main():
     argv = sys.argv[1:]
     with one_line_errors(interrupts=False):
-        options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, plain='runs')
+        options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, doc=__doc__, plain='runs')
         # Better to fail now than after hours of training.
         distributions()
         charts.pyplot()

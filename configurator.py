@@ -29,21 +29,22 @@ from pathlib import Path
 HELP = {'--help', '-h'}
 
 
-def configure(*schemas, argv=None, plain='', mode='', ignored=(), under=None):
+def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=None):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
     An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
-    leading --, no ending .py) are the tuple field `runs` instead. mode: the program's first word, if
-    it has one, for --help. ignored: dataclasses of another program, whose settings a config file may
-    hold as well; they are left out. under: a function of the values that files and options give,
-    whose own values, {name: value}, take the place of the defaults.
+    leading --, no ending .py) are the tuple field `runs` instead. doc: what --help prints first.
+    mode: the program's first word, if it has one, for --help. ignored: dataclasses of another
+    program, whose settings a config file may hold as well; they are left out. under: a function of
+    the values that files and options give, whose own values, {name: value}, take the place of the
+    defaults.
 
     Raises ValueError or OSError for a key, type or file that does not fit; a dataclass's own
     __post_init__ may refuse more. --help prints and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
     if HELP & set(argv):
-        print(help_text(schemas, plain, mode))
+        print(help_text(schemas, doc, plain, mode))
         sys.exit(0)
 
     fields = {field.name: field for schema in schemas for field in dataclasses.fields(schema)}
@@ -108,11 +109,11 @@ def choose(modes, doc, argv=None, plain='', ignored=()):
     mode = argv[0] if argv else ''
     if mode in modes and mode:
         schemas = modes[mode]
-        return mode, configure(*schemas, argv=argv[1:], plain=plain, mode=mode, ignored=ignored)
+        return mode, configure(
+            *schemas, argv=argv[1:], doc=doc, plain=plain, mode=mode, ignored=ignored
+        )
     if '' in modes:
-        if HELP & set(argv):
-            print(f'{doc.strip()}\n')
-        return '', configure(*modes[''], argv=argv, plain=plain, ignored=ignored)
+        return '', configure(*modes[''], argv=argv, doc=doc, plain=plain, ignored=ignored)
     print(doc.strip())
     sys.exit(0 if mode in HELP else 2)
 
@@ -218,12 +219,12 @@ def fits(value, kind):
     return isinstance(value, kind)
 
 
-def help_text(schemas, plain='', mode=''):
+def help_text(schemas, doc='', plain='', mode=''):
     module = sys.modules['__main__'].__spec__  # of python -m
     program = f'-m {module.name}' if module else os.path.basename(sys.argv[0])
     words = ['usage: python', program, mode, plain and f'[{plain} ...]']
     words += ['[config/file.py ...]', '[--key=value ...]']
-    lines = [' '.join(filter(None, words))]
+    lines = [doc.strip(), '', ' '.join(filter(None, words))]
     for schema in schemas:
         lines += ['', f'{schema.__name__}:']
         meanings = comments(schema)
@@ -233,7 +234,7 @@ def help_text(schemas, plain='', mode=''):
                 default = field.default_factory()
             setting = f'  --{field.name}={default!r}'
             lines.append(f'{setting:42}  {meanings.get(field.name, "")}'.rstrip())
-    return '\n'.join(lines)
+    return '\n'.join(lines).strip()
 
 
 def comments(schema):

@@ -526,7 +526,7 @@ def print_table(plan, counts):
 
 def main():
     with one_line_errors():
-        (settings,) = configure(Settings)
+        (settings,) = configure(Settings, doc=__doc__)
         prepare(settings)
 
 

@@ -97,7 +97,7 @@ def print_sample(prompt, stream, tokenizer):
 
 def main():
     with one_line_errors(), advise_on_memory('Lower --max_new_tokens.'):
-        (settings,) = configure(SampleConfig)
+        (settings,) = configure(SampleConfig, doc=__doc__)
         device = Machine(settings.device, tf32=True, attention='flash').device
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         model.to(device)

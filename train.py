@@ -776,7 +776,7 @@ LESS_MEMORY = (
 
 def main():
     with one_line_errors():  # the same on every process
-        settings, config = configure(TrainConfig, GPTConfig, under=own_settings)
+        settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=own_settings)
         attention = attention_setting(settings, config)
         machine = Machine(settings.device, settings.dtype, tf32=True, attention=attention)
         micro_steps = share_of_micro_steps(settings, machine.world_size)

@@ -44,7 +44,7 @@ def compress(runs):
 
 def main():
     with one_line_errors():
-        (settings,) = configure(PackConfig, plain='runs')
+        (settings,) = configure(PackConfig, doc=__doc__, plain='runs')
         runs = sorted(map(Path, settings.runs))
         if not runs:
             raise ValueError('name the folders of finished runs')

@@ -171,10 +171,15 @@ def train(results, jobs=0, gpus=1):
     for job in results.jobs():
         # Tried again: until then it would count as lost, and its arm would go on at another rate.
         launch.failure_file(job.folder).unlink(missing_ok=True)
-    expected = planned_steps(plan)
     # A log file takes a line a minute.
     interval = 1 if sys.stderr.isatty() else 60
-    bar = tqdm(total=sum(expected), unit='step', desc='runs', mininterval=interval)
+    bar = tqdm(unit='step', desc='runs', mininterval=interval)
+    expected = []
+
+    def jobs_left():
+        expected[:] = planned_steps(results)
+        bar.total = sum(expected)
+        return results.jobs()
 
     def tick(running):
         finished = [state.config['max_iters'] for state in results.finished.values()]
@@ -183,10 +188,15 @@ def train(results, jobs=0, gpus=1):
         bar.update(steps - bar.n)
 
     with bar:
-        launch.launch(results.jobs, slots, gpus, tick)
+        launch.launch(jobs_left, slots, gpus, tick)
 
 
-def planned_steps(plan):
+def planned_steps(results):
     """The steps of each run of a plan, as far as they can be foreseen: a grid of rates may be extended."""
-    each = len(plan.rates) * len(plan.tuning_seeds) + len(plan.seeds)
-    return [settings.max_iters for settings, _ in plan.own.values() for _ in range(each)]
+    plan = results.plan
+    steps = []
+    for arm, (settings, _) in plan.own.items():
+        trials = results.tune(arm)['trials'] if plan.rates else ()
+        runs = len(trials) * len(plan.tuning_seeds) + len(plan.seeds)
+        steps += [settings.max_iters] * runs
+    return steps

@@ -26,7 +26,7 @@ import train
 from comparison import launch, report
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run, code_state
-from comparison.results import Results, next_rate
+from comparison.results import Results, next_rate, planned_steps
 from comparison.runs import as_json, read_state
 from lib.files import locked
 
@@ -104,6 +104,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         ([ARMS, '--seeds=1337'], '--seeds=(1337,)'),
         ([ARMS, '--seeds=(1, 1)'], 'seeds=(1, 1)'),
         ([ARMS, '--rates=(1e-3,)'], 'learning_rate'),
+        ([ARMS, '--tuning_seeds=(7, 8)'], '--rates'),
         ([ARMS, "--rates=(1e-3, 'x')"], 'rates='),
         ([ARMS, '--rates=(1e-3, 2e-3)', '--learning_rate=1'], 'learning_rate'),
         (['--arms=vanilla; a: seed_offset=100', RATES, '--seeds=3'], '101, 102'),
@@ -221,6 +222,8 @@ def test_each_arm_goes_on_at_its_own_best_rate(place):
     assert next_rate([1.5e-3, 3e-3, 6e-3], 6e-3) == 1.2e-2
     for run in results.all_runs():
         assert (run.seed in plan.tuning_seeds) != (run.seed in plan.seeds)
+    # Each arm has three rates with two tuning seeds, and three test seeds.
+    assert len(planned_steps(results)) == len(results.all_runs()) == 27
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,8 @@ def test_help_of_a_mode_is_that_of_its_schemas(capsys):
         choose(MODES, DOC, ['one', '-h'])
     text = capsys.readouterr().out
     assert not exit.value.code and '--steps=10' in text and '--window' not in text
-    assert re.match(r'usage: python \S+( \S+)? one \[config/file.py ', text)
+    assert text.startswith(DOC.lstrip())
+    assert re.search(r'^usage: python \S+( \S+)? one \[config/file.py ', text, re.M)
 
 
 # --- config files ---------------------------------------------------------------------------------
