@@ -213,6 +213,21 @@ def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
         assert f'| {leads.mean():+.4f} |' in row and f'| {p:.4f} | {sum(leads < 0)} of 8 |' in row
 
 
+def test_the_first_layer_of_three_runs_attends_as_no_others_does():
+    runs = json.loads((EMBEDDING / 'entropy.json').read_text())['runs']
+    first = {Path(run).name: one['series']['entropy']['mean'][0] for run, one in runs.items()}
+    stuck = [f'vanilla_lr0.006_seed{seed}' for seed in (6, 9)] + ['vanilla_lr0.012_seed102']
+    apart = [first.pop(run) for run in stuck]
+    text = page('embedding')
+    assert '{:.2f}, {:.2f} and {:.2f} nats'.format(*apart) in text
+    assert f'In all {len(first)} other runs' in text
+    assert f'between {min(first.values()):.2f} and {max(first.values()):.2f}' in text
+    # Of 256 queries, the i-th spreads its attention over i tokens.
+    importance = np.cumsum(1 / np.arange(256, 0, -1)) / 256
+    uniform = -(importance * np.log(importance)).sum()
+    assert f'over the past has {uniform:.2f}' in text and f'token alone {np.log(256):.2f}' in text
+
+
 # --- long -----------------------------------------------------------------------------------------
 
 
