@@ -20,6 +20,7 @@ from pathlib import Path
 from configurator import choose, one_line_errors
 from hub.read import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout, load
 from lib.files import write_json
+from lib.rundir import spelled_out
 from lib.trained import load_run
 
 __all__ = ['export', 'llama_settings', 'load']
@@ -108,10 +109,7 @@ def llama_settings(config):
 
 def rename(config, names):
     """{transformers' name: value} of the fields in `names`."""
-    fields = asdict(config)
-    # Ours may be 0, which means that they follow from other fields.
-    fields['n_kv_head'] = config.kv_heads
-    fields['n_inner'] = config.ffn_width
+    fields = spelled_out(config)
     return {theirs: fields[ours] for ours, theirs in names.items()}
 
 
