@@ -24,10 +24,10 @@ from comparison import charts, launch, report
 from comparison.assemble import compare_plan, compare_runs
 from comparison.plan import Plan, parse_arms, parse_contrasts
 from comparison.results import Results, train
-from comparison.runs import as_json, named_runs
+from comparison.runs import named_runs
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors, sort_arguments
-from lib.files import locked, write_json, write_whole
+from lib.files import as_json, locked, write_json, write_whole
 from model import GPTConfig
 from train import TrainConfig
 

@@ -29,11 +29,11 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from comparison.runs import ROUNDING, as_json, difference, differences, facts
+from comparison.runs import ROUNDING, difference, differences, facts
 from comparison.verdict import LEVEL, RULE
 from configurator import check_key, configure, read_settings
 from lib.data import Dataset
-from lib.files import unreadable, write_json
+from lib.files import as_json, unreadable, write_json
 from lib.rundir import commit_of, git
 from model import GPTConfig
 from train import TrainConfig, check_rates, share_of_micro_steps

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from configurator import first_line
-from lib.files import unreadable
+from lib.files import as_json, unreadable
 from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
 from model import GPTConfig
 from train import INCIDENTAL, NOT_FINITE, TrainConfig
@@ -224,11 +224,6 @@ def same_value(a, b):
     if {type(a), type(b)} <= {int, float}:
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
     return a == b
-
-
-def as_json(value):
-    """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 # --- what a run's folder holds --------------------------------------------------------------------

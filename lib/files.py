@@ -54,6 +54,11 @@ def write_whole(path, data):
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+def as_json(value):
+    """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
 def write_json(path, value):
     """write_whole() a value as JSON, for people to read, too."""
     write_whole(path, json.dumps(value, indent=1) + '\n')

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from configurator import first_line
-from lib.files import locked, named, whole_file, write_whole
+from lib.files import as_json, locked, named, whole_file, write_whole
 from model import SHAPE, GPTConfig
 
 # Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
@@ -352,10 +352,8 @@ class Log:
         self.file = open(path, 'a', buffering=1)
 
     def write(self, entry):
-        # JSON has no NaN: it becomes null.
-        entry = json.loads(json.dumps(entry), parse_constant=lambda name: None)
         with named(self.path):
-            self.file.write(json.dumps(entry) + '\n')
+            self.file.write(json.dumps(as_json(entry)) + '\n')
 
     def flush(self):
         os.fsync(self.file)

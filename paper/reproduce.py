@@ -33,9 +33,9 @@ from comparison import launch
 from comparison.plan import Plan
 from comparison.report import standalone
 from comparison.results import Results, train
-from comparison.runs import as_json, named_runs
+from comparison.runs import named_runs
 from configurator import choose, one_line_errors
-from lib.files import unreadable, write_json, write_whole
+from lib.files import as_json, unreadable, write_json, write_whole
 from lib.machine import Machine
 from lib.rundir import provenance
 from lib.tables import markdown_table

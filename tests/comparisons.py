@@ -12,8 +12,8 @@ import train
 from comparison import launch
 from comparison.assemble import compare_plan
 from comparison.results import Results
-from comparison.runs import as_json
 from configurator import configure
+from lib.files import as_json
 from model import GPTConfig
 from train import TrainConfig
 

@@ -27,8 +27,8 @@ from comparison import launch, report
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run, code_state
 from comparison.results import Results, next_rate, planned_steps
-from comparison.runs import as_json, read_state
-from lib.files import locked
+from comparison.runs import read_state
+from lib.files import as_json, locked
 
 place = comparisons.place
 

@@ -9,7 +9,8 @@ from comparisons import write_arm
 from runs import edit_config
 
 from comparison import charts
-from comparison.runs import as_json, facts, read_state
+from comparison.runs import facts, read_state
+from lib.files import as_json
 from paper import judge
 from paper.figures import CLAIMS, FIGURES, METRICS, NAMES, SCALES, SIGNS, Arm, Claim, R, S, V
 
