@@ -308,11 +308,7 @@ class Row:
         self.seconds = []  # of each timed step
         self.first = None  # seconds of the first step, which compiles
         self.peak = None  # bytes on the GPU
-        self.drop()
-
-    def drop(self):
-        """Let go of everything that is large."""
-        self.parts = None
+        self.parts = None  # what is large: the model and what goes with it
 
     def build(self, machine):
         before = allocated(machine)
@@ -504,7 +500,7 @@ def attempt(row, act, *args):
             raise OSError(f'{row.name}: {problem}') from error
 
     # Past the `except`, and not before, nothing holds the failed step's tensors any more.
-    row.drop()
+    row.parts = None
     row.problem = problem
     gc.collect()  # its parts refer to each other
     torch.cuda.empty_cache()
@@ -536,7 +532,7 @@ def measure(groups, settings, about, machine):
             # At the end, because there may not be enough time for it.
             if settings.profile and not row.problem:
                 row.profile(batch, settings.profile)
-            row.drop()
+            row.parts = None
         gc.collect()
     return numbers
 
