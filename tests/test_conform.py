@@ -1,14 +1,13 @@
 """hub/conform.py: our own model passes, and each mistake in it is found and named."""
 
-import importlib.util
 import json
-import subprocess
 
 import make_conform
 import numpy as np
 import pytest
 from conftest import ROOT
 from ports import Ours, mixing_of
+from programs import patched_model
 
 import model as model_py
 from hub import conform
@@ -23,18 +22,6 @@ RULES = {
     'unread': ('nothing reads', LEARNED),
     'no gradient': ('no gradient', LEARNED),
 }
-
-
-def patched(name, folder):
-    """A copy of model.py with a patch of tests/patches, as a module."""
-    (folder / 'model.py').write_text((ROOT / 'model.py').read_text())
-    patch = ROOT / f'tests/patches/{name}.patch'
-    done = subprocess.run(['git', 'apply', patch], cwd=folder, capture_output=True, text=True)
-    assert not done.returncode, f'renew {patch}, for it no longer applies: {done.stderr}'
-    spec = importlib.util.spec_from_file_location('patched_model', folder / 'model.py')
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    return changed
 
 
 def check(module, level, variant, capsys):
@@ -56,7 +43,7 @@ def test_our_model_passes_every_check(level, variant, capsys):
 @pytest.mark.parametrize('name', PATCHES)
 def test_each_mistake_is_named(name, tmp_path, capsys):
     """`for p in tests/patches/*.patch; do git apply --check $p; done` says which no longer apply."""
-    module = patched(name, tmp_path)
+    module = patched_model(name, tmp_path)
     mistake = name.removeprefix('mistake_').replace('_', ' ')
     if mistake in RULES:
         words, variants = RULES[mistake]
@@ -75,14 +62,14 @@ def test_each_mistake_is_named(name, tmp_path, capsys):
 
 
 def test_the_mistake_that_the_readme_shows(tmp_path, capsys):
-    _, said = check(patched('mistake_detached', tmp_path), 'model', 'resformer', capsys)
+    _, said = check(patched_model('mistake_detached', tmp_path), 'model', 'resformer', capsys)
     assert said in (ROOT / 'README.md').read_text()
 
 
 @pytest.mark.parametrize('name', ['unknown_norm', 'unknown_rope', 'unknown_swiglu'])
 def test_other_mistakes_are_found_and_called_unknown(name, tmp_path, capsys):
     """They were written before the kit had a table of mistakes."""
-    module = patched(name, tmp_path)
+    module = patched_model(name, tmp_path)
     for variant in ('resformer-learned', 'svformer-cla-gqa'):
         failures, said = check(module, 'model', variant, capsys)
         assert failures and 'unknown' in said, said

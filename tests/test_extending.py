@@ -1,21 +1,15 @@
-"""What a fork of model.py relies on: a source, weights, an idea after attention, parameters of its own."""
+"""What a fork of model.py relies on: a source, weights and an idea after attention are a few lines each."""
 
-import subprocess
 from dataclasses import dataclass
 
 import pytest
 import reference
 import torch
 import variants
-from conftest import ROOT
-from programs import import_file
-from torch import nn
+from programs import patched_model
 from variants import RES, SIZE, tokens
 
-import model as model_py
-from lib.rundir import load_weights
-from model import GPT, GPTConfig, make, normal
-from train import TrainConfig, make_optimizer
+from model import GPTConfig
 
 B, T = 2, 11
 
@@ -26,16 +20,6 @@ def decoded(model, idx):
 
 
 # --- three ideas, each a patch of model.py ---------------------------------------------------------
-
-
-@pytest.fixture
-def patched(tmp_path, request):
-    """A copy of model.py with a patch of tests/patches."""
-    (tmp_path / 'model.py').write_text((ROOT / 'model.py').read_text())
-    patch = ROOT / f'tests/patches/{request.param}.patch'
-    done = subprocess.run(['git', 'apply', patch], cwd=tmp_path, capture_output=True, text=True)
-    assert not done.returncode, f'renew {patch}, for it no longer applies: {done.stderr}'
-    return import_file(tmp_path / 'model.py')
 
 
 def trained_and_decoded(patched, **settings):
@@ -54,7 +38,6 @@ def trained_and_decoded(patched, **settings):
     return model
 
 
-@pytest.mark.parametrize('patched', ['source'], indirect=True)
 @pytest.mark.parametrize(
     'settings',
     [
@@ -65,7 +48,8 @@ def trained_and_decoded(patched, **settings):
     ],
     ids=str,
 )
-def test_a_source_is_one_line(patched, settings, monkeypatch):
+def test_a_source_is_one_line(settings, tmp_path, monkeypatch):
+    patched = patched_model('source', tmp_path)
     monkeypatch.setitem(reference.SOURCES, 'mirror', patched.SOURCES['mirror'])
     model = trained_and_decoded(patched, **settings, residual_from='mirror')
     weights = {key: p.detach().double() for key, p in model.named_parameters()}
@@ -73,9 +57,9 @@ def test_a_source_is_one_line(patched, settings, monkeypatch):
     torch.testing.assert_close(model(tokens(B, T))[0].double(), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('patched', ['heads'], indirect=True)
 @pytest.mark.parametrize('more', [{}, dict(residual_from='all')], ids=str)
-def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing(patched, more):
+def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing(more, tmp_path):
+    patched = patched_model('heads', tmp_path)
     idx = tokens(B, T)
     plain, weighed = (
         patched.GPT(patched.GPTConfig(**SIZE, **RES, **more, residual_heads=heads))
@@ -90,9 +74,8 @@ def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing
             patched.GPTConfig(**SIZE, **settings, residual_heads=True)
 
 
-@pytest.mark.parametrize('patched', ['centered'], indirect=True)
-def test_an_idea_after_attention(patched):
-    model = trained_and_decoded(patched, centered=True, n_kv_head=2)
+def test_an_idea_after_attention(tmp_path):
+    model = trained_and_decoded(patched_model('centered', tmp_path), centered=True, n_kv_head=2)
     seen = {}
     attention = model.transformer.h[2].attn
     attention.c_proj.register_forward_pre_hook(lambda module, args: seen.update(y=args[0]))
@@ -114,39 +97,3 @@ def test_a_setting_without_a_variant_is_told_where_to_add_one(opposite, monkeypa
     assert "residual_from='opposite'" in source
     assert 'my_number=0.5' in number and 'my_switch=True' in switch
     assert 'tests/variants.py' in source and 'tests/reference.py' in source
-
-
-# --- parameters of a fork ------------------------------------------------------------------------
-
-
-def test_a_parameter_gets_what_it_needs(monkeypatch):
-    """A matrix of its own in each MLP, which no checkpoint may lack."""
-    vanilla = GPT(GPTConfig(**SIZE))
-
-    class MLP(model_py.MLP):
-        def __init__(self, config):
-            super().__init__(config)
-            needs = dict(draw=normal(0.5), rate='grad_clip', decay=False)
-            self.idea = make(nn.Linear, 64, 64, True, **needs)
-
-    monkeypatch.setattr(model_py, 'MLP', MLP)
-    fork = GPT(GPTConfig(**SIZE), seed=5)
-    ideas = [block.mlp.idea for block in fork.transformer.h]
-    for idea in ideas:
-        assert idea.weight.std().item() == pytest.approx(0.5, rel=0.1)
-        assert not idea.bias.any()
-    assert not torch.equal(ideas[0].weight, ideas[1].weight)
-
-    settings = TrainConfig(learning_rate=1e-2, grad_clip=3.0)
-    optimizer = make_optimizer(fork, settings)
-    groups = {id(p): group for group in optimizer.param_groups for p in group['params']}
-    assert len(groups) == len(list(fork.parameters()))
-    for name, p in fork.named_parameters():
-        group = groups[id(p)]
-        assert group['rate'] == (3.0 if 'idea' in name else 1.0)
-        if 'idea' in name:
-            assert group['weight_decay'] == 0.0
-
-    checkpoint = {'path': 'old.pt', 'model': vanilla.state_dict(), 'model_config': SIZE}
-    with pytest.raises(ValueError, match='old.pt.*mlp.idea'):
-        load_weights(fork, checkpoint)

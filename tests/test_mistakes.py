@@ -125,6 +125,7 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(n_layer=1), '--n_layer=2'),
         (dict(rope_theta=5e5), '--rope_theta=10000.0'),  # no shape tells
         (dict(share_v=True), 'c_attn'),
+        (dict(v_residual=True, residual_from='token', residual_layers=(1,)), 'transformer.ve.1'),
     ):
         refused('does not fit', word, init_from=path, **options)
 
