@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import choose, comments, configure, help_text, one_line_errors
+from configurator import choose, comments, configure, help_text
 from model import GPTConfig
 from train import TrainConfig
 
@@ -317,16 +317,6 @@ def test_help_lists_every_setting_with_its_default_and_a_meaning(schema):
     for name, default in asdict(schema()).items():
         assert f'--{name}={default!r}' in lines[f'--{name}'] and len(meanings[name]) > 2
         assert lines[f'--{name}'].endswith(f'  {meanings[name]}')
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_is_status_130_but_where_a_program_has_more_to_do():
-    with pytest.raises(SystemExit, match='130'), one_line_errors():
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt), one_line_errors(interrupts=False):
-        raise KeyboardInterrupt
 
 
 # --- fuzz -----------------------------------------------------------------------------------------

@@ -33,12 +33,6 @@ def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(tmp_path, mo
     assert os.listdir(tmp_path) == ['a']
 
 
-def test_what_a_killed_process_left_is_overwritten(tmp_path):
-    (tmp_path / 'a.tmp').write_text('half a fi')
-    files.write_whole(tmp_path / 'a', 'whole')
-    assert os.listdir(tmp_path) == ['a']
-
-
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
     def unsupported(*args):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
