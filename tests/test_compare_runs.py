@@ -83,11 +83,6 @@ def test_two_runs_differ_in_what_decides_their_numbers(values, name):
     assert difference(ours, theirs, but=[name]) is None
 
 
-def test_runs_that_record_their_data_differ_in_it():
-    ours, theirs = facts({**SETTINGS, 'data': 'abc'}), facts({**SETTINGS, 'data': 'def'})
-    assert difference(ours, theirs) == ('data', 'abc', 'def')
-
-
 def test_a_resume_with_other_settings_is_a_fact_unless_it_does_no_harm():
     changed = {'step': 6, 'changed': {'learning_rate': [1, 2], 'batch_size': [4, 8]}}
     (words,) = facts(SETTINGS, [changed])['resumed']

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.data import Dataset, Loader, TrainingRows, validation_batches
+from lib.data import Dataset, Loader, TrainingRows
 from train import TrainConfig
 
 BLOCK = 8
@@ -126,39 +126,6 @@ def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
             x, y = loader.next()
             assert torch.equal(x, expected[m, :, :-1]) and torch.equal(y, expected[m, :, 1:])
         loader.close()
-
-
-# --- validation ----------------------------------------------------------------------------------
-
-
-def counted(dataset, domain, batch_size, iters, world_size=1):
-    """How often each pair (inputs, targets) counts, over all ranks."""
-    pairs = Counter()
-    for rank in range(world_size):
-        machine = one_of(rank, world_size)
-        for x, y in validation_batches(dataset, domain, BLOCK, batch_size, iters, machine):
-            assert x.shape == y.shape == (batch_size, BLOCK)
-            for b in range(batch_size):
-                n = int((y[b] != -1).sum())
-                inputs, targets = x[b, :n].tolist(), y[b, :n].tolist()
-                assert -1 not in targets and (y[b, n:] == -1).all() and inputs[1:] == targets[:-1]
-                if n:
-                    pairs[tuple(inputs), tuple(targets)] += 1
-    return pairs
-
-
-# 24, 11 and, of 5 tokens, 0 whole rows; tests/test_train.py looks at the tokens in them.
-@pytest.mark.parametrize('domain, rows, windows', [('A', 12, 25), ('B', 11, 12), ('C', 1, 1)])
-def test_validation_counts_the_same_targets_for_any_number_of_processes_and_batch_size(
-    tiny, domain, rows, windows
-):
-    expected, everything = counted(tiny, domain, 4, 3), counted(tiny, domain, 4, 0)
-    for world_size in (2, 3, 5):
-        assert counted(tiny, domain, 4, 3, world_size) == expected
-        assert counted(tiny, domain, 4, 0, world_size) == everything
-    for batch_size, iters in ((1, 12), (2, 6), (3, 4), (12, 1)):
-        assert counted(tiny, domain, batch_size, iters) == expected
-    assert (sum(expected.values()), sum(everything.values())) == (rows, windows)
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -81,11 +81,3 @@ def test_another_model_than_asked_for_is_refused_with_the_flags_that_mend_it(
     message = refused(folder, *words, init_from=folder)
     flags = dict(re.findall(r'--(\w+)=(\([^)]*\)|\S+)', message))
     evaluated(folder, **flags)
-
-
-def test_a_neutral_learned_residual_begins_where_vanilla_ended(work):
-    written(Path('from/vanilla'), **SOURCE)
-    neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))
-    line = evaluated('from/vanilla')
-    assert line == evaluated('from/vanilla', **neutral)
-    assert line != evaluated('from/vanilla', v_residual=True)

@@ -15,6 +15,7 @@ from runs import (
     TINY,
     assert_close_losses,
     assert_same_run,
+    command_line,
     evaluations,
     good,
     log,
@@ -29,6 +30,7 @@ from runs import (
 from variants import tokens
 
 import train
+from configurator import configure
 from lib.data import Dataset
 from lib.machine import Machine, Signals
 from lib.rundir import FACTS
@@ -100,14 +102,6 @@ def test_learned_mixing_weights_are_logged_at_evaluations(work):
     assert last.keys() == first.keys() and last != first
 
 
-def split(options):
-    """(TrainConfig, GPTConfig) of settings."""
-    shape = {field.name for field in dataclasses.fields(GPTConfig)}
-    ours = {name: value for name, value in options.items() if name not in shape}
-    theirs = {name: value for name, value in options.items() if name in shape}
-    return train.TrainConfig(**ours), GPTConfig(**theirs)
-
-
 @pytest.mark.parametrize(
     'eval_iters, tokens_counted',
     [
@@ -120,7 +114,8 @@ def split(options):
 def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
     work, eval_iters, tokens_counted
 ):
-    settings, config = split({**TINY, 'eval_iters': eval_iters})
+    words = command_line('out/never', {'eval_iters': eval_iters})
+    settings, config = configure(train.TrainConfig, GPTConfig, argv=words)
     dataset = Dataset('tiny')
     model = GPT(config, seed=3)
     model.lm_head.weight.data *= 20  # rows differ
@@ -229,6 +224,11 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
 
 
 # --- memory --------------------------------------------------------------------------------------
+
+
+def test_half_the_batch_and_twice_as_many_micro_steps_are_the_same_run(work, whole):
+    good('out/halved', batch_size=1, gradient_accumulation_steps=8, eval_iters=4)
+    assert_close_losses('out/halved', whole)
 
 
 def test_a_run_with_activation_checkpointing_is_the_same_run(work, whole):

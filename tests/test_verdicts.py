@@ -3,12 +3,10 @@
 import shutil
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 from comparisons import write_arm
 from runs import edit_config
 
-from comparison import charts
 from comparison.runs import facts, read_state
 from lib.files import as_json
 from paper import judge
@@ -169,17 +167,3 @@ def test_a_damaged_analysis_and_one_with_two_runs_of_a_name_are_named(tmp_path):
             judge.read_reports(tmp_path)
     with pytest.raises(FileNotFoundError):
         judge.read_reports(tmp_path / 'nowhere')
-
-
-# --- the picture ----------------------------------------------------------------------------------
-
-
-def test_in_the_picture_what_is_as_printed_lies_right_of_0(tmp_path):
-    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, alternating(1.9))
-    against = Claim('fig1', 'Fig. 1', '', Arm(V), '<', Arm(R))
-    rows = rows_of([BELOW, against], folders)
-    _, axes = charts.pyplot().subplots()
-    judge.draw_rows(axes, rows)
-    below, against = (line.get_xdata() for line in axes.lines if line.get_marker() == 'o')
-    assert np.min(below) > 0.08 and np.max(against) < -0.08
-    assert '<svg' in judge.forest(rows) and judge.forest(rows_of([BELOW], [])) == ''
