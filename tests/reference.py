@@ -43,9 +43,16 @@ def logits(config, weights, idx):
 
 
 def sequence_logits(config, weights, tokens):
+    hidden, _, _ = layers(config, weights, tokens)
+    x = norm(config, weights, 'transformer.ln_f', hidden[-1])
+    head = weights['transformer.wte.weight' if config.tie_embeddings else 'lm_head.weight']
+    return x @ head.T
+
+
+def layers(config, weights, tokens):
+    """(hidden states after each layer, raw, attended) of a sequence."""
     T = len(tokens)
-    embedding = weights['transformer.wte.weight']
-    x = embedding[tokens]
+    x = weights['transformer.wte.weight'][tokens]
     x0 = over_rms(config, x)
     if config.embed_norm:
         x = x0
@@ -54,7 +61,7 @@ def sequence_logits(config, weights, tokens):
 
     raw = {'q': [], 'k': [], 'v': []}
     attended = {'q': [], 'k': [], 'v': []}
-    history = [x]
+    history, hidden = [x], []
     for n in range(config.n_layer):
         name = f'transformer.h.{n}'
         if config.x0_residual:
@@ -70,10 +77,8 @@ def sequence_logits(config, weights, tokens):
             x = torch.zeros_like(x)
             for i in range(n + 2):
                 x = x + alpha[i] * history[i]
-
-    x = norm(config, weights, 'transformer.ln_f', x)
-    head = embedding if config.tie_embeddings else weights['lm_head.weight']
-    return x @ head.T
+        hidden.append(x)
+    return hidden, raw, attended
 
 
 def attention(config, weights, n, x, tokens, raw, attended):

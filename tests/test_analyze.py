@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 import variants
+from variants import tokens
 
 import model as architecture
 from model import GPT, GPTConfig
@@ -47,11 +48,6 @@ def small(name):
     return reference.perturb(GPT(config), seed=1).eval()
 
 
-def tokens(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SIZE['vocab_size'], (B, T), generator=generator)
-
-
 def analyzed(kind, model, idx):
     with torch.no_grad():
         series = analyze.ANALYSES[kind](model, idx)
@@ -70,23 +66,8 @@ def assert_close(actual, expected, tolerance=1e-5):
 
 
 def inside(model, row):
-    """(hidden states of the layers, raw, attended) of a sequence; over layers as in reference.py."""
-    config = model.config
     weights = {name: t.double() for name, t in model.state_dict().items()}
-    x = weights['transformer.wte.weight'][row]
-    if config.arch == 'gpt2':
-        x = x + weights['transformer.wpe.weight'][: len(row)]
-    raw = {part: [] for part in 'qkv'}
-    attended = {part: [] for part in 'qkv'}
-    hidden = []
-    for n in range(config.n_layer):
-        name = f'transformer.h.{n}'
-        normed = reference.norm(config, weights, f'{name}.ln_1', x)
-        x = x + reference.attention(config, weights, n, normed, row, raw, attended)
-        normed = reference.norm(config, weights, f'{name}.ln_2', x)
-        x = x + reference.mlp(config, weights, f'{name}.mlp', normed)
-        hidden.append(x)
-    return hidden, raw, attended
+    return reference.layers(model.config, weights, row)
 
 
 def read_layers(config, n):
@@ -186,7 +167,7 @@ SLOW = {
 
 @functools.cache
 def slow_forward(name):
-    return [inside(small(name), row) for row in tokens()[:2]]
+    return [inside(small(name), row) for row in tokens(B, T)[:2]]
 
 
 @every_kind
@@ -195,7 +176,7 @@ def test_an_analysis_equals_its_direct_formula(kind, name):
     model = small(name)
     each = [SLOW[kind](model.config, *parts) for parts in slow_forward(name)]
     expected = {series: [one[series] for one in each] for series in each[0]}
-    assert_close(analyzed(kind, model, tokens()[:2]), expected)
+    assert_close(analyzed(kind, model, tokens(B, T)[:2]), expected)
 
 
 def test_a_layer_that_owns_fewer_heads_has_fewer_eigenvalues():
@@ -212,25 +193,25 @@ def test_a_layer_that_owns_fewer_heads_has_fewer_eigenvalues():
 def test_tokens_equals_its_direct_formula(name):
     """The last layers' values are almost noise to the tokens' means: R^2 may be below 0."""
     model = small(name)
-    tokens = np.random.default_rng(0).geometric(0.2, size=(15, T))  # many of few
+    texts = np.random.default_rng(0).geometric(0.2, size=(15, T))  # many of few
     # (sequences, layers, T, C)
     values = []
-    for row in tokens:
+    for row in texts:
         layers = inside(model, torch.from_numpy(row))[1]['v']
         values.append(np.stack([torch.cat(heads, dim=1).numpy() for heads in layers]))
     values = np.stack(values)
     fitted, held_out = slice(0, None, 2), slice(1, None, 2)
-    counts = np.bincount(tokens[fitted].ravel())
+    counts = np.bincount(texts[fitted].ravel())
     often = np.flatnonzero(counts >= 20)
-    is_often = np.isin(tokens, often)
+    is_often = np.isin(texts, often)
     assert 0 < len(often) < np.count_nonzero(counts)
 
     expected = []
     for n in range(SIZE['n_layer']):
-        v, seen = values[:, n], tokens[fitted]
+        v, seen = values[:, n], texts[fitted]
         means = {t: v[fitted][seen == t].mean(axis=0) for t in often}
         mean = v[fitted][is_often[fitted]].mean(axis=0)
-        of_token = np.array([[means.get(t, mean) for t in row] for row in tokens])
+        of_token = np.array([[means.get(t, mean) for t in row] for row in texts])
         left, total = (
             (((v - each) ** 2).sum(axis=2) * is_often)[held_out].sum(axis=1)
             for each in (of_token, mean)
@@ -246,7 +227,7 @@ def test_tokens_equals_its_direct_formula(name):
 
     for batch_size in (1, 4):
         with torch.no_grad():
-            actual = analyze.tokens(model, list(tokens), batch_size)
+            actual = analyze.tokens(model, list(texts), batch_size)
         assert_close(actual, result)
     is_of_token_alone = model.config.arch == 'llama'  # gpt2 adds the position
     assert np.allclose(actual['R^2'][:, 0], 1, atol=1e-9) == is_of_token_alone
@@ -265,7 +246,7 @@ def test_the_entropy_of_uniform_attention_equals_its_definition():
 
 
 def test_attention_and_the_model_are_as_they_were_even_after_an_error():
-    original, model, idx = architecture.attend_cross, small('ResFormer'), tokens()
+    original, model, idx = architecture.attend_cross, small('ResFormer'), tokens(B, T)
     before = analyzed('mapping', model, idx)
 
     def broken(x):

@@ -18,7 +18,7 @@ from programs import BYTES, assert_one_line, program
 from runs import newest
 from test_analyze import analyzed, assert_close, every_kind
 
-from lib import tokenizer
+from hub.convert import export
 from lib.machine import Machine
 from model import GPT, GPTConfig
 from paper import analyze
@@ -160,29 +160,14 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
 TEXT = 'the theory of the other thing that one has or had of it and that one theory has ' * 3
 
 
-def test_a_folders_entropy_is_that_of_transformers_attentions(tmp_path):
-    pytest.importorskip('transformers')
-    from checkpoints import written
-
-    changes = dict(num_key_value_heads=2, attn_implementation='eager', bos_token_id=0)
-    theirs = written(tmp_path / 'hf', vocab_size=300, eos_token_id=0, **changes)
-    (tmp_path / 'hf/tokenizer.json').write_bytes(BYTES.as_file())
-    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': tokenizer.EOT}
-    (tmp_path / 'hf/tokenizer_config.json').write_text(json.dumps(settings))
+def test_a_folder_of_transformers_is_analyzed_as_the_run_that_it_comes_from(tmp_path):
+    export(run_model('vanilla_seed0'), BYTES, tmp_path / 'hf')
     (tmp_path / 'text.txt').write_text(TEXT)
-    words = [f'--hf={tmp_path}/hf', f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x']
-    assert program(analyze.main, 'entropy', *words, '--sequences=6', '--device=cpu')[0] == 0
-    one = json.loads((tmp_path / 'x.json').read_text())['runs'][f'{tmp_path}/hf']
-    assert (one['sequences'], one['length']) == (6, 24)
-    windows = whole_windows(np.frombuffer(TEXT.encode(), dtype=np.uint8), 24)
-    with torch.no_grad():
-        idx = torch.tensor(spaced(windows, 6))
-        attentions = theirs(idx, output_attentions=True).attentions
-    # Each is (6, heads, queries, keys).
-    importance = [each.double().mean(dim=(1, 2)) for each in attentions]
-    values = np.transpose([-(a * a.log()).sum(dim=1).numpy() for a in importance])
-    assert abs(np.mean(values) - analyze.uniform_entropy(24)) > 0.01
-    assert_close(one['series']['entropy'], summary(values))
+    options = dict(text=str(tmp_path / 'text.txt'), sequences=6)
+    (run,) = report('entropy', 'vanilla_seed0', **options)['runs'].values()
+    (folder,) = report('entropy', hf=str(tmp_path / 'hf'), **options)['runs'].values()
+    assert folder['sequences'] == 6 and folder['length'] == run['length']
+    assert_close(folder['series']['entropy'], run['series']['entropy'])
 
 
 def test_tokens_are_explained_of_each_run(tmp_path):
