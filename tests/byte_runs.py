@@ -2,13 +2,11 @@
 
 import functools
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import write_dataset
-from programs import BYTES, ours
+from programs import BYTES, ours, run_with
 from runs import good, newest
 
 from lib.data import Dataset
@@ -47,17 +45,10 @@ def train_once():
 
 def write_run(checkpoint, name, dataset='bytes', **changes):
     """The same run with the weights of random_model(**changes). Returns its out_dir."""
+    settings = {**checkpoint['settings'], 'dataset': dataset}
+    data = {**checkpoint['data'], 'sha256': Dataset(dataset).hashes()}
     model = random_model(**changes)
-    folder = Path('out', name)
-    folder.mkdir(exist_ok=True)
-    new = {
-        'model': model.state_dict(),
-        'model_config': asdict(model.config),
-        'settings': {**checkpoint['settings'], 'dataset': dataset},
-        'data': {**checkpoint['data'], 'sha256': Dataset(dataset).hashes()},
-    }
-    torch.save({**checkpoint, **new}, folder / 'ckpt.pt')
-    return str(folder)
+    return run_with(model, 'out/trained', f'out/{name}', settings=settings, data=data)
 
 
 @pytest.fixture(scope='module')

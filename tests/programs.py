@@ -119,13 +119,11 @@ def trained(work):
     return 'out/run'
 
 
-def run_with(model, trained, name):
-    """A run's folder like `trained`, with another model in it."""
-    Path(name).mkdir(parents=True)
-    checkpoint = newest(trained)
-    checkpoint['model'] = model.state_dict()
-    checkpoint['model_config'] = model.config.__dict__
-    torch.save(checkpoint, f'{name}/ckpt.pt')
+def run_with(model, trained, name, **changes):
+    """A run's folder like `trained`, with another model, and other parts, in its checkpoint."""
+    Path(name).mkdir(parents=True, exist_ok=True)
+    new = {'model': model.state_dict(), 'model_config': vars(model.config), **changes}
+    torch.save({**newest(trained), **new}, f'{name}/ckpt.pt')
     return name
 
 

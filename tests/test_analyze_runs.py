@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 from byte_runs import SIZE, train_once
-from programs import BYTES, assert_one_line, program
+from programs import BYTES, assert_one_line, program, run_with
 from runs import newest
 from test_analyze import analyzed, assert_close, every_kind
 
@@ -42,10 +42,8 @@ def models(work):
     for seed, (name, fields) in enumerate(MODELS.items()):
         config = GPTConfig(**{**SIZE, 'n_layer': 3, **fields})
         model = reference.perturb(GPT(config), seed)
-        new = {'model': model.state_dict(), 'model_config': vars(config)}
-        new['settings'] = {**checkpoint['settings'], 'seed': seed}
-        Path('out', name).mkdir()
-        torch.save({**checkpoint, **new}, f'out/{name}/ckpt_1.pt')
+        settings = {**checkpoint['settings'], 'seed': seed}
+        run_with(model, 'out/trained', f'out/{name}', settings=settings)
 
 
 def report(kind, *names, **settings):

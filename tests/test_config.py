@@ -6,7 +6,7 @@ import random
 
 import pytest
 import reference
-from variants import CLA, KEYS2, RES, SIZE, SV, SV2, VARIANTS, config_of, tokens
+from variants import KEYS2, RES, SIZE, SV, SV2, VARIANTS, config_of, tokens
 
 import model as model_py
 from model import GPT, GPTConfig
@@ -201,15 +201,3 @@ def test_shape_and_variant_together_are_the_config(name):
     assert variant == {key: VARIANTS[name][key] for key in VARIANTS[name] if key not in shape}
     assert GPTConfig(**shape, **variant) == config
     assert GPTConfig.saved(json.loads(json.dumps(dataclasses.asdict(config)))) == config
-
-
-def test_a_new_field_is_part_of_the_variant_by_itself():
-    @dataclasses.dataclass
-    class Fork(GPTConfig):
-        my_idea: float = 0.0
-        my_layers: tuple = ()
-
-    config = Fork(**SIZE, **CLA, my_idea=2.0, my_layers=[1])
-    assert config.variant() == {**CLA, 'my_idea': 2.0, 'my_layers': (1,)}
-    assert Fork(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
-    assert Fork(**SIZE).shape() == GPTConfig(**SIZE).shape()

@@ -6,7 +6,7 @@ import torch
 from checkpoints import assert_equal_logits, assert_same_weights
 from programs import BYTES, ours, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from variants import CLA, GPT2, RES, SV
+from variants import GPT2, RES, SV
 
 from hub.convert import export, load
 
@@ -15,11 +15,8 @@ quiet = checkpoints.quiet
 GREEDY = dict(do_sample=False, eos_token_id=None, max_new_tokens=12)
 CODE = {
     'SVFormer GQA, scaled': dict(SV, n_kv_head=2, rope_scaling=(8.0, 1.0, 4.0, 16)),
-    'CLA': CLA,
     'NeuTRENO': dict(neutreno=0.4, dropout=0.1),
     'DenseFormer, tied': dict(denseformer=True, tie_embeddings=True),
-    'learned': dict(RES, residual_learned=True, residual_layers=(2,), residual_lambda=(2.0, 1.0)),
-    'cross': dict(RES, residual_map='cross', residual_from='all'),
     'gpt2 ResFormer, tied': dict(RES, **GPT2, tie_embeddings=True),
     'the family': dict(
         RES,

@@ -83,14 +83,6 @@ def test_words_of_verdicts():
     assert 'nothing was changed' in results['d']['reason']
 
 
-@pytest.mark.parametrize('values', [(), (-0.5,), (-0.5, -0.5000001)])
-def test_two_seeds_never_give_a_verdict(values):
-    result = judge({'a': seeds(*values)})['a']
-    assert result['verdict'] == 'undecided'
-    assert result['reason'] == f'{len(values)} of at least 3 seeds'
-    assert result['smallest'] is None
-
-
 def test_holm_counts_what_has_not_finished():
     clear = seeds(-0.10, -0.13, -0.12)
     alone = judge({'a': clear})['a']
