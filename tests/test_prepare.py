@@ -212,7 +212,8 @@ def finished(out):
 
 
 def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
-    """Prepare until all pieces are merged, or until the first (step='append'). The message."""
+    """Prepare until all pieces are merged, or the first is written (step='write_whole') or merged
+    (step='append'). The message."""
 
     def fail(*arguments):
         raise error
@@ -223,7 +224,7 @@ def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
     return str(raised.value)
 
 
-@pytest.mark.parametrize('step', ['append', 'finish'])
+@pytest.mark.parametrize('step', ['write_whole', 'append', 'finish'])
 @pytest.mark.parametrize(
     'error',
     [KeyboardInterrupt(), OSError(errno.ENOSPC, 'No space left'), BrokenProcessPool('died')],

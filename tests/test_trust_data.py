@@ -6,14 +6,13 @@ import resource
 from pathlib import Path
 
 import pytest
-from conftest import contents, write_dataset
+from conftest import write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
 
 from lib import sources, tokenizer
 from lib.data import Dataset, TrainingRows
-from prepare_slimpajama import Settings, prepare
 
 META = {'redpajama_set_name': 'RedPajamaC4'}
 
@@ -24,24 +23,6 @@ def documents_of(path):
 
 
 # --- accidents -----------------------------------------------------------------------------------
-
-
-def test_a_disk_that_is_really_full_is_one_line_and_nothing_is_lost(small_disk, tmp_path):
-    filler = small_disk / 'filler'
-    filler.write_bytes(bytes(2**20 - 40960))
-    (tmp_path / 'raw').mkdir()
-    for n in range(50):
-        (tmp_path / 'raw' / f'{n}.txt').write_text(f'{n} ' * 500)
-    raw = str(tmp_path / 'raw')
-    options = dict(source=raw, tokenizer='bytes', tokens=0, workers=1, val_fraction=0.1)
-    out = Settings(**options, out=str(small_disk / 'out'))
-    with pytest.raises(OSError, match='space') as caught:
-        prepare(out)
-    assert '\n' not in str(caught.value)
-    filler.unlink()
-    prepare(out)
-    prepare(Settings(**options, out=str(tmp_path / 'whole')))
-    assert contents(small_disk / 'out') == contents(tmp_path / 'whole')
 
 
 def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
