@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from programs import tokens
+from runs import assert_same
 
 transformers = pytest.importorskip('transformers')
 
@@ -90,10 +91,7 @@ def assert_equal_logits(ours, theirs, T=24, tolerance=1e-4):
 
 
 def assert_same_weights(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+    assert_same(a.state_dict(), b.state_dict())
 
 
 # --- file formats, in place of model.safetensors -------------------------------------------------

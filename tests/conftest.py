@@ -1,5 +1,6 @@
 """What the tests of several rooms share: the path, one thread, small datasets, and a small run."""
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -77,6 +78,27 @@ def contents(folder):
     folder = Path(folder)
     files = [path for path in folder.rglob('*') if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def assert_words(message, *words):
+    """A message is one line, and has these words."""
+    assert message and '\n' not in message, message
+    for word in words:
+        assert str(word) in message, message
+
+
+def assert_one_line(status, *words):
+    """A program ended with an error message of one line that has these words."""
+    assert isinstance(status, str) and status.startswith('error: '), status
+    assert_words(status, *words)
+
+
+@contextlib.contextmanager
+def raises_one_line(*words):
+    """What is done here is refused with a message of one line that has these words."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        yield caught
+    assert_words(str(caught.value), *words)
 
 
 @pytest.fixture

@@ -32,13 +32,6 @@ def program(main, *words, stdin=''):
     return status, out, err.getvalue()
 
 
-def assert_one_line(status, *words):
-    """A program ended with an error message of one line that has these words in it."""
-    assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status, status
-    for word in words:
-        assert str(word) in status, status
-
-
 def table(text):
     """The cells of the table in a program's output."""
     rows = [line[1:-1].split('|') for line in text.splitlines() if line.startswith('|')]

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from conftest import ROOT, write_dataset
-from runs import FORKS, TINY, finish, fork, newest, same
+from runs import FORKS, TINY, assert_same, finish, fork, newest
 
 from comparison import launch
 from comparison.runs import read_state
@@ -153,7 +153,7 @@ def finished(folder):
 def assert_same_weights(run):
     ours, theirs = newest(run), newest(WHOLE / run.name)
     for part in ('model', 'optimizer', 'step'):
-        assert same(ours[part], theirs[part]), f'{part} of {run}'
+        assert_same(ours[part], theirs[part])
 
 
 # --- kills ---------------------------------------------------------------------------------------

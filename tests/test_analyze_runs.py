@@ -14,7 +14,8 @@ import pytest
 import reference
 import torch
 from byte_runs import SIZE, train_once
-from programs import BYTES, assert_one_line, program, run_with
+from conftest import assert_one_line
+from programs import BYTES, program, run_with
 from runs import newest
 from test_analyze import analyzed, assert_close, every_kind
 

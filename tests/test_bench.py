@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import assert_one_line, program, table
+from conftest import assert_one_line
+from programs import program, table
 from runs import ranks
 
 import bench

@@ -5,7 +5,7 @@ import json
 import make_conform
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, assert_one_line
 from ports import Ours, mixing_of
 from programs import patched_model
 
@@ -160,7 +160,7 @@ def test_the_status_says_whether_all_that_was_checked_passes(
 )
 def test_a_wrong_name_is_one_line(words, named, monkeypatch, capsys):
     code, _ = run(monkeypatch, capsys, *words)
-    assert code.startswith('error: ') and named in code and '\n' not in code
+    assert_one_line(code, named)
 
 
 def test_the_file_of_numbers_is_what_the_reference_computes():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,19 +132,11 @@ def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
 # --- checks --------------------------------------------------------------------------------------
 
 
-def refusal(call, *words):
-    with pytest.raises((ValueError, OSError)) as caught:
-        call()
-    message = str(caught.value)
-    assert '\n' not in message
-    for word in words:
-        assert word in message, message
-
-
 @pytest.mark.parametrize('tokens', [0, 1])
 def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens):
     prepared('empty', {'train': {'A': 100}, 'validation': {'A': 50, 'B': tokens}})
-    refusal(lambda: Dataset('empty'), 'data/empty', 'B.bin', str(tokens))
+    with raises_one_line('data/empty', 'B.bin', tokens):
+        Dataset('empty')
 
 
 @pytest.mark.parametrize('train', [{}, {'A': 0}])
@@ -151,10 +144,8 @@ def test_an_empty_training_split_is_refused_as_such(prepared, train):
     prepared('untrained', {'train': train, 'validation': {'A': 50}})
     dataset = Dataset('untrained')  # there is something to evaluate on
     for weights in ({}, {'A': 1}):
-        refusal(
-            lambda weights=weights: TrainingRows(dataset, BLOCK, 0, weights),
-            'data/untrained has no training tokens',
-        )
+        with raises_one_line('data/untrained has no training tokens'):
+            TrainingRows(dataset, BLOCK, 0, weights)
 
 
 def test_what_was_right_is_not_hashed_again_unless_forced(tiny, monkeypatch):
@@ -198,7 +189,8 @@ def test_a_damaged_memory_of_verification_is_replaced(tiny, text):
     ],
 )
 def test_domain_weights_that_name_no_domain_or_no_weight_are_refused(tiny, weights, words):
-    refusal(lambda: TrainingRows(tiny, BLOCK, 0, weights), 'domain_weights', *words)
+    with raises_one_line('domain_weights', *words):
+        TrainingRows(tiny, BLOCK, 0, weights)
 
 
 def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(prepared):
@@ -206,7 +198,8 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(p
         return TrainingRows(Dataset(name), BLOCK, 0, *weights)
 
     prepared('short', {'train': {'A': 100, 'B': BLOCK}, 'validation': {'A': 50}})
-    refusal(lambda: rows('short'), 'B', 'block_size=8', 'domain_weights')
+    with raises_one_line('B', 'block_size=8', 'domain_weights'):
+        rows('short')
     assert rows('short', {'A': 1, 'B': 0}).domains == ['A']
     # A domain without training documents is left out.
     prepared('none', {'train': {'A': 100, 'B': 0}, 'validation': {'A': 50, 'B': 50}})

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from programs import assert_one_line, program
+from conftest import ROOT, assert_one_line
+from programs import program
 from runs import write_log, write_run
 
 from comparison import charts

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from byte_runs import RESFORMER, random_model, write_byte_dataset
-from programs import assert_one_line, small_bpe, table
+from conftest import assert_one_line
 from programs import program as call_program
+from programs import small_bpe, table
 from runs import newest, ranks
 
 import evaluate

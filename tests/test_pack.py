@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import runs
-from programs import assert_one_line
+from conftest import assert_one_line
 
 from comparison import pack
 from comparison.runs import named_runs, read_pack, read_state

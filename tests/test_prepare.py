@@ -16,7 +16,7 @@ import types
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from conftest import ROOT, contents
+from conftest import ROOT, assert_one_line, assert_words, contents, raises_one_line
 from documents import (
     WORDS,
     assert_equals,
@@ -233,7 +233,7 @@ def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error, tmp_path
     make_source(tmp_path / 'raw')
     request = settings(tmp_path / 'raw', tmp_path / 'out')
     message = stop_halfway(request, error, step)
-    assert str(error) in message and str(tmp_path / 'out') in message and '\n' not in message
+    assert_words(message, error, tmp_path / 'out')
     assert 'KeyboardInterrupt' not in message
     assert_continues(request, tmp_path)
 
@@ -356,9 +356,8 @@ def test_a_damaged_dataset_is_not_called_complete(tmp_path):
 def test_damaged_notes_are_one_line(name, content, tmp_path):
     (tmp_path / '.pieces').mkdir()
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=name) as error:
+    with raises_one_line(name):
         prepare(settings('stdlib', tmp_path))
-    assert '\n' not in str(error.value)
 
 
 def test_damaged_pieces_are_refused(tmp_path):
@@ -448,8 +447,7 @@ def test_bad_settings_are_one_line(changes, words, tmp_path):
     options = {'source': tmp_path / 'raw', 'out': tmp_path / 'out', 'tokenizer': 'bytes', **changes}
     arguments = [f'--{name}={value}' for name, value in options.items()]
     status, _ = call(prepare_slimpajama.main, *arguments)
-    assert status.startswith('error: ') and '\n' not in status
-    assert all(word in status for word in words)
+    assert_one_line(status, *words)
 
 
 def test_folders_without_usable_documents_are_refused(tmp_path):

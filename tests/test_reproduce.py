@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from byte_runs import write_byte_dataset
 from comparisons import launch_here, write_arm
-from conftest import ROOT, write_dataset
-from programs import assert_one_line, program
+from conftest import ROOT, assert_one_line, write_dataset
+from programs import program
 
 from comparison import launch
 from comparison.runs import facts

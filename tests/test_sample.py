@@ -10,7 +10,8 @@ import programs
 import pytest
 import reference
 import torch
-from programs import BYTES, MALICE, Evil, assert_one_line, cut, ours, program, run_with, small_bpe
+from conftest import assert_one_line
+from programs import BYTES, MALICE, Evil, cut, ours, program, run_with, small_bpe
 from runs import newest
 
 import evaluate

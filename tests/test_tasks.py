@@ -14,7 +14,8 @@ import pytest
 import task_items
 import torch
 from byte_runs import RESFORMER, random_model
-from programs import BYTES, assert_one_line, table
+from conftest import assert_one_line, raises_one_line
+from programs import BYTES, table
 from programs import program as call_program
 from task_items import ITEMS, PUBLISHED, needs_published
 
@@ -217,7 +218,5 @@ DAMAGES = {
 def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, name, change, word):
     path = published / name
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError) as error:
+    with raises_one_line(path, word):
         tasks.read_items(path.parent.name, published)
-    message = str(error.value)
-    assert '\n' not in message and str(path) in message and word in message, message

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from accidents import train_with, with_loss
+from conftest import assert_one_line
 from runs import (
     FORKS,
+    assert_same,
     assert_same_run,
     command_line,
     evaluations,
@@ -24,7 +26,6 @@ from runs import (
     log,
     losses,
     newest,
-    same,
     steps_of_checkpoints,
     training_steps,
 )
@@ -198,7 +199,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
     for path in checkpoints(name):
         path.write_bytes(content)
     status, _ = here(name, init_from='auto')
-    assert status.startswith('error: ') and f'{name}/ckpt_12.pt' in status and '\n' not in status
+    assert_one_line(status, f'{name}/ckpt_12.pt')
 
 
 def test_an_older_runs_checkpoint_is_found_by_the_step_inside_it(half, whole):
@@ -235,7 +236,7 @@ def test_a_checkpoint_of_another_make_is_one_line(whole, change):
     checkpoint = {key: value for key, value in checkpoint.items() if value is not None}
     torch.save(checkpoint, f'{name}/ckpt_6.pt')
     status, _ = here(name, init_from='resume')
-    assert isinstance(status, str) and status.startswith('error: ') and '\n' not in status, status
+    assert_one_line(status)
     assert os.listdir(name) == ['ckpt_6.pt']
 
 
@@ -279,8 +280,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     options = dict(dtype=dtype, optimizer=optimizer, max_iters=8)
     good(name, **options, eval_interval=0, save_steps=(3, 4))
     before, after = load(f'{name}/ckpt_3.pt'), load(f'{name}/ckpt_4.pt')
-    assert same(before['model'], after['model'])
-    assert same(before['optimizer'], after['optimizer'])
+    assert_same(before['model'], after['model'])
+    assert_same(before['optimizer'], after['optimizer'])
     steps = training_steps(name)
     assert [entry['loss'] is None for entry in steps] == [n in (3, 5) for n in range(8)]
     assert [entry['skipped'] for entry in steps] == [0, 0, 0, 1, 1, 2, 2, 2]
@@ -365,7 +366,7 @@ def test_an_out_dir_that_is_no_folder_is_refused_and_a_refused_start_leaves_none
     Path('dangling').symlink_to('nowhere')
     for out_dir in ('dangling', 'data/tiny/meta.json', '/proc/no such run'):
         status, _ = here(out_dir)
-        assert status.startswith('error: ') and out_dir in status and '\n' not in status
+        assert_one_line(status, out_dir)
         assert 'Errno 17' not in status
 
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import reference
-from programs import assert_one_line, program
+from conftest import assert_one_line
+from programs import program
 from variants import VARIANTS, config_of
 
 from model import GPTConfig
