@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -78,62 +77,26 @@ def good(out_dir, **options):
     return text
 
 
-# --- in a new process: what a person types --------------------------------------------------------
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-
-
-def start(*words, **environment):
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, **environment},
-        start_new_session=True,
-    )
-
-
-def finish(process):
-    """(exit status, stdout, stderr) of what start() or fork() began."""
-    try:
-        out, err = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:  # no process may hang
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, out, err
-
-
 # --- in a forked process: almost as good as a new one, and there at once --------------------------
 
 FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['pytest', 'torch._dynamo', 'train', 'prepare_slimpajama'])
 
 
-class Fork:
+def fork(function, *args, **environment):
     """A function in a process of its own, with its own output, environment and signals.
 
     It is forked from a server that has imported torch and has computed nothing. The function must be
     one that can be imported.
     """
-
-    def __init__(self, function, args, environment):
-        self.folder = Path(tempfile.mkdtemp())
-        args = (function, args, environment, self.folder)
-        self.process = FORKS.Process(target=run_fork, args=args, daemon=True)
-        with pytest.MonkeyPatch.context() as patch:  # for the server, when it starts
-            patch.setenv('PYTHONPATH', str(ROOT))
-            self.process.start()
-        self.pid = self.process.pid
-
-    def communicate(self, timeout):
-        self.process.join(timeout)
-        self.returncode = self.process.exitcode
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(self.process.name, timeout)
-        texts = [Path(self.folder, name).read_text() for name in ('out', 'err')]
-        shutil.rmtree(self.folder)
-        return texts
+    folder = Path(tempfile.mkdtemp())
+    args = (function, args, environment, folder)
+    process = FORKS.Process(target=run_fork, args=args, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:  # for the server, when it starts
+        patch.setenv('PYTHONPATH', str(ROOT))
+        process.start()
+    process.folder = folder
+    return process
 
 
 def run_fork(function, args, environment, folder):
@@ -145,8 +108,15 @@ def run_fork(function, args, environment, folder):
     function(*args)
 
 
-def fork(function, *args, **environment):
-    return Fork(function, args, environment)
+def finish(process):
+    """(exit status, stdout, stderr) of what fork() began."""
+    process.join(150)
+    if process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail('no process may hang')
+    out, err = ((process.folder / name).read_text() for name in ('out', 'err'))
+    shutil.rmtree(process.folder)
+    return process.exitcode, out, err
 
 
 def run_train(*words):

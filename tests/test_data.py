@@ -45,12 +45,8 @@ def silent(message):
 def loader_of(dataset, seed=0, batch_size=2, accumulation=2, first_step=0, rank=0, world_size=1):
     settings = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation)
     rows = TrainingRows(dataset, BLOCK, seed, warn=silent)
-    return Loader(rows, settings, one_of(rank, world_size), first_step)
-
-
-def one_of(rank, world_size):
-    """The machine of one process of several."""
-    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device('cpu'))
+    machine = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device('cpu'))
+    return Loader(rows, settings, machine, first_step)
 
 
 def first_rows(dataset, n, seed=0, weights=None, start=0):

@@ -179,7 +179,7 @@ def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory
     folder = Path('out/compare/small')
     for number, ends in ((signal.SIGKILL, -9), (signal.SIGTERM, 75), (None, 1)):
         process = runs.fork(soak.run_program, 'compare.py', [*words, '--jobs=1'])
-        while number and process.process.is_alive():
+        while number and process.is_alive():
             steps = [launch.last_step(log.parent) for log in folder.glob('*/log.jsonl')]
             if soak.trainings() and any(5 < step < 50 for step in steps):
                 os.kill(process.pid, number)

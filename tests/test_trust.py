@@ -339,7 +339,7 @@ def test_a_second_run_on_a_folder_is_refused_and_a_dead_ones_lock_is_none(work, 
     status, _ = here('out/held', init_from='resume')
     assert status.startswith('error: another process') and 'out/held' in status
     assert here('out/held', init_from='resume', eval_only=True)[0] == 0
-    holder.process.kill()
+    holder.kill()
     finish(holder)
     good('out/held', init_from='resume')
 
