@@ -155,17 +155,26 @@ def half(whole):
     return half
 
 
+def mount(folder, kilobytes, flags=0):
+    """Whether a file system of that size, in memory, now is at the folder."""
+    data = f'size={kilobytes}k'.encode()
+    return ctypes.CDLL(None).mount(b'tmpfs', bytes(folder.absolute()), b'tmpfs', flags, data) == 0
+
+
+def unmount(folder):
+    detach = 2  # MNT_DETACH: even where a forked process still looks at it
+    ctypes.CDLL(None).umount2(bytes(folder.absolute()), detach)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 1 MiB, in memory."""
     disk = tmp_path / 'disk'
     disk.mkdir()
-    is_linux = sys.platform.startswith('linux')
-    if not is_linux or ctypes.CDLL(None).mount(b'tmpfs', bytes(disk), b'tmpfs', 0, b'size=1m'):
+    if not sys.platform.startswith('linux') or not mount(disk, 1024):
         pytest.skip('cannot mount a small file system here: run as root')
     yield disk
-    detach = 2  # MNT_DETACH: even where a forked process still looks at it
-    ctypes.CDLL(None).umount2(bytes(disk), detach)
+    unmount(disk)
 
 
 @pytest.fixture

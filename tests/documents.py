@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def write_rows(path, documents):
     path.write_bytes(data)
 
 
-def make_source(folder, suffix='.jsonl', validation=True, files=5, count=60):
+def make_source(suffix='.jsonl', validation=True, files=5, count=60, folder=Path('raw')):
     """{name: documents} of a new source, of which the test split is left out."""
     source = {}
     for n in range(files):
@@ -61,7 +62,7 @@ def make_source(folder, suffix='.jsonl', validation=True, files=5, count=60):
     return source
 
 
-def settings(source, out, tokens=20_000, workers=1, tokenizer='bytes', **changes):
+def settings(source='raw', out='out', tokens=20_000, workers=1, tokenizer='bytes', **changes):
     return Settings(
         source=str(source),
         out=str(out),
@@ -134,7 +135,7 @@ def assert_equals(out, expected):
 
 
 def read_meta(out):
-    return json.loads((out / 'meta.json').read_text())
+    return json.loads(Path(out, 'meta.json').read_text())
 
 
 def texts_of(file):

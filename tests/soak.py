@@ -7,7 +7,6 @@ $ python tests/soak.py --kills=200 --cuts=50 --disks=20 --seed=1    # 11 minutes
 A failure prints what was found, and keeps the folder. Needs Linux, and root for the full disks.
 """
 
-import ctypes
 import multiprocessing
 import os
 import random
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from conftest import ROOT, write_dataset
+from conftest import ROOT, mount, unmount, write_dataset
 from runs import FORKS, TINY, assert_same, finish, fork, newest
 
 from comparison import launch
@@ -286,12 +285,7 @@ def soak_cuts(cuts):
     print(f'{cuts} cuts: every run ended as before', flush=True)
 
 
-def mount(folder, kilobytes, flags=0):
-    data = f'size={kilobytes}k'.encode()
-    return ctypes.CDLL(None).mount(b'tmpfs', bytes(folder.absolute()), b'tmpfs', flags, data) == 0
-
-
-REMOUNT, DETACH = 32, 2  # MS_REMOUNT, MNT_DETACH
+REMOUNT = 32  # MS_REMOUNT
 
 
 def soak_disks(disks):
@@ -311,7 +305,7 @@ def soak_disks(disks):
             mount(folder, 2**16, REMOUNT)
             finish_comparison('full', before)
         finally:
-            ctypes.CDLL(None).umount2(bytes(folder.absolute()), DETACH)
+            unmount(folder)
     print(f'{disks} full disks: status 1, and then the same logs and weights', flush=True)
 
 

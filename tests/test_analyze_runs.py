@@ -139,12 +139,10 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     # The standard error of two numbers.
     np.testing.assert_allclose(both['standard_error'], abs(one - two) / 2, atol=1e-12)
 
-    for shown, over in ((numbers, 'sequences'), (pooled, '2 seeds')):
-        figure = analyze.figure_of(shown, 'Fig. 0: a title')
-        assert 'Fig. 0: a title' in figure.get_suptitle() and over in figure.get_suptitle()
-        curves = [line for line in figure.axes[-1].get_lines() if len(line.get_ydata()) > 2]
-        looks = {(line.get_color(), line.get_linestyle()) for line in curves}
-        assert len(looks) == len(curves) == len(shown['runs'])
+    assert 'sequences' in analyze.figure_of(numbers, 'a title').get_suptitle()
+    figure = analyze.figure_of(pooled, 'a title')
+    assert 'a title' in figure.get_suptitle() and '2 seeds' in figure.get_suptitle()
+    curves = [line for line in figure.axes[-1].get_lines() if len(line.get_ydata()) > 2]
     mean = np.array(both['mean'])
     expected = mean[:, 0] if kind == 'spectrum' else mean
     np.testing.assert_array_equal(curves[0].get_ydata(), expected)

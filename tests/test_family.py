@@ -127,48 +127,43 @@ def step(model, optimizer):
     return gradients
 
 
-def by_torch(model, rows):
-    """The same steps by torch.optim.Muon, for the blocks of {name: numbers of rows}, and by AdamW: a
-    function of {name: gradient} that gives {name: weight}."""
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    blocks = {name: weights[name].split(numbers) for name, numbers in rows.items()}
-    matrices = [block for name in blocks for block in blocks[name]]
-    muon = torch.optim.Muon(matrices, 0.02, 0.3, adjust_lr_fn='match_rms_adamw')
-    others = [name for name in weights if name not in rows]
-    decay = [name for name in others if name.endswith(('wte.weight', 'lm_head.weight'))]
-    groups = [
-        {'params': [weights[name] for name in decay], 'weight_decay': 0.3},
-        {'params': [weights[name] for name in others if name not in decay], 'weight_decay': 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
-
-    def step(gradients):
-        for name, gradient in gradients.items():
-            parts = blocks.get(name, [weights[name]])
-            for part, g in zip(parts, gradient.split([len(part) for part in parts]), strict=True):
-                part.grad = g.clone()
-        muon.step()
-        adamw.step()
-        return weights
-
-    return step
-
-
 def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
     model = make('SVFormer GQA')
-    rows = {}
-    for name, p in model.named_parameters():
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    blocks = {}  # of rows, each a matrix of its own
+    for name, weight in weights.items():
+        rows = [len(weight)]
         if 'c_attn' in name:
             n = int(name.split('.')[2])
             own = [reference.own_heads(model.config, part, n) for part in 'qkv']
-            rows[name] = [8 * heads for heads in own if heads]
-        elif name.endswith(('c_proj.weight', 'c_fc.weight')):
-            rows[name] = [len(p) // 2] * 2 if 'c_fc' in name else [len(p)]
-    optimizer, theirs = muon(model), by_torch(model, rows)
+            rows = [8 * heads for heads in own if heads]
+        if name.endswith('c_fc.weight'):
+            rows = [len(weight) // 2] * 2
+        blocks[name] = weight.split(rows)
+
+    of_muon = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
+    matrices = [block for name in weights if name.endswith(of_muon) for block in blocks[name]]
+    decay, plain = [], []
+    for name in weights:
+        if not name.endswith(of_muon):
+            (decay if name.endswith(('wte.weight', 'lm_head.weight')) else plain).extend(
+                blocks[name]
+            )
+    groups = [{'params': decay, 'weight_decay': 0.3}, {'params': plain, 'weight_decay': 0.0}]
+    theirs = [
+        torch.optim.Muon(matrices, 0.02, 0.3, adjust_lr_fn='match_rms_adamw'),
+        torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8),
+    ]
+    ours = muon(model)
     for _ in range(3):
-        expected = theirs(step(model, optimizer))
+        for name, gradient in step(model, ours).items():
+            rows = [len(block) for block in blocks[name]]
+            for block, g in zip(blocks[name], gradient.split(rows), strict=True):
+                block.grad = g.clone()
+        for optimizer in theirs:
+            optimizer.step()
         for name, p in model.named_parameters():
-            torch.testing.assert_close(p, expected[name], msg=name)
+            torch.testing.assert_close(p, weights[name], msg=name)
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])

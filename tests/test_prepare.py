@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, assert_one_line, assert_words, contents, raises_one_line
@@ -40,7 +41,7 @@ SHARED = ROOT.parent / 'shared' / 'data'
 
 
 @pytest.fixture(autouse=True)
-def patient_disk(monkeypatch):
+def patient_disk(here, monkeypatch):
     """No power fails here, and waiting for the disk is what would take longest."""
     monkeypatch.setattr(os, 'fsync', lambda file: None)
 
@@ -51,16 +52,16 @@ def patient_disk(monkeypatch):
 @pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.zst', '.parquet'])
 @pytest.mark.parametrize('validation', [True, False])
 def test_rows_equal_recomputation(suffix, validation, tmp_path):
-    source = make_source(tmp_path / 'raw', suffix, validation)
+    source = make_source(suffix, validation)
     tasks = ((20_000, {}), (0, {}), (9_000, {'Book': 3, 'C4': 1.5}), (0, {'Book': 1, 'C4': 1}))
     for number, (tokens, weights) in enumerate(tasks):
         out = tmp_path / f'out{number}'
-        prepare(settings(tmp_path / 'raw', out, tokens, weights=weights, val_fraction=0.1))
+        prepare(settings('raw', out, tokens, weights=weights, val_fraction=0.1))
         assert_equals(out, recompute(source, weights or TABLE_2, tokens, val_fraction=0.1))
 
 
-def test_a_folder_of_plain_text_equals_recomputation(tmp_path):
-    root = tmp_path / 'corpus'
+def test_a_folder_of_plain_text_equals_recomputation():
+    root = Path('corpus')
     texts = {'b': [], 'a.1': [], 'corpus': []}
     for domain, folder in (('b', 'b/deep/er'), ('a.1', 'a.1'), ('corpus', '.')):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -78,38 +79,38 @@ def test_a_folder_of_plain_text_equals_recomputation(tmp_path):
     texts['b'].append(('b/latin1.txt', 'caf\ufffd'))
     (root / 'b' / "it's; $(true) #1.txt").write_text('naïve')
     texts['b'].append(("b/it's; $(true) #1.txt", 'naïve'))
-    prepare(settings(root, tmp_path / 'out', tokens=0))
+    prepare(settings(root, tokens=0))
 
     # Small files of a domain make one unit, with the name of the first in seeded order.
     source = {}
     for domain, files in texts.items():
         files.sort(key=lambda file: fraction(1337, file[0]))
         source[files[0][0]] = [(domain, text) for _, text in files]
-    assert_equals(tmp_path / 'out', recompute(source, dict.fromkeys(texts, 1), 0))
+    assert_equals(Path('out'), recompute(source, dict.fromkeys(texts, 1), 0))
 
 
-def test_one_long_text_file_is_split(tmp_path):
-    (tmp_path / 'raw').mkdir()
+def test_one_long_text_file_is_split():
+    Path('raw').mkdir()
     lines = [f'line {n} of a play, {"word " * (n % 17)}\n' for n in range(20_000)]
-    (tmp_path / 'raw' / 'input.txt').write_text(''.join(lines))
-    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
-    train = texts_of(tmp_path / 'out' / 'train' / 'raw.bin')
-    validation = texts_of(tmp_path / 'out' / 'validation' / 'raw.bin')
+    Path('raw/input.txt').write_text(''.join(lines))
+    prepare(settings(tokens=0))
+    train = texts_of('out/train/raw.bin')
+    validation = texts_of('out/validation/raw.bin')
     assert 15 < len(train) < 25 and len(validation) == 1
     assert sorted(''.join(train + validation).splitlines(True)) == sorted(lines)
 
 
-def test_the_standard_library_needs_nothing_and_is_prepared_once(tmp_path, capsys):
-    request = settings('stdlib', tmp_path / 'out', tokens=200_000)
+def test_the_standard_library_needs_nothing_and_is_prepared_once(capsys):
+    request = settings('stdlib', tokens=200_000)
     prepare(request)
-    meta = read_meta(tmp_path / 'out')
+    meta = read_meta('out')
     assert [list(meta['splits'][split]) for split in meta['splits']] == [['Source', 'Topics']] * 2
     # The folder's tokenizer.json is that of bytes.
-    assert tokenizer.load(tmp_path / 'out').name == 'bytes' == meta['tokenizer']['name']
-    before = contents(tmp_path / 'out')
+    assert tokenizer.load('out').name == 'bytes' == meta['tokenizer']['name']
+    before = contents('out')
     prepare(request)
     assert 'complete' in capsys.readouterr().out.splitlines()[-1]
-    assert contents(tmp_path / 'out') == before
+    assert contents('out') == before
 
 
 def test_blocks_bound_the_memory_and_keep_every_document(monkeypatch):
@@ -126,10 +127,10 @@ def test_blocks_bound_the_memory_and_keep_every_document(monkeypatch):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason='no ../shared/data')
-def test_real_documents_come_out_in_the_paper_s_proportions(tmp_path):
-    out = tmp_path / 'out'
+def test_real_documents_come_out_in_the_paper_s_proportions():
+    out = Path('out')
     source = SHARED / 'slimpajama_mini'
-    prepare(settings(source, out, tokens=400_000, tokenizer=SHARED / 'tokenizer'))
+    prepare(settings(source, tokens=400_000, tokenizer=SHARED / 'tokenizer'))
     splits = read_meta(out)['splits']
     # MANIFEST.md's count, an <|endoftext|> for each document, and one document that spells it in
     # six tokens.
@@ -168,41 +169,41 @@ def prepare_and_die(request, name, last):
 
 
 @pytest.mark.parametrize('name', ['replace', 'mkdir', 'unlink'])
-def test_killed_again_and_again_it_ends_with_the_same_bytes(name, tmp_path):
-    make_source(tmp_path / 'raw', validation=False, files=3)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'whole'))
-    request = settings(tmp_path / 'raw', tmp_path / 'out')
+def test_killed_again_and_again_it_ends_with_the_same_bytes(name):
+    make_source(validation=False, files=3)
+    prepare(settings(out='whole'))
+    request = settings()
     kills = 0
     while (status := prepare_and_die(request, name, last=kills + 1)) != 0:
         assert status == -signal.SIGKILL
         kills += 1
     assert kills > 1
-    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
+    assert contents('out') == contents('whole')
 
 
-def test_killed_with_its_workers_it_goes_on(tmp_path):
-    make_source(tmp_path / 'raw', files=12, count=1500)
-    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0, workers=2)
+def test_killed_with_its_workers_it_goes_on():
+    make_source(files=12, count=1500)
+    request = settings(tokens=0, workers=2)
     options = [f'--{name}={value}' for name, value in vars(request).items()]
-    command = [sys.executable, 'prepare_slimpajama.py', *options]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
-        while len(finished(tmp_path / 'out')) < 2:
+    command = [sys.executable, ROOT / 'prepare_slimpajama.py', *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        while len(finished(Path('out'))) < 2:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 assert process.wait(0.01) is None
         process.kill()
         process.communicate(timeout=60)  # its workers have its stderr, too: until they have ended
-    assert not (tmp_path / 'out' / 'meta.json').exists()
-    assert_continues(request, tmp_path)
+    assert not Path('out/meta.json').exists()
+    assert_continues(request)
 
 
-def assert_continues(request, tmp_path):
+def assert_continues(request):
     """That the same command makes what it makes at once, and makes no piece twice."""
-    before = finished(tmp_path / 'out')
+    before = finished(Path('out'))
     stop_halfway(request)
-    assert before.items() <= finished(tmp_path / 'out').items()
+    assert before.items() <= finished(Path('out')).items()
     prepare(request)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'whole', request.tokens))
-    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
+    prepare(settings(out='whole', tokens=request.tokens))
+    assert contents('out') == contents('whole')
 
 
 def finished(out):
@@ -229,13 +230,13 @@ def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
     'error',
     [KeyboardInterrupt(), OSError(errno.ENOSPC, 'No space left'), BrokenProcessPool('died')],
 )
-def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error, tmp_path):
-    make_source(tmp_path / 'raw')
-    request = settings(tmp_path / 'raw', tmp_path / 'out')
+def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error):
+    make_source()
+    request = settings()
     message = stop_halfway(request, error, step)
-    assert_words(message, error, tmp_path / 'out')
+    assert_words(message, error, 'kept in out,')
     assert 'KeyboardInterrupt' not in message
-    assert_continues(request, tmp_path)
+    assert_continues(request)
 
 
 def test_whoever_is_interrupted_does_not_wait_for_the_workers():
@@ -247,11 +248,11 @@ def test_whoever_is_interrupted_does_not_wait_for_the_workers():
             raise KeyboardInterrupt
 
 
-def test_what_is_finished_is_on_the_disk(tmp_path, monkeypatch):
+def test_what_is_finished_is_on_the_disk(monkeypatch):
     """Ids before the table that says that they are there, token files before meta.json."""
     if not os.path.isdir('/proc/self/fd'):
         pytest.skip('needs /proc')
-    make_source(tmp_path / 'raw', files=2)
+    make_source(files=2)
     safe = {}
     rename = os.replace
     renamed = []
@@ -270,7 +271,7 @@ def test_what_is_finished_is_on_the_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
+    prepare(settings(out=Path('out').absolute(), tokens=0))
     # begun.json, three pieces, tokenizer.json and meta.json.
     assert renamed == [1, 2, 2, 2, 1, 15]
 
@@ -279,9 +280,9 @@ def test_what_is_finished_is_on_the_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('complete', [False, True])
-def test_other_settings_are_refused(complete, tmp_path):
-    raw, out = tmp_path / 'raw', tmp_path / 'out'
-    make_source(raw)
+def test_other_settings_are_refused(complete):
+    make_source()
+    raw, out = Path('raw'), 'out'
     if complete:
         prepare(settings(raw, out))
     else:
@@ -312,41 +313,41 @@ CHANGES = [replace_a_letter, add_a_file, remove_a_file]
 
 
 @pytest.mark.parametrize('change', CHANGES)
-def test_an_exchanged_source_is_not_called_complete(change, tmp_path, capsys):
-    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
-    make_source(tmp_path / 'raw')
+def test_an_exchanged_source_is_not_called_complete(change, capsys):
+    request = settings(tokens=0)
+    make_source()
     prepare(request)
-    before = contents(tmp_path / 'out')
+    before = contents('out')
     # The same contents at another time are the same source, and one that is gone is not another one.
-    for path in (tmp_path / 'raw').rglob('*.jsonl'):
+    for path in Path('raw').rglob('*.jsonl'):
         path.write_bytes(path.read_bytes())
     prepare(request)
-    (tmp_path / 'raw').rename(tmp_path / 'away')
+    Path('raw').rename('away')
     prepare(request)
-    (tmp_path / 'away').rename(tmp_path / 'raw')
+    Path('away').rename('raw')
 
-    change(tmp_path / 'raw')
+    change(Path('raw'))
     with pytest.raises(ValueError, match='--source=.* changed since .*out'):
         prepare(request)
-    assert contents(tmp_path / 'out') == before
+    assert contents('out') == before
 
 
 @pytest.mark.parametrize('change', CHANGES)
-def test_pieces_of_an_exchanged_source_are_made_again(change, tmp_path):
-    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
-    make_source(tmp_path / 'raw')
+def test_pieces_of_an_exchanged_source_are_made_again(change):
+    request = settings(tokens=0)
+    make_source()
     stop_halfway(request)
-    change(tmp_path / 'raw')
+    change(Path('raw'))
     prepare(request)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'whole', tokens=0))
-    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
+    prepare(settings(out='whole', tokens=0))
+    assert contents('out') == contents('whole')
 
 
-def test_a_damaged_dataset_is_not_called_complete(tmp_path):
-    make_source(tmp_path / 'raw', files=1)
-    request = settings(tmp_path / 'raw', tmp_path / 'out')
+def test_a_damaged_dataset_is_not_called_complete():
+    make_source(files=1)
+    request = settings()
     prepare(request)
-    (tmp_path / 'out' / 'train' / 'C4.bin').unlink()
+    Path('out/train/C4.bin').unlink()
     with pytest.raises(OSError, match='C4.bin'):
         prepare(request)
 
@@ -354,30 +355,30 @@ def test_a_damaged_dataset_is_not_called_complete(tmp_path):
 @pytest.mark.parametrize('content', ['', '{"asked"', '3', '{}', '{"asked": 3}', '{"asked": {}}'])
 @pytest.mark.parametrize('name', ['meta.json', '.pieces/begun.json'])
 def test_damaged_notes_are_one_line(name, content, tmp_path):
-    (tmp_path / '.pieces').mkdir()
+    Path('.pieces').mkdir()
     (tmp_path / name).write_text(content)
     with raises_one_line(name):
         prepare(settings('stdlib', tmp_path))
 
 
-def test_damaged_pieces_are_refused(tmp_path):
-    request = settings(tmp_path / 'raw', tmp_path / 'out', tokens=0)
-    make_source(tmp_path / 'raw')
+def test_damaged_pieces_are_refused():
+    request = settings(tokens=0)
+    make_source()
     stop_halfway(request)
-    path = min((tmp_path / 'out' / '.pieces').glob('*.ids'))
+    path = min(Path('out/.pieces').glob('*.ids'))
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match='.pieces'):
         prepare(request)
-    assert not (tmp_path / 'out' / 'meta.json').exists()
+    assert not Path('out/meta.json').exists()
 
 
-def test_one_process_at_a_time_writes_a_folder(tmp_path):
-    make_source(tmp_path / 'raw', files=1, count=3)
-    out = tmp_path / 'out'
+def test_one_process_at_a_time_writes_a_folder():
+    make_source(files=1, count=3)
+    out = Path('out')
     out.mkdir()
     with prepare_slimpajama.locked(out, 'writing to', setting='--out'):
         with pytest.raises(OSError, match='another --out'):
-            prepare(settings(tmp_path / 'raw', out))
+            prepare(settings())
     assert not list(out.iterdir())
 
 
@@ -421,14 +422,14 @@ BAD = {
 
 
 @pytest.mark.parametrize('message', BAD)
-def test_bad_input_says_file_and_line(message, tmp_path, monkeypatch):
-    make_source(tmp_path / 'raw')
-    BAD[message](tmp_path / 'raw' / 'train')
+def test_bad_input_says_file_and_line(message, monkeypatch):
+    make_source()
+    BAD[message](Path('raw/train'))
     monkeypatch.setattr(sources, 'MAX_LINE', 10_000)
     with pytest.raises(ValueError, match=message) as error:
-        prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
+        prepare(settings(tokens=0))
     assert '\n' not in str(error.value)
-    assert not (tmp_path / 'out' / 'meta.json').exists()
+    assert not Path('out/meta.json').exists()
 
 
 @pytest.mark.parametrize(
@@ -442,29 +443,29 @@ def test_bad_input_says_file_and_line(message, tmp_path, monkeypatch):
         ({'tokenizer': 'none'}, ['no tokenizer at none']),
     ],
 )
-def test_bad_settings_are_one_line(changes, words, tmp_path):
-    make_source(tmp_path / 'raw', files=1, count=3)
-    options = {'source': tmp_path / 'raw', 'out': tmp_path / 'out', 'tokenizer': 'bytes', **changes}
+def test_bad_settings_are_one_line(changes, words):
+    make_source(files=1, count=3)
+    options = {'source': 'raw', 'out': 'out', 'tokenizer': 'bytes', **changes}
     arguments = [f'--{name}={value}' for name, value in options.items()]
     status, _ = call(prepare_slimpajama.main, *arguments)
     assert_one_line(status, *words)
 
 
-def test_folders_without_usable_documents_are_refused(tmp_path):
-    raw = tmp_path / 'raw'
+def test_folders_without_usable_documents_are_refused():
+    raw = Path('raw')
     raw.mkdir()
     with pytest.raises(ValueError, match='raw has no training file'):
-        prepare(settings(raw, tmp_path / 'out'))
+        prepare(settings(raw, 'out'))
     (raw / 'a.txt').write_text('only one document')
     with pytest.raises(ValueError, match='raw has one document only'):
-        prepare(settings(raw, tmp_path / 'out2'))
+        prepare(settings(raw, 'out2'))
 
-    write_rows(tmp_path / 'split' / 'train' / '0.jsonl', [('C4', 'a'), ('Github', 'b')])
-    write_rows(tmp_path / 'split' / 'validation' / '0.jsonl', [('C4', 'c')])
+    write_rows(Path('split/train/0.jsonl'), [('C4', 'a'), ('Github', 'b')])
+    write_rows(Path('split/validation/0.jsonl'), [('C4', 'c')])
     with pytest.raises(ValueError, match='split has no validation document of Github'):
-        prepare(settings(tmp_path / 'split', tmp_path / 'out3', weights={'Github': 1}))
+        prepare(settings('split', 'out3', weights={'Github': 1}))
     # Nothing was read but the validation file.
-    assert len(finished(tmp_path / 'out3')) == 1
+    assert len(finished(Path('out3'))) == 1
 
     with pytest.raises(ValueError, match='out is inside --source=.*raw'):
         prepare(settings(raw, raw / 'out'))
@@ -474,26 +475,26 @@ def test_folders_without_usable_documents_are_refused(tmp_path):
 # ---- What is told --------------------------------------------------------------------------------
 
 
-def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
-    make_source(tmp_path / 'raw')
+def test_a_disk_without_room_is_refused(monkeypatch):
+    make_source()
     free = 0
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=free))
     with pytest.raises(OSError, match='space .*out: .*--tokens'):
-        prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
-    assert not (tmp_path / 'out' / '.pieces').exists()
+        prepare(settings())
+    assert not Path('out/.pieces').exists()
     # Pieces and token files take two bytes a token each. How much everything is, is not known before.
     free = 4 * 20_000
-    prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+    prepare(settings())
     free = 0
-    prepare(settings(tmp_path / 'raw', tmp_path / 'some', tokens=0, weights={'Wikipedia': 1}))
+    prepare(settings(out='some', tokens=0, weights={'Wikipedia': 1}))
 
 
-def test_the_table_has_the_numbers_of_meta_json(tmp_path, capsys):
-    make_source(tmp_path / 'raw')
-    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=60_000))
+def test_the_table_has_the_numbers_of_meta_json(capsys):
+    make_source()
+    prepare(settings(tokens=60_000))
     text = capsys.readouterr().out
     assert '6 files, 1 of them validation' in text
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
     assert rows['CommonCrawl'][-1] == 'more'  # the source has none
-    for domain, entry in read_meta(tmp_path / 'out')['splits']['train'].items():
+    for domain, entry in read_meta('out')['splits']['train'].items():
         assert rows[domain][1:3] == [f'{entry["documents"]:,}', f'{entry["tokens"]:,}']

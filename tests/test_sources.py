@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from conftest import contents, raises_one_line
@@ -12,6 +13,8 @@ from documents import make_source, read_meta, settings, texts_of, write_rows
 from lib import sources
 from lib.data import Dataset
 from prepare_slimpajama import prepare
+
+pytestmark = pytest.mark.usefixtures('here')
 
 # ---- Folders -------------------------------------------------------------------------------------
 
@@ -30,15 +33,15 @@ def test_whole_words_of_a_path_name_its_split(split, names):
     assert {sources.split_of(name) for name in names.split()} == {split}
 
 
-def test_folders_of_any_language_are_domains_and_never_merge(tmp_path):
+def test_folders_of_any_language_are_domains_and_never_merge():
     names = ['中文', '日本', 'हिन्दी', 'café']
     for name in names:
-        (tmp_path / 'raw' / name).mkdir(parents=True)
+        (Path('raw') / name).mkdir(parents=True)
         for n in range(3):
-            (tmp_path / 'raw' / name / f'{n}.txt').write_text(f'{name} {n}')
-    out = tmp_path / 'data' / 'out'
+            (Path('raw') / name / f'{n}.txt').write_text(f'{name} {n}')
+    out = Path('data/out')
     weights = {name: 1 + n for n, name in enumerate(names)}
-    prepare(settings(tmp_path / 'raw', out, tokens=1000, weights=weights))
+    prepare(settings('raw', out, tokens=1000, weights=weights))
     for name in names:
         texts = texts_of(out / 'train' / f'{name}.bin')
         assert len(texts) == 2 and all(text.startswith(name) for text in texts)
@@ -47,22 +50,22 @@ def test_folders_of_any_language_are_domains_and_never_merge(tmp_path):
     Dataset(out.absolute()).verify()
 
     for name in ('a b', 'a;b'):
-        (tmp_path / 'two' / name).mkdir(parents=True)
-        (tmp_path / 'two' / name / '1.txt').write_text('a text')
+        (Path('two') / name).mkdir(parents=True)
+        (Path('two') / name / '1.txt').write_text('a text')
     with pytest.raises(ValueError, match="'a;b' .*'a_b'"):
-        sources.find_units(str(tmp_path / 'two'), '', {}, 1)
+        sources.find_units('two', '', {}, 1)
 
 
 @pytest.mark.parametrize('target', ['raw', 'gone'])
 def test_links_that_would_be_passed_over_are_refused(target, tmp_path):
-    make_source(tmp_path / 'raw', files=1, count=3)
-    (tmp_path / 'raw' / 'more').symlink_to(tmp_path / target)
+    make_source(files=1, count=3)
+    Path('raw/more').symlink_to(tmp_path / target)
     with pytest.raises(ValueError, match='raw/more is a link'):
-        sources.find_units(str(tmp_path / 'raw'), '', {}, 1)
+        sources.find_units('raw', '', {}, 1)
 
 
-def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    make_source(tmp_path / 'raw', files=1, count=3)
+def test_a_folder_that_cannot_be_read_is_refused(monkeypatch):
+    make_source(files=1, count=3)
     real = os.scandir
 
     def scandir(path):
@@ -73,7 +76,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'scandir', scandir)
     with pytest.raises(PermissionError, match='chunk1'):
-        sources.find_units(str(tmp_path / 'raw'), '', {}, 1)
+        sources.find_units('raw', '', {}, 1)
 
 
 @pytest.mark.parametrize('names, refused', [(['train', 'val'], True), (['dev', 'test'], False)])
@@ -82,10 +85,10 @@ def test_splits_of_plain_text_are_not_taken_for_domains(names, refused, tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / 'a.txt').write_text('text')
     if not refused:  # domains may have such names
-        assert set(sources.find_units(str(tmp_path), '', {}, 1)[1]) == set(names)
+        assert set(sources.find_units('.', '', {}, 1)[1]) == set(names)
         return
     with pytest.raises(ValueError, match='train and val'):
-        sources.find_units(str(tmp_path), '', {}, 1)
+        sources.find_units('.', '', {}, 1)
 
 
 # ---- The hub -------------------------------------------------------------------------------------
@@ -135,10 +138,10 @@ class FakeHub:
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
+def hub(monkeypatch):
     httpx2 = pytest.importorskip('httpx2')
     client = pytest.importorskip('huggingface_hub.utils._http')
-    hub = FakeHub(tmp_path / 'raw')
+    hub = FakeHub(Path('raw'))
     transport = httpx2.MockTransport(hub.answer)
     before = client._GLOBAL_CLIENT_FACTORY
     client.set_client_factory(lambda: httpx2.Client(transport=transport))
@@ -159,61 +162,61 @@ def without_meta(out):
 
 
 @pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.zst', '.parquet'])
-def test_hub_files_survive_failures_and_equal_the_local_ones(suffix, hub, waits, tmp_path):
-    source = make_source(tmp_path / 'raw', suffix)
-    (tmp_path / 'raw' / 'README.md').write_text('not data')
+def test_hub_files_survive_failures_and_equal_the_local_ones(suffix, hub, waits):
+    source = make_source(suffix)
+    Path('raw/README.md').write_text('not data')
     # Of the first download, and of the third one twice.
     hub.failures = [1, 0, 501, 1]
-    prepare(settings('some/where', tmp_path / 'out', revision='v2', tokens=0))
+    prepare(settings('some/where', revision='v2', tokens=0))
     assert waits == [1, 1, 2]
     assert len(hub.downloads) == len(source) + 3 and set(hub.downloads) == set(source)
-    prepare(settings(tmp_path / 'raw', tmp_path / 'local', tokens=0))
-    assert without_meta(tmp_path / 'out') == without_meta(tmp_path / 'local')
+    prepare(settings(out='local', tokens=0))
+    assert without_meta('out') == without_meta('local')
 
 
-def test_a_hub_that_stays_away_is_given_up_after_the_promised_time(hub, waits, tmp_path):
-    make_source(tmp_path / 'raw', files=1, count=3, validation=False)
+def test_a_hub_that_stays_away_is_given_up_after_the_promised_time(hub, waits):
+    make_source(files=1, count=3, validation=False)
     hub.failures = [503] * 100
     with pytest.raises(ValueError, match='example_0.jsonl: the hub fails, .*503'):
-        prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+        prepare(settings('some/where', revision='v2'))
     assert waits == [1, 2, 4, 8, 16, 32]
 
 
-def test_a_branch_that_moves_on_is_read_at_the_commit_of_the_start(hub, waits, tmp_path):
-    make_source(tmp_path / 'raw')
+def test_a_branch_that_moves_on_is_read_at_the_commit_of_the_start(hub, waits):
+    make_source()
     hub.failures = [0, 0, 0] + [401] * 7
     with pytest.raises(ValueError, match='401'):
-        prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+        prepare(settings('some/where', revision='v2'))
     answer = hub.answer
     hub.answer = lambda request: 1 / 0 if request.url.path.endswith('/v2') else answer(request)
-    prepare(settings('some/where', tmp_path / 'out', revision='v2'))
-    assert read_meta(tmp_path / 'out')['revision'] == 'c0ffee'
+    prepare(settings('some/where', revision='v2'))
+    assert read_meta('out')['revision'] == 'c0ffee'
     # A complete one asks the hub nothing.
     hub.commit = 'decaf'
-    prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+    prepare(settings('some/where', revision='v2'))
 
 
-def test_a_hub_that_has_no_rows_or_cannot_be_listed_is_one_line(hub, tmp_path):
-    make_source(tmp_path / 'raw', '.txt', files=1, count=3)
+def test_a_hub_that_has_no_rows_or_cannot_be_listed_is_one_line(hub):
+    make_source('.txt', files=1, count=3)
     with pytest.raises(ValueError, match='some/where has no training file'):
-        prepare(settings('some/where', tmp_path / 'out', revision='v2'))
+        prepare(settings('some/where', revision='v2'))
     with raises_one_line('no folder some/where here'):
-        prepare(settings('some/where', tmp_path / 'out', revision='v3'))
+        prepare(settings('some/where', revision='v3'))
 
 
-def test_lone_surrogates_of_rows_become_replacement_characters(tmp_path):
-    write_rows(tmp_path / 'raw' / 'train.jsonl', [('C4', 'a\ud800b'), ('C4', 'c')])
-    prepare(settings(tmp_path / 'raw', tmp_path / 'out', tokens=0))
-    texts = texts_of(tmp_path / 'out' / 'train' / 'C4.bin')
-    assert texts + texts_of(tmp_path / 'out' / 'validation' / 'C4.bin') in (
+def test_lone_surrogates_of_rows_become_replacement_characters():
+    write_rows(Path('raw/train.jsonl'), [('C4', 'a\ud800b'), ('C4', 'c')])
+    prepare(settings(tokens=0))
+    texts = texts_of('out/train/C4.bin')
+    assert texts + texts_of('out/validation/C4.bin') in (
         ['a\ufffdb', 'c'],
         ['c', 'a\ufffdb'],
     )
 
 
-def test_a_package_that_is_missing_is_one_line(tmp_path, monkeypatch):
-    make_source(tmp_path / 'raw', '.parquet', files=1, count=3)
+def test_a_package_that_is_missing_is_one_line(monkeypatch):
+    make_source('.parquet', files=1, count=3)
     for name in ('pyarrow', 'pyarrow.parquet'):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match='parquet: .*pyarrow'):
-        prepare(settings(tmp_path / 'raw', tmp_path / 'out'))
+        prepare(settings())
