@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -203,15 +202,6 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(p
 
 
 # --- the thread ----------------------------------------------------------------------------------
-
-
-def test_an_error_in_the_loaders_thread_reaches_the_training_loop(tiny):
-    loader = loader_of(tiny)
-    shutil.rmtree(tiny.folder)
-    with pytest.raises((ValueError, OSError)):
-        for _ in range(20):
-            loader.next()
-    loader.close()
 
 
 def test_close_ends_the_thread_even_where_nobody_takes_its_batches(tiny):
