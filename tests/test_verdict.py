@@ -1,15 +1,18 @@
-"""The statistics of compare.py, by simulation and in words; test_results.py compares them with scipy."""
+"""The statistics of compare.py: against formulas written here, against scipy, and by simulation."""
 
 import math
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from comparison import verdict
 from comparison.false_verdicts import DISTRIBUTIONS, SEEDS, false_verdicts
 from comparison.verdict import (
     LEVEL,
     RULE,
+    describe,
+    holm,
     judge,
     power,
     seeds_needed,
@@ -20,7 +23,35 @@ from comparison.verdict import (
 COMPARISONS = 10_000
 
 
-# --- power ----------------------------------------------------------------------------------------
+# --- against formulas and scipy -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('n', [2, 3, 5, 8])
+def test_mean_interval_and_p_equal_scipys(n):
+    values = np.random.default_rng(n).normal(-0.01, 0.02, n).tolist()
+    theirs = scipy.stats.ttest_1samp(values, 0.0)
+    numbers = describe(dict(enumerate(values)))
+    assert np.isclose(numbers['p'], theirs.pvalue) and np.isclose(numbers['mean'], np.mean(values))
+    assert np.isclose(numbers['sd'], np.std(values, ddof=1))
+    assert np.allclose((numbers['low'], numbers['high']), theirs.confidence_interval(0.95))
+
+
+@pytest.mark.parametrize('m', [1, 2, 5, 10])
+def test_holm_equals_its_definition(m):
+    random = np.random.default_rng(m)
+    rows = random.uniform(0, 0.2, (50, m)).round(3)  # with ties
+    for p in rows:
+        adjusted, factors = holm(p)
+        # Step down: reject the smallest while it is at most level / (how many are left).
+        for level in (0.01, 0.05, 0.2):
+            rejected = set()
+            for i in np.argsort(p, kind='stable'):
+                if p[i] * (m - len(rejected)) > level:
+                    break
+                rejected.add(i)
+            assert set(np.flatnonzero(adjusted <= level)) == rejected
+        # An interval at level / factor excludes 0 where p <= level / factor: in the same cases.
+        assert np.array_equal(p <= LEVEL / factors * (1 + 1e-12), adjusted <= LEVEL * (1 + 1e-12))
 
 
 def test_power_has_no_holes():
@@ -81,6 +112,14 @@ def test_words_of_verdicts():
     assert results['c']['smallest'] > 0.01
     assert results['a']['smallest'] is None
     assert 'nothing was changed' in results['d']['reason']
+
+
+@pytest.mark.parametrize('values', [(), (-0.5,), (-0.5, -0.5000001)])
+def test_two_seeds_never_give_a_verdict(values):
+    result = judge({'a': seeds(*values)})['a']
+    assert result['verdict'] == 'undecided'
+    assert result['reason'] == f'{len(values)} of at least 3 seeds'
+    assert result['smallest'] is None
 
 
 def test_holm_counts_what_has_not_finished():
