@@ -179,7 +179,8 @@ EMBEDDING = RESULTS / 'embedding'
 
 
 def embedding_losses(model, rate, seeds):
-    return np.array([final(EMBEDDING / f't/{model}_lr{rate:g}_seed{seed}') for seed in seeds])
+    part = 'e' if model.endswith('_norm') else 't'
+    return np.array([final(EMBEDDING / f'{part}/{model}_lr{rate:g}_seed{seed}') for seed in seeds])
 
 
 def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds():
@@ -189,10 +190,17 @@ def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds(
         rates = grid[: 5 if model == 'vanilla' else 4]
         columns.append([embedding_losses(model, rate, (101, 102)) for rate in rates])
         chosen[model] = float(rates[np.mean(columns[-1], axis=1).argmin()])
-    plan = json.loads((EMBEDDING / 't/plan.json').read_text())
-    assert plan['before_test_runs']['rates'] == pytest.approx(chosen)
+    with_norm = []
+    for model in ('vanilla_norm', 'resformer_norm', 'svformer_norm'):
+        with_norm.append([embedding_losses(model, rate, (101, 102)) for rate in grid[1:]])
+        chosen[model] = float(grid[1:][np.mean(with_norm[-1], axis=1).argmin()])
+    planned = {}
+    for part in 'te':
+        plan = json.loads((EMBEDDING / part / 'plan.json').read_text())
+        planned |= plan['before_test_runs']['rates']
+    assert planned == pytest.approx(chosen)
     text = page('embedding').replace('**', '')
-    for row in zip(*columns, strict=False):
+    for row in [*zip(*columns, strict=False), *zip(*with_norm, strict=True)]:
         assert ' | '.join('{:.4f}, {:.4f}'.format(*losses) for losses in row) in text
     assert '{:.4f}, {:.4f}'.format(*columns[0][-1]) in text
 
@@ -200,17 +208,38 @@ def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds(
 def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
     text = page('embedding')
     rates = {'vanilla': 0.006, 'resformer': 0.003, 'svformer': 0.003}
-    losses = {model: embedding_losses(model, rates[model], range(3, 11)) for model in rates}
+    losses, names = {}, {}
+    for model in rates:
+        losses[model] = embedding_losses(model, rates[model], range(3, 11))
+        losses[f'{model}_norm'] = embedding_losses(f'{model}_norm', 0.006, range(3, 15))
+        names |= {model: NAMES[model], f'{model}_norm': f'{NAMES[model]}, norm'}
     for model, values in losses.items():
+        rate = f' {rates[model] * 1000:g}e-3 |' if model in rates else ''
         numbers = ' | '.join(f'{x:.4f}' for x in (values.mean(), values.std(ddof=1), *values))
-        assert f'| {NAMES[model]} | {rates[model] * 1000:g}e-3 | {numbers} |' in text
-    flips = np.stack(np.meshgrid(*[[-1, 1]] * 8), axis=-1).reshape(-1, 8)
-    for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
-        leads = losses[pair[0]] - losses[pair[1]]
+        assert f'| {names[model]} |{rate} {numbers} |' in text
+
+    def lead(ours, theirs):
+        both = min(len(losses[ours]), len(losses[theirs]))
+        return losses[ours][:both] - losses[theirs][:both]
+
+    leads = {}
+    for suffix in ('', '_norm'):
+        for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
+            ours, theirs = (model + suffix for model in pair)
+            leads[f'{names[ours]} - {names[theirs]}'] = lead(ours, theirs)
+    for model in rates:
+        leads[f'{NAMES[model]}, norm - vanilla'] = lead(f'{model}_norm', 'vanilla')
+    for model in ('resformer', 'svformer'):
+        change = lead(f'{model}_norm', 'vanilla_norm')[:8] - lead(model, 'vanilla')
+        leads[f"{NAMES[model]}'s lead with the norm - that without"] = change
+    for name, differences in leads.items():
+        n = len(differences)
+        flips = np.stack(np.meshgrid(*[[-1, 1]] * n), axis=-1).reshape(-1, n)
         # The share of flips that give a mean at least as far from 0.
-        p = np.mean(np.abs(flips @ leads) >= abs(leads.sum()) * (1 - 1e-12))
-        (row,) = re.findall(f'^\\| {NAMES[pair[0]]} - {NAMES[pair[1]]} \\|.* of 8 .*', text, re.M)
-        assert f'| {leads.mean():+.4f} |' in row and f'| {p:.4f} | {sum(leads < 0)} of 8 |' in row
+        p = np.mean(np.abs(flips @ differences) >= abs(differences.sum()) * (1 - 1e-12))
+        below = f'{sum(differences < 0)} of {n}'
+        (row,) = re.findall(f'^\\| {re.escape(name)} \\|.* of {n} .*', text, re.M)
+        assert f'| {differences.mean():+.4f} |' in row and f'| {p:.4f} | {below} |' in row
 
 
 def test_the_first_layer_of_three_runs_attends_as_no_others_does():
