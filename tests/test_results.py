@@ -6,6 +6,7 @@ scipy. The verdicts are also computed by the page's own command.
 """
 
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -185,24 +186,21 @@ def embedding_losses(model, rate, seeds):
 
 def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds():
     grid = 0.00075 * 2.0 ** np.arange(5)
-    columns, chosen = [], {}
-    for model in ('vanilla', 'resformer', 'svformer'):
-        rates = grid[: 5 if model == 'vanilla' else 4]
-        columns.append([embedding_losses(model, rate, (101, 102)) for rate in rates])
-        chosen[model] = float(rates[np.mean(columns[-1], axis=1).argmin()])
-    with_norm = []
-    for model in ('vanilla_norm', 'resformer_norm', 'svformer_norm'):
-        with_norm.append([embedding_losses(model, rate, (101, 102)) for rate in grid[1:]])
-        chosen[model] = float(grid[1:][np.mean(with_norm[-1], axis=1).argmin()])
-    planned = {}
-    for part in 'te':
-        plan = json.loads((EMBEDDING / part / 'plan.json').read_text())
-        planned |= plan['before_test_runs']['rates']
-    assert planned == pytest.approx(chosen)
+    tables = [
+        {'vanilla': grid, 'resformer': grid[:4], 'svformer': grid[:4]},
+        dict.fromkeys(('vanilla_norm', 'resformer_norm', 'svformer_norm'), grid[1:]),
+    ]
     text = page('embedding').replace('**', '')
-    for row in [*zip(*columns, strict=False), *zip(*with_norm, strict=True)]:
-        assert ' | '.join('{:.4f}, {:.4f}'.format(*losses) for losses in row) in text
-    assert '{:.4f}, {:.4f}'.format(*columns[0][-1]) in text
+    for part, table in zip('te', tables, strict=True):
+        columns, chosen = [], {}
+        for model, rates in table.items():
+            columns.append([embedding_losses(model, rate, (101, 102)) for rate in rates])
+            chosen[model] = float(rates[np.mean(columns[-1], axis=1).argmin()])
+        plan = json.loads((EMBEDDING / part / 'plan.json').read_text())
+        assert plan['before_test_runs']['rates'] == pytest.approx(chosen)
+        for row in itertools.zip_longest(*columns, fillvalue=()):
+            cells = ['{:.4f}, {:.4f}'.format(*losses) for losses in row if len(losses)]
+            assert f'| {" | ".join(cells)} |' in text
 
 
 def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
@@ -232,14 +230,19 @@ def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
     for model in ('resformer', 'svformer'):
         change = lead(f'{model}_norm', 'vanilla_norm')[:8] - lead(model, 'vanilla')
         leads[f"{NAMES[model]}'s lead with the norm - that without"] = change
-    for name, differences in leads.items():
-        n = len(differences)
+    p_of_t = {name: scipy.stats.ttest_1samp(each, 0).pvalue for name, each in leads.items()}
+    p_holm = 0
+    for left, name in zip(range(len(leads), 0, -1), sorted(p_of_t, key=p_of_t.get), strict=True):
+        differences, n = leads[name], len(leads[name])
+        p_holm = max(p_holm, min(1, left * p_of_t[name]))
         flips = np.stack(np.meshgrid(*[[-1, 1]] * n), axis=-1).reshape(-1, n)
         # The share of flips that give a mean at least as far from 0.
         p = np.mean(np.abs(flips @ differences) >= abs(differences.sum()) * (1 - 1e-12))
+        verdict = 'undecided' if p_holm > 0.05 else 'better' if differences.mean() < 0 else 'worse'
         below = f'{sum(differences < 0)} of {n}'
-        (row,) = re.findall(f'^\\| {re.escape(name)} \\|.* of {n} .*', text, re.M)
-        assert f'| {differences.mean():+.4f} |' in row and f'| {p:.4f} | {below} |' in row
+        start = re.escape(f'| {name} | {differences.mean():+.4f} | ')
+        end = re.escape(f' | {p_holm:.3f} | {p:.4f} | {below} | {verdict} |')
+        assert re.search(f'^{start}.*{end}$', text, re.M), name
 
 
 def test_the_first_layer_of_three_runs_attends_as_no_others_does():
