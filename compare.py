@@ -12,7 +12,7 @@ Each arm is trained with each seed as an ordinary run in out/compare/<name>/, an
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
 anything else is a comparison of another --name. The report is out/compare/<name>/report.html; beside
-it are report.md, report.json, forest.svg and rates.svg. The exit status is 1 where a run has not finished.
+it are report.md, report.json and each plot as an SVG. The exit status is 1 where a run has not finished.
 """
 
 import shlex
@@ -137,14 +137,16 @@ def compare_existing(options, argv):
 
 
 def write_report(folder, comparison):
-    """Write report.md, .html and .json, and its pictures."""
+    """Write report.md, .html and .json, and its plots."""
     numbers = {name: value for name, value in comparison.items() if name != 'curves'}
     write_json(folder / 'report.json', as_json(numbers))
+    plots = report.draw(comparison)
     texts = {
         'report.md': report.markdown(comparison),
-        'report.html': report.html(comparison),
+        'report.html': report.html(comparison, plots),
     }
-    for name, text in (texts | report.pictures(comparison)).items():
+    texts |= {f'{name}.svg': report.standalone(plot) for name, plot in plots.items()}
+    for name, text in texts.items():
         write_whole(folder / name, text)
 
 

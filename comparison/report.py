@@ -323,23 +323,27 @@ ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; overflow-wrap: any
 """
 
 
-def pictures(comparison):
-    """{file: an <svg> of its own, for a README}, of those that show anything."""
-    arms = list(comparison['arms'])
-    plots = {
-        'forest.svg': charts.forest(comparison['contrasts'], arms),
-        'rates.svg': charts.losses_by_rate(comparison['tuning'], arms),
-    }
-    return {name: standalone(plot) for name, plot in plots.items() if plot}
-
-
 def standalone(plot):
     """An <svg> of charts.py as a file of its own: it follows the reader's light or dark."""
     style = f'<style>{THEME}svg {{ background: var(--paper); font-family: sans-serif; }}</style>'
     return plot.replace('>', f'>{style}', 1)
 
 
-def html(comparison):
+def draw(comparison):
+    """{name: <svg>} of the plots that show anything, in the order of report.html."""
+    arms = list(comparison['arms'])
+    steps = comparison['arms'][comparison['baseline']]['steps']
+    plots = {
+        'forest': charts.forest(comparison['contrasts'], arms),
+        'rates': charts.losses_by_rate(comparison['tuning'], arms),
+        'relative': charts.relative_curves(comparison['curves'], arms, smoothing(steps)),
+        'mixing': charts.mixing_weights(comparison['mixing'], arms),
+    }
+    return {name: plot for name, plot in plots.items() if plot}
+
+
+def html(comparison, plots):
+    """The page; plots: draw()'s."""
     text = escaping.escape
     title = text(comparison['title'])
     parts = [
@@ -350,15 +354,19 @@ def html(comparison):
         f'<h1>{title}</h1>',
         f'<p class="sub">{text(state(comparison))}</p>',
         '<div class="verdicts"><div class="forest">',
-        charts.forest(comparison['contrasts'], list(comparison['arms'])),
+        plots.get('forest', ''),
         '</div><div class="cards">',
         *(card(comparison, contrast) for contrast in comparison['contrasts'].values()),
         '</div></div>',
     ]
     below = [html_section(*section) for section in sections(comparison)]
+    # Each scrolls where it would be too small.
+    others = [
+        f'<div class="plot scroll">{plot}</div>' for name, plot in plots.items() if name != 'forest'
+    ]
     # What a reader must know stands before the plots, tables after them.
-    parts += [below[0], *plots(comparison), *below[1:]]
-    return '\n'.join(part for part in parts if part) + '\n</body></html>\n'
+    parts += [below[0], *others, *below[1:]]
+    return '\n'.join(parts) + '\n</body></html>\n'
 
 
 def card(comparison, contrast):
@@ -381,15 +389,3 @@ def html_section(title, content):
 
 def html_row(tag, cells):
     return f'<tr>{"".join(f"<{tag}>{escaping.escape(cell)}</{tag}>" for cell in cells)}</tr>'
-
-
-def plots(comparison):
-    """The plots below the forest, without empty ones. Each scrolls where it would be too small."""
-    arms = comparison['arms']
-    steps = arms[comparison['baseline']]['steps']
-    drawings = [
-        charts.losses_by_rate(comparison['tuning'], list(arms)),
-        charts.relative_curves(comparison['curves'], list(arms), smoothing(steps)),
-        charts.mixing_weights(comparison['mixing'], list(arms)),
-    ]
-    return [f'<div class="plot scroll">{drawing}</div>' for drawing in drawings if drawing]

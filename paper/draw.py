@@ -1,31 +1,14 @@
-"""
-Drawings of the losses of runs, and of how models are wired.
-
-$ python -m paper.draw relative out/demo/vanilla out/demo/resformer out/demo/svformer --window=10
-$ python -m paper.draw wiring vanilla resformer+residual_from=all out/demo/svformer --layers=4
-
-relative  training loss minus that of the first run's model, and the validation loss at the end (Figs. 1,
-          4 to 8, 10 to 14). Runs that differ only in their seeds are one curve, their mean
-wiring    which layers' queries, keys and values a layer uses (Fig. 2): of a model of config/, with
-          +setting=value, or of a run
-
---out=FILE.png, .svg or .pdf is the picture. Whether a difference means anything takes several seeds:
-see compare.py.
-"""
+"""The pictures of the paper that compare.py does not draw, and how each model looks in all of them."""
 
 import itertools
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from comparison.charts import BESIDE, curves_picture, picture, pyplot
-from comparison.curves import measure_curves
-from comparison.runs import finished_runs, gpt_config, named_runs, read_run_config
-from comparison.verdict import paired
-from configurator import choose, one_line_errors
-from paper import figures, losses, wiring
+from comparison.charts import BESIDE, picture, pyplot
+from paper import figures, losses
 from paper.figures import R, S, V
 
 # Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart. A model that several
@@ -157,74 +140,3 @@ def save(figure, out):
     figure.savefig(out, dpi=150)
     pyplot().close(figure)
     print(f'\nwrote {out}')
-
-
-# --- the program ----------------------------------------------------------------------------------
-
-
-@dataclass
-class DrawConfig:
-    runs: tuple = ()  # folders of runs: a baseline, then the runs to compare with it
-    window: int = 10  # steps in a running mean (the paper: 10, 50 or 100)
-    layers: int = 0  # of a wiring; 0: those that the model has
-    out: str = ''  # the picture; the ending chooses PNG, SVG or PDF; '': relative.png, ...
-
-    def __post_init__(self):
-        if self.window < 1:
-            raise ValueError(f'window={self.window} must be at least 1')
-        if self.layers < 0:
-            raise ValueError(f'layers={self.layers} must not be negative')
-        if not self.runs:
-            raise ValueError('name folders of runs, the baseline first, or models for a wiring')
-
-
-def draw_relative(settings):
-    runs = finished_runs(named_runs(settings.runs))
-    arms = losses.arms_of({name: run.facts for name, run in runs.items()})
-    baseline, *others = arms
-    pairs = {}
-    for name in others:
-        losses.check_pair(runs[name], runs[baseline], {'seed'})
-        both = paired(arms[name], arms[baseline])
-        if not both:
-            raise ValueError(f'{name} and {baseline} have no seed in common')
-        pairs[name] = {seed: (runs[ours], runs[theirs]) for seed, (ours, theirs) in both.items()}
-    if not pairs:
-        raise ValueError('relative needs a baseline and at least one other model')
-    curves = measure_curves(pairs, settings.window)
-    labels, look = labels_and_looks(arms)
-    return curves_picture(curves, labels, look, labels[baseline], settings.window)
-
-
-def draw_wiring(settings):
-    configs = {}
-    for word in settings.runs:
-        config = wired_config(word)
-        configs[word] = replace(config, n_layer=settings.layers or config.n_layer)
-    return wiring.figure_of(configs)
-
-
-def wired_config(word):
-    """The GPTConfig of a run's folder, or of a model of config/, with +setting=value."""
-    settings = read_run_config(word)
-    if settings:
-        return gpt_config(settings, word)
-    try:
-        return figures.Arm(word).configs(figures.PAPER)[1]
-    except FileNotFoundError:
-        text = f'{word} is neither the folder of a run nor a model of config/, such as resformer'
-        raise ValueError(text) from None
-
-
-DRAWINGS = {'relative': draw_relative, 'wiring': draw_wiring}
-
-
-def main():
-    with one_line_errors():
-        modes = dict.fromkeys(DRAWINGS, (DrawConfig,))
-        kind, (settings,) = choose(modes, __doc__, plain='runs')
-        save(DRAWINGS[kind](settings), settings.out or f'{kind}.png')
-
-
-if __name__ == '__main__':
-    main()

@@ -30,6 +30,8 @@ import numpy as np
 
 import evaluate
 from comparison import launch
+from comparison.charts import curves_picture
+from comparison.curves import measure_curves
 from comparison.plan import Plan
 from comparison.report import standalone
 from comparison.results import Results, train
@@ -125,7 +127,7 @@ def measure(panel, pool, settings, machine=None):
     pairs = {arm.name: judge.pairs_of(pool, arm, arm.baseline(), {'resumed'}) for arm in arms}
     pairs = {name: of_seeds for name, of_seeds in pairs.items() if of_seeds}
     if panel.how == 'curves':
-        return draw.measure_curves(pairs, scale.window // 2)
+        return measure_curves(pairs, scale.window // 2)
     if panel.how == 'critical':
         every = [pair for of_seeds in pairs.values() for pair in of_seeds.values()]
         points = draw.measure_critical(every, scale.window)
@@ -209,7 +211,7 @@ def curves_of(panel, numbers, scale, title):
     told = {name for arm in arms.values() for name in arm.unusual()}
     labels = {name: arm.words(scale, told) for name, arm in arms.items()}
     window = scale.window // 2
-    return draw.curves_picture(numbers, labels, draw.looks(arms), baseline, window, title)
+    return curves_picture(numbers, labels, draw.looks(arms), baseline, window, title)
 
 
 # --- the program ----------------------------------------------------------------------------------

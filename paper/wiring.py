@@ -3,12 +3,21 @@ How models are wired, drawn from model.wire(): whose queries, keys and values a 
 
 A layer is a row. A filled box is a tensor that the layer projects, a ring one that it borrows; a line or
 an arrow comes from its source. An open box is an output, of attention or of a block.
+
+$ python -m paper.wiring vanilla resformer+residual_from=all out/demo/svformer --layers=4
+
+A word is a model of config/, with +setting=value, or the folder of a run. --out=FILE.png, .svg or .pdf is
+the picture.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comparison.charts import picture
+from comparison.runs import gpt_config, read_run_config
+from configurator import configure, one_line_errors
 from model import wire
+from paper.draw import save
+from paper.figures import PAPER, Arm
 
 # What an arrow does: its line style, and its line in the legend.
 KINDS = {
@@ -132,3 +141,45 @@ def draw_arrow(axes, places, arrow):
     look |= {'shrinkA': 5, 'shrinkB': 5, 'arrowstyle': '-' if is_line else '-|>'}
     look |= {'connectionstyle': f'arc3,rad={bend}'}
     axes.annotate('', xy=(goal, arrow.layer), xytext=(x, row), arrowprops=look)
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+@dataclass
+class WiringConfig:
+    models: tuple = ()  # of config/, or folders of runs
+    layers: int = 0  # 0: those that the model has
+    out: str = 'wiring.png'  # the picture; the ending chooses PNG, SVG or PDF
+
+    def __post_init__(self):
+        if self.layers < 0:
+            raise ValueError(f'layers={self.layers} must not be negative')
+        if not self.models:
+            raise ValueError('name models of config/, such as resformer, or folders of runs')
+
+
+def config_of(word):
+    """The GPTConfig of a run's folder, or of a model of config/, with +setting=value."""
+    settings = read_run_config(word)
+    if settings:
+        return gpt_config(settings, word)
+    try:
+        return Arm(word).configs(PAPER)[1]
+    except FileNotFoundError:
+        text = f'{word} is neither the folder of a run nor a model of config/, such as resformer'
+        raise ValueError(text) from None
+
+
+def main():
+    with one_line_errors():
+        (settings,) = configure(WiringConfig, doc=__doc__, plain='models')
+        configs = {}
+        for word in settings.models:
+            config = config_of(word)
+            configs[word] = replace(config, n_layer=settings.layers or config.n_layer)
+        save(figure_of(configs), settings.out)
+
+
+if __name__ == '__main__':
+    main()

@@ -279,7 +279,8 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     found = json.loads(Path('out/compare/runs/report.json').read_text())
     for name in ('contrasts', 'tuning', 'one_step_off'):
         assert found[name] == as_json(planned[name])
-    assert Path('out/compare/runs/rates.svg').read_text().startswith('<svg')
+    for plot in ('forest', 'rates', 'relative'):
+        assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
 
     def mean(arm, rate):
         return statistics.fmean(loss[Run(arm, rate, seed)] for seed in (101, 102))
@@ -482,7 +483,7 @@ def page(place):
             line = {'step': 30, 'val': read_state(folder).losses, 'mixing': mixing}
             log.write_text(log.read_text() + json.dumps(line) + '\n')
     comparison = collect(plan)
-    return comparison, report.markdown(comparison), report.html(comparison)
+    return comparison, report.markdown(comparison), report.html(comparison, report.draw(comparison))
 
 
 def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):

@@ -1,13 +1,11 @@
-"""Numbers from the logs of runs (paper/losses.py), and what paper/draw.py draws of them."""
+"""Numbers from the logs of runs (paper/losses.py), and the pictures of them."""
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line
-from programs import program
+from conftest import ROOT
 from runs import write_log, write_run
 
 from comparison import charts
-from comparison.charts import picture
 from comparison.curves import measure_curves
 from comparison.runs import read_state
 from paper import draw, figures, losses
@@ -74,47 +72,6 @@ def test_several_seeds_are_thin_lines_with_their_mean():
     low, high = left.get_ylim()
     assert low <= np.min([each[20:] for each in curves.values()])
     assert high >= np.max([each[20:] for each in curves.values()])
-
-
-# --- relative, of any runs ------------------------------------------------------------------------
-
-
-def test_runs_of_several_seeds_are_one_curve_as_in_compare(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    drawn = []
-    monkeypatch.setattr(draw, 'curves_picture', lambda *args: drawn.append(args) or picture('')[0])
-    for seed in (1, 2):
-        write_run(tmp_path / f'vanilla_seed{seed}', [3.0] * 20, seed=seed)
-        write_run(tmp_path / f'mine_seed{seed}', [3.0 - seed] * 20, seed=seed, share_v=True)
-    words = ['mine_seed2', 'vanilla_seed2', 'mine_seed1', '--window=5', '--out=a/b.png']
-    status, _, _ = program(draw.main, 'relative', 'vanilla_seed1', *words)
-    assert status == 0, status
-    assert (tmp_path / 'a/b.png').read_bytes().startswith(b'\x89PNG')
-    curves, _, _, baseline, window = drawn[0]
-    assert curves['mine_seed2']['ends'] == {1: -1.0, 2: -2.0}
-    assert (list(curves), baseline, window) == (['mine_seed2'], 'vanilla', 5)
-
-
-@pytest.mark.parametrize(
-    'runs, words',
-    [
-        (['a', 'none'], ['none']),
-        (['a', 'half'], ['half', 'unfinished']),
-        (['a', 'b', '--window=99'], ['99']),
-        (['a', 'b', '--window=0'], ['window=0']),
-        (['a'], ['baseline']),
-        (['a', 'other_seed'], ['no seed in common']),
-        (['a', 'again'], ['again', 'one seed']),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, monkeypatch, runs, words):
-    monkeypatch.chdir(tmp_path)
-    for name, settings in (('a', {}), ('b', {'share_v': True}), ('again', {})):
-        write_run(tmp_path / name, [3.0] * 20, **settings)
-    write_run(tmp_path / 'other_seed', [3.0] * 20, share_v=True, seed=2)
-    write_run(tmp_path / 'half', [3.0] * 20, share_v=True, max_iters=40)
-    status, _, _ = program(draw.main, 'relative', *runs)
-    assert_one_line(status, *words)
 
 
 def test_names_and_colors_are_the_papers_and_no_two_look_alike():

@@ -9,7 +9,7 @@ from programs import program
 from variants import VARIANTS, config_of
 
 from model import GPTConfig
-from paper import draw, wiring
+from paper import wiring
 from paper.wiring import Arrow
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
@@ -109,19 +109,19 @@ def test_the_wiring_of_models_and_of_runs_is_drawn(tmp_path, monkeypatch):
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run/config.json').write_text('{"n_layer": 3, "share_v": true}')
     words = ['vanilla', 'resformer+residual_from=all', 'run', '--layers=4', '--out=wiring.svg']
-    assert program(draw.main, 'wiring', *words)[0] == 0
+    assert program(wiring.main, *words)[0] == 0
     assert (tmp_path / 'wiring.svg').read_text().startswith('<?xml')
 
 
 @pytest.mark.parametrize(
     'words, message',
     [
-        ([], 'for a wiring'),
+        ([], 'name models'),
         (['resfrmer'], 'resfrmer'),
         (['resformer+residual_from=nowhere'], 'residual_from'),
         (['sparse_resformer', '--layers=4'], 'residual_layers'),
     ],
 )
 def test_a_model_that_there_is_not_is_refused_in_one_line(words, message):
-    status, _, _ = program(draw.main, 'wiring', *words)
+    status, _, _ = program(wiring.main, *words)
     assert_one_line(status, message)
