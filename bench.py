@@ -122,13 +122,11 @@ class DecodeConfig(TableConfig):
     batch_sizes: tuple = (1, 8)  # texts decoded at once
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
     new_tokens: int = 32  # timed tokens, the last ones of the context
-    prefill_chunk: int = 2048  # tokens of a prefill's forward pass
     values: str = 'cached'  # or token: SVFormer's, looked up in a table (svformer+values=token)
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ('new_tokens', 'prefill_chunk'):
-            refuse(getattr(self, name) < 1, f'{name}={getattr(self, name)} must be at least 1')
+        refuse(self.new_tokens < 1, f'new_tokens={self.new_tokens} must be at least 1')
         for name in ('batch_sizes', 'contexts'):
             sizes = getattr(self, name)
             are_counts = all(type(size) is int and size >= 1 for size in sizes)
@@ -145,6 +143,8 @@ OF_ROWS = tuple(
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
 OF_COMPILER = ('mode', 'activation_memory_budget')
 
+
+PREFILL_CHUNK = 2048  # tokens of a prefill's forward pass
 
 # --- a row's name --------------------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class Decoder(Row):
         new = self.settings.new_tokens
         prompt, rest = idx[:, :-new], idx[:, -new:]
         seconds = stopwatch(self.machine)
-        for chunk in prompt.split(self.settings.prefill_chunk, dim=1):
+        for chunk in prompt.split(PREFILL_CHUNK, dim=1):
             model(chunk, cache=cache, last_only=True)
         self.prefill.append(seconds())
 

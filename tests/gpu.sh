@@ -242,7 +242,7 @@ if [ -n "${REHEARSAL:-}" ]; then
     export SMALL='--n_head=8 --n_embd=32 --block_size=64 --vocab_size=320 --device=cpu'
     export SMALL_TRAIN='--batch_size=2 --compile=False'
     export SMALL_BENCH='--batch_size=2 --rounds=2 --warmup=1'
-    export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --prefill_chunk=16 --rounds=1'
+    export SMALL_DECODE='--contexts=(48,) --new_tokens=8 --rounds=1'
 fi
 export -f commands check bench bench_few bench_ddp bench_size bench_decode peers
 export -f prepare train compare finished_runs

@@ -19,7 +19,7 @@ from model import GPTConfig
 SHAPE = dict(n_layer=4, n_head=2, n_embd=16, block_size=16, vocab_size=320)
 ROUNDS = ['--device=cpu', '--rounds=2', '--warmup=1']
 TINY = [*(f'--{name}={value}' for name, value in SHAPE.items()), *ROUNDS, '--batch_size=2']
-DECODE = ['decode', *TINY[:-1], '--contexts=(8, 16)', '--new_tokens=4', '--prefill_chunk=3']
+DECODE = ['decode', *TINY[:-1], '--contexts=(8, 16)', '--new_tokens=4']
 EAGER = '--compile=False'
 
 
@@ -241,8 +241,9 @@ def test_decoding_reports_every_size_and_its_cache(work):
         assert f'| {row["cache_bytes"]:,} |' in out
 
 
-def test_each_size_has_one_graph_which_decodes_every_token(graphs):
+def test_each_size_has_one_graph_which_decodes_every_token(graphs, monkeypatch):
     """And the prefill, in chunks of any length, is not compiled."""
+    monkeypatch.setattr(bench, 'PREFILL_CHUNK', 3)
     sizes = ['--n_layer=1', '--contexts=(16,)', '--batch_sizes=(1, 2)']
     run(*DECODE, *sizes, '--variants=vanilla')
     assert len(graphs) == 2 * 3 * 4 and len(set(graphs)) == 2
