@@ -17,7 +17,8 @@ from comparison.verdict import describe, half_width
 
 INK, FAINT = '#010101', '#020202'
 MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
-COLORS = 9  # --c0 to --c8; more arms begin again, dashed
+COLORS = 9  # --c0 to --c8
+LINES = ('-', '--', ':', '-.')
 WIDTH = 4.2  # inches; the page scales them
 SIZE = (7.4, 3.7)  # of curves: in a README, their letters are as large as the text's
 STYLE = {
@@ -84,8 +85,18 @@ def svg(drawing, label):
     return re.sub(r'font: ([\d.]+px) [^;\"]*', r'font-size: \1; font-family: inherit', content)
 
 
-def line_style(index):
-    return {'color': color(index), 'linestyle': '-' if index < COLORS else '--'}
+def looks(arms):
+    """{arm: its color and line}; no two of 36 are alike. An arm whose name goes on from another's, such
+    as vanilla_norm from vanilla, has that one's color in another line."""
+    bases = {name: [other for other in arms if name.startswith(f'{other}_')] for name in arms}
+    result, free = {}, []
+    for name in sorted(arms, key=lambda name: len(bases[name])):
+        free = free or [(line, color(index)) for line in LINES for index in range(COLORS)]
+        of_bases = [result[base]['color'] for base in bases[name]]
+        line, shade = next((one for one in free if one[1] in of_bases), free[0])
+        free.remove((line, shade))
+        result[name] = {'color': shade, 'linestyle': line}
+    return result
 
 
 def signed(value, digits=4):
@@ -105,11 +116,12 @@ def forest(contrasts, arms):
     rows = [c for c in contrasts.values() if c['seeds']]
     if not rows:
         return ''
+    look = looks(arms)
     drawing, axes = rows_of((WIDTH, 0.95 + 0.5 * len(rows)), len(rows))
     axes.set_title('Difference of validation loss (nats)')
     axes.grid(linewidth=0.6)
     for y, c in enumerate(rows):
-        shade = color(arms.index(c['ours'])) if c['ours'] in arms else INK  # of a lead
+        shade = look[c['ours']]['color'] if c['ours'] in arms else INK  # of a lead
         draw_row(axes, y, c, shade, (c['low_holm'], c['high_holm']))
         # Above its row, where a long name takes nothing from the plot.
         name = f'{c["ours"]} {MINUS} {c["theirs"]}'
@@ -205,8 +217,8 @@ def relative_curves(curves, arms, smooth):
     """curves_picture() of a comparison's arms, of which the first is the baseline."""
     if not curves:
         return ''
-    look = {name: line_style(arms.index(name)) for name in curves}
-    drawing = curves_picture(curves, dict(zip(curves, curves, strict=True)), look, arms[0], smooth)
+    labels = dict(zip(curves, curves, strict=True))
+    drawing = curves_picture(curves, labels, looks(arms), arms[0], smooth)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
 
 
@@ -219,12 +231,13 @@ def losses_by_rate(tuning, arms):
     drawing, axes = picture('Validation loss by learning rate (dots: runs, diamonds: the best)')
     ends = []
     for name, sweep in known.items():
-        look = {'color': color(arms.index(name))}
+        look = looks(arms)[name]
         rates, means = map(list, (sweep['means'], sweep['means'].values()))
         best = rates.index(sweep['best'])
-        axes.plot(rates, means, '-D', markevery=[best], markersize=7, label=name, **look)
+        axes.plot(rates, means, marker='D', markevery=[best], markersize=7, label=name, **look)
         for rate, losses in sweep['trials'].items():
-            axes.plot([rate] * len(losses), losses, 'o', markersize=3, alpha=0.6, **look)
+            dots = {'color': look['color'], 'markersize': 3, 'alpha': 0.6}
+            axes.plot([rate] * len(losses), losses, 'o', **dots)
         ends += means[max(0, best - 1) : best + 2]
     # What is further than a step from the best rate, or has diverged, may lie outside.
     show_all(axes, [loss for loss in ends if math.isfinite(loss)])
@@ -246,7 +259,7 @@ def mixing_weights(mixing, arms):
         return ''
     drawing, axes = picture('Learned mixing weights (dots: sources, squares: own)')
     for name, seeds in mixing.items():
-        look = {'color': color(arms.index(name)), 'markersize': 3, 'linewidth': 1}
+        look = {'color': looks(arms)[name]['color'], 'markersize': 3, 'linewidth': 1}
         axes.plot([], [], label=name, **look)
         for layers in seeds.values():
             _, own = axes.plot(list(layers), list(layers.values()), '-o', **look)

@@ -23,7 +23,7 @@ from comparisons import (
 
 import compare
 import train
-from comparison import launch, report
+from comparison import charts, launch, report
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run, code_state
 from comparison.results import Results, next_rate, planned_steps
@@ -549,6 +549,14 @@ def test_a_curve_is_the_arm_minus_the_baseline_of_the_same_seed(place):
         assert longer['ends'][seed] == pytest.approx(0.2 * seed)
     # At the same share of training, the longer one has learned more.
     assert longer['steps'][-1] == 59 and longer['curves'][1][30] < 0.2 - 0.01
+
+
+def test_no_two_arms_look_alike_and_one_named_after_another_has_its_color():
+    look = charts.looks(['vanilla_norm', 'vanilla', 'mine', 'mine_norm'])
+    assert look['vanilla_norm'] == look['vanilla'] | {'linestyle': '--'}
+    assert look['mine_norm'] == look['mine'] | {'linestyle': '--'}
+    names = [f'a{"_b" * n}' for n in range(6)] + [f'c{n}' for n in range(20)]
+    assert len({tuple(one.values()) for one in charts.looks(names).values()}) == len(names)
 
 
 def test_there_is_a_report_at_every_stage(place):
