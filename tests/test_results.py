@@ -1,5 +1,6 @@
 """
-The numbers on results/claims, deep, rates, embedding and long, computed again from the kept logs and analyses.
+The numbers on the pages of claims, deep, rates, embedding, lasting and long, computed again from the kept logs and
+analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
@@ -18,7 +19,7 @@ import scipy.stats
 from conftest import ROOT
 from programs import program
 
-from comparison.runs import read_state
+from comparison.runs import named_runs, read_state
 from paper import losses, reproduce
 from paper.figures import NAMES
 
@@ -258,6 +259,31 @@ def test_the_first_layer_of_three_runs_attends_as_no_others_does():
     importance = np.cumsum(1 / np.arange(256, 0, -1)) / 256
     uniform = -(importance * np.log(importance)).sum()
     assert f'over the past has {uniform:.2f}' in text and f'token alone {np.log(256):.2f}' in text
+
+
+# --- lasting --------------------------------------------------------------------------------------
+
+LASTING = RESULTS / 'lasting'
+# The step at which each cooldown begins, and its last one.
+COOLDOWNS = {'2.5M': (610, 732), '5M': (1221, 1465), '10M': (2441, 2929), '20M': (4883, 5860)}
+
+
+def test_all_lengths_of_a_run_of_lasting_share_one_training_as_planned():
+    plan = json.loads((LASTING / 'plan.json').read_text())
+    for run in named_runs(LASTING.glob('runs_*.tar.xz')):
+        arm, size, seed = Path(run).name.rsplit('_', 2)
+        state, planned = read_state(run), plan['arms'][arm]
+        words = [f'{name}={value}' for name, value in state.model.variant().items()]
+        assert words == planned['words'].split()
+        first, last = COOLDOWNS[size]
+        longest = read(LASTING / f'{arm}_20M_{seed}')[0]
+        training = read(run)[0]
+        assert len(training) == last and (training[:first] == longest[:first]).all()
+        lr = [entry['lr'] for entry in state.entries if 'lr' in entry]
+        assert set(lr[25 : first + 1]) == {planned['rate']}
+        assert lr[-1] == pytest.approx(planned['rate'] / 10, rel=1e-2)
+        assert state.config['seed'] in plan['seeds']
+        assert plan['commit'].startswith(state.config['commit'])
 
 
 # --- long -----------------------------------------------------------------------------------------
