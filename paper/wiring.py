@@ -4,13 +4,13 @@ How models are wired, drawn from model.wire(): whose queries, keys and values a 
 A layer is a row. A filled box is a tensor that the layer projects, a ring one that it borrows; a line or
 an arrow comes from its source. An open box is an output, of attention or of a block.
 
-$ python -m paper.wiring vanilla resformer+residual_from=all out/demo/svformer --layers=4
+$ python -m paper.wiring vanilla resformer+n_layer=4+residual_from=all out/demo/svformer
 
 A word is a model of config/, with +setting=value, or the folder of a run. --out=FILE.png, .svg or .pdf is
 the picture.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from comparison.charts import picture
 from comparison.runs import gpt_config, read_run_config
@@ -95,7 +95,8 @@ def figure_of(configs, title=''):
     for axes, (name, config) in zip(grid[0], configs.items(), strict=True):
         axes.set_axis_off()
         draw_model(axes, config)
-        axes.set_title('\n'.join([name, not_drawn(config)]).strip(), fontsize=10)
+        words = name.replace('+', '\n+')  # in a narrow column
+        axes.set_title(f'{words}\n{not_drawn(config)}'.strip(), fontsize=10)
         axes.set_ylim(depth - 0.5, -1.6)
         handles, labels = axes.get_legend_handles_labels()
         legend = dict(zip(labels, handles, strict=True)) | legend
@@ -149,12 +150,9 @@ def draw_arrow(axes, places, arrow):
 @dataclass
 class WiringConfig:
     models: tuple = ()  # of config/, or folders of runs
-    layers: int = 0  # 0: those that the model has
     out: str = 'wiring.png'  # the picture; the ending chooses PNG, SVG or PDF
 
     def __post_init__(self):
-        if self.layers < 0:
-            raise ValueError(f'layers={self.layers} must not be negative')
         if not self.models:
             raise ValueError('name models of config/, such as resformer, or folders of runs')
 
@@ -174,11 +172,7 @@ def config_of(word):
 def main():
     with one_line_errors():
         (settings,) = configure(WiringConfig, doc=__doc__, plain='models')
-        configs = {}
-        for word in settings.models:
-            config = config_of(word)
-            configs[word] = replace(config, n_layer=settings.layers or config.n_layer)
-        save(figure_of(configs), settings.out)
+        save(figure_of({word: config_of(word) for word in settings.models}), settings.out)
 
 
 if __name__ == '__main__':

@@ -108,7 +108,7 @@ def test_the_wiring_of_models_and_of_runs_is_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run/config.json').write_text('{"n_layer": 3, "share_v": true}')
-    words = ['vanilla', 'resformer+residual_from=all', 'run', '--layers=4', '--out=wiring.svg']
+    words = ['vanilla', 'resformer+n_layer=4+residual_from=all', 'run', '--out=wiring.svg']
     assert program(wiring.main, *words)[0] == 0
     assert (tmp_path / 'wiring.svg').read_text().startswith('<?xml')
 
@@ -119,7 +119,7 @@ def test_the_wiring_of_models_and_of_runs_is_drawn(tmp_path, monkeypatch):
         ([], 'name models'),
         (['resfrmer'], 'resfrmer'),
         (['resformer+residual_from=nowhere'], 'residual_from'),
-        (['sparse_resformer', '--layers=4'], 'residual_layers'),
+        (['sparse_resformer+n_layer=4'], 'residual_layers'),
     ],
 )
 def test_a_model_that_there_is_not_is_refused_in_one_line(words, message):
