@@ -15,9 +15,9 @@ line. A + changes a field or a setting for one row alone, as in
 --variants=vanilla,vanilla+q_residual=True,vanilla+compile=False,vanilla+attention=flash
 
 Rows take turns (A B C A B C), so that whatever else the machine does hits all of them. Each row times
-the step that train.py takes, with one micro-batch: forward, backward, scaler, clipping, AdamW. When
-decoding, it times the prefill of all but the last tokens, which is never compiled, and then those
-tokens, one by one, by default in CUDA graphs.
+the step that train.py takes, with one micro-batch: forward, backward, scaler, clipping, and the
+optimizer of its config. When decoding, it times the prefill of all but the last tokens, which is never
+compiled, and then those tokens, one by one, by default in CUDA graphs.
 
 The names of the numbers are those of --out:
 
@@ -101,6 +101,7 @@ class TableConfig:
 class BenchConfig(TableConfig):
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     batch_size: int = 32  # sequences of each process in a step
+    optimizer: str = 'adamw'  # or muon; a variant's config may have its own, as modern's
     activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
     activation_checkpointing: bool = False  # store less, compute it again
 
@@ -138,7 +139,7 @@ class DecodeConfig(TableConfig):
 
 # Settings that a row may have for itself, besides the fields that make its variant.
 OF_ROWS = tuple(
-    'compile mode attention activation_memory_budget activation_checkpointing values'.split()
+    'compile mode attention optimizer activation_memory_budget activation_checkpointing values'.split()
 )
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
 OF_COMPILER = ('mode', 'activation_memory_budget')
@@ -178,8 +179,10 @@ def read_name(name, settings, shape):
             field in options.keys() - OF_ROWS,
             f'{name}: {field} is the same in all rows; set it with --{field}',
         )
-    if 'compile=False' in changes:
-        options = {field: options[field] for field in options if field not in OF_COMPILER}
+    unsaid = set(OF_COMPILER) if 'compile=False' in changes else set()
+    if options.get('optimizer') == BenchConfig.optimizer:
+        unsaid.add('optimizer')  # the variant's own counts
+    options = {field: options[field] for field in options if field not in unsaid}
     words = [VARIANTS['vanilla' if is_peer else kind]]
     words += [f'--{field}={value}' for field, value in options.items()]
     words += [f'--{change}' for change in changes]
@@ -197,9 +200,9 @@ def check_peer(settings, config):
         not importlib.util.find_spec('transformers'),
         '--peers=hf needs transformers: pip install -r requirements-dev.txt',
     )
-    ours = [*config.variant()]
-    if settings.activation_checkpointing:
-        ours.append('activation_checkpointing')
+    names = ('optimizer', 'activation_checkpointing')
+    own = [name for name in names if getattr(settings, name) != getattr(BenchConfig, name)]
+    ours = [*config.variant(), *own]
     refuse(ours, f"hf is transformers' Llama, which has no {', '.join(ours)} of ours; drop it")
 
 

@@ -10,10 +10,12 @@ import torch
 from conftest import assert_one_line
 from programs import program, table
 from runs import ranks
+from torch.optim import AdamW
 
 import bench
 from hub.convert import llama_settings
 from lib.machine import Machine
+from lib.muon import Muon
 from model import GPTConfig
 
 SHAPE = dict(n_layer=4, n_head=2, n_embd=16, block_size=16, vocab_size=320)
@@ -180,6 +182,17 @@ ON_GPU = torch.cuda.is_available()
 OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune']
 
 
+def test_a_row_has_the_optimizer_of_its_variant_unless_told_otherwise():
+    kinds = {'vanilla': AdamW, 'modern': Muon, 'modern+optimizer=adamw': AdamW}
+    kinds['vanilla+optimizer=muon'] = Muon
+    machine, settings = Machine('cpu'), bench.BenchConfig(compile=False)
+    for name, kind in kinds.items():
+        row = bench.Row(name, *bench.read_name(name, settings, GPTConfig(**SHAPE)))
+        row.build(machine)
+        _, optimizer, _ = row.parts
+        assert type(optimizer) is kind, name
+
+
 @pytest.mark.parametrize('variant', ['neutreno_resformer'] + ['cla_gqa'] * ON_GPU)
 def test_every_setting_of_a_row_takes_the_same_step(graphs, variant):
     """Loss and gradients: what an update leaves in the weights, to a part of the largest change. No two
@@ -269,6 +282,7 @@ def test_several_processes_do_not_decode(monkeypatch):
         (['--compile=False', '--activation_memory_budget=0.9'], ['memory_budget', 'compile']),
         (['--variants=hf+share_v=True'], ['hf', 'share_v']),
         (['--peers=hf', '--activation_checkpointing=True'], ['hf', 'activation_checkpointing']),
+        (['--variants=hf+optimizer=muon'], ['hf', 'optimizer']),
         (['--v_residual=True'], ['v_residual', '--variants=vanilla+']),
         (['--learning_rate=1e-3'], ["unknown setting 'learning_rate'"]),  # a config may hold it
         (['--out=data'], ['data', 'folder']),
