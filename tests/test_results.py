@@ -1,6 +1,6 @@
 """
-The numbers on the pages of claims, deep, rates, embedding, lasting and long, computed again from the kept logs and
-analyses.
+Numbers on the pages of claims, deep, rates, embedding, real, lasting and long, computed again from the kept logs
+and analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
@@ -259,6 +259,49 @@ def test_the_first_layer_of_three_runs_attends_as_no_others_does():
     importance = np.cumsum(1 / np.arange(256, 0, -1)) / 256
     uniform = -(importance * np.log(importance)).sum()
     assert f'over the past has {uniform:.2f}' in text and f'token alone {np.log(256):.2f}' in text
+
+
+# --- real -----------------------------------------------------------------------------------------
+
+
+def test_a_real_models_table_is_what_its_analyses_say():
+    def series(kind, name):
+        (run,) = json.loads((RESULTS / 'real' / f'{kind}.json').read_text())['runs'].values()
+        assert run['sequences'] == 200 and run['length'] == 1024
+        return np.array(run['series'][name]['mean'], float)
+
+    eigenvalues = series('spectrum', 'projected values')
+    largest = eigenvalues[:, 0]
+    columns = [
+        (series('entropy', 'entropy'), '{:.2f}'),
+        (series('entropy', 'first token'), '{:.3f}'),
+        (series('tokens', 'R^2'), '{:.3f}'),
+        (series('similarity', 'hidden states'), '{:.3f}'),
+        (largest, '{:#.3g}'),
+        (largest / eigenvalues.sum(axis=1), '{:.2f}'),
+        *((series('mapping', name), '{:.3f}') for name in MAPPINGS),
+    ]
+    rows = {str(n + 1): [values[n] for values, _ in columns] for n in range(30)}
+    rows['mean of 16 to 30'] = [values[15:].mean() for values, _ in columns]
+    text = page('real')
+    for name in (
+        '1',
+        '2',
+        '3',
+        '4',
+        '8',
+        '12',
+        '16',
+        '20',
+        '24',
+        '26',
+        '28',
+        '30',
+        'mean of 16 to 30',
+    ):
+        cells = [form.format(x) for x, (_, form) in zip(rows[name], columns, strict=True)]
+        line = ' | '.join(cell.replace('nan', '').removesuffix('.') for cell in cells)
+        assert f'| {name} | {line} |' in text, line
 
 
 # --- lasting --------------------------------------------------------------------------------------
