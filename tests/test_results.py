@@ -329,6 +329,41 @@ def test_all_lengths_of_a_run_of_lasting_share_one_training_as_planned():
         assert plan['commit'].startswith(state.config['commit'])
 
 
+def test_the_losses_and_leads_of_lasting_are_those_of_the_kept_runs():
+    """Of each arm whose five seeds have all finished."""
+    kept = {Path(run).name: final(run) for run in named_runs(LASTING.glob('runs_*.tar.xz'))}
+    text, losses, leads = page('lasting'), {}, {}
+    for arm, name in {'vanilla': 'vanilla', 'resformer': 'ResFormer'}.items():
+        for norm, words in (('_norm', ', norm'), ('', '')):
+            for size in COOLDOWNS:
+                each = [kept.get(f'{arm}{norm}_{size}_seed{seed}', np.nan) for seed in range(3, 8)]
+                losses[arm, norm, size] = each = np.array(each)
+                if np.isfinite(each).all():
+                    cells = ' | '.join(f'{x:.4f}' for x in (each.mean(), each.std(ddof=1), *each))
+                    assert f'| {name}{words} | {size} | {cells} |' in text
+    for norm in ('_norm', ''):
+        of_size = [
+            losses['resformer', norm, size] - losses['vanilla', norm, size] for size in COOLDOWNS
+        ]
+        leads |= {(norm, 'lead'): of_size[-1], (norm, 'change'): of_size[-1] - of_size[0]}
+        for size, each in zip(COOLDOWNS, of_size, strict=True):
+            if np.isfinite(each).all():
+                half = scipy.stats.t(4).ppf(0.975) * scipy.stats.sem(each)
+                interval = f'{each.mean() - half:+.4f} to {each.mean() + half:+.4f}'
+                cells = ' | '.join(f'{x:+.4f}' for x in each)
+                assert f'{size} | {each.mean():+.4f} | {interval} | {cells} |' in text
+    # Holm counts all four, also while some are missing.
+    p_of_t = {key: scipy.stats.ttest_1samp(each, 0).pvalue for key, each in leads.items()}
+    p_of_t = {key: np.nan_to_num(p, nan=1.0) for key, p in p_of_t.items()}
+    p_holm = 0
+    for left, key in zip(range(4, 0, -1), sorted(p_of_t, key=p_of_t.get), strict=True):
+        p_holm = max(p_holm, min(1, left * p_of_t[key]))
+        if np.isfinite(leads[key]).all():
+            start = re.escape(f'| {leads[key].mean():+.4f} | ')
+            end = re.escape(f' | {p_holm:.3f} | {sum(leads[key] < 0)} of 5 |')
+            assert re.search(start + '.*' + end, text), key
+
+
 # --- long -----------------------------------------------------------------------------------------
 
 
