@@ -108,6 +108,17 @@ def holm(p):
     return corrected
 
 
+def p_after_holm(leads):
+    """{contrast: p} of {contrast: differences}; one that is not known yet counts with p = 1."""
+    p = [scipy.stats.ttest_1samp(each, 0).pvalue for each in leads.values()]
+    return dict(zip(leads, holm(np.nan_to_num(p, nan=1.0)), strict=True))
+
+
+def cells_of(losses):
+    """Mean, standard deviation and each of the losses, as a table's cells."""
+    return ' | '.join(f'{x:.4f}' for x in (losses.mean(), losses.std(ddof=1), *losses))
+
+
 def test_holm_within_each_figure_and_what_it_would_leave_over_all_rows():
     """What this size could test and was not trained counts in its figure with p = 1."""
     families = {}
@@ -214,8 +225,7 @@ def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
         names |= {model: NAMES[model], f'{model}_norm': f'{NAMES[model]}, norm'}
     for model, values in losses.items():
         rate = f' {rates[model] * 1000:g}e-3 |' if model in rates else ''
-        numbers = ' | '.join(f'{x:.4f}' for x in (values.mean(), values.std(ddof=1), *values))
-        assert f'| {names[model]} |{rate} {numbers} |' in text
+        assert f'| {names[model]} |{rate} {cells_of(values)} |' in text
 
     def lead(ours, theirs):
         both = min(len(losses[ours]), len(losses[theirs]))
@@ -231,11 +241,8 @@ def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
     for model in ('resformer', 'svformer'):
         change = lead(f'{model}_norm', 'vanilla_norm')[:8] - lead(model, 'vanilla')
         leads[f"{NAMES[model]}'s lead with the norm - that without"] = change
-    p_of_t = {name: scipy.stats.ttest_1samp(each, 0).pvalue for name, each in leads.items()}
-    p_holm = 0
-    for left, name in zip(range(len(leads), 0, -1), sorted(p_of_t, key=p_of_t.get), strict=True):
+    for name, p_holm in p_after_holm(leads).items():
         differences, n = leads[name], len(leads[name])
-        p_holm = max(p_holm, min(1, left * p_of_t[name]))
         flips = np.stack(np.meshgrid(*[[-1, 1]] * n), axis=-1).reshape(-1, n)
         # The share of flips that give a mean at least as far from 0.
         p = np.mean(np.abs(flips @ differences) >= abs(differences.sum()) * (1 - 1e-12))
@@ -281,24 +288,10 @@ def test_a_real_models_table_is_what_its_analyses_say():
         (largest / eigenvalues.sum(axis=1), '{:.2f}'),
         *((series('mapping', name), '{:.3f}') for name in MAPPINGS),
     ]
-    rows = {str(n + 1): [values[n] for values, _ in columns] for n in range(30)}
+    rows = {n + 1: [values[n] for values, _ in columns] for n in range(30)}
     rows['mean of 16 to 30'] = [values[15:].mean() for values, _ in columns]
     text = page('real')
-    for name in (
-        '1',
-        '2',
-        '3',
-        '4',
-        '8',
-        '12',
-        '16',
-        '20',
-        '24',
-        '26',
-        '28',
-        '30',
-        'mean of 16 to 30',
-    ):
+    for name in (1, 2, 3, 4, 8, 12, 16, 20, 24, 26, 28, 30, 'mean of 16 to 30'):
         cells = [form.format(x) for x, (_, form) in zip(rows[name], columns, strict=True)]
         line = ' | '.join(cell.replace('nan', '').removesuffix('.') for cell in cells)
         assert f'| {name} | {line} |' in text, line
@@ -330,38 +323,33 @@ def test_all_lengths_of_a_run_of_lasting_share_one_training_as_planned():
 
 
 def test_the_losses_and_leads_of_lasting_are_those_of_the_kept_runs():
-    """Of each arm whose five seeds have all finished."""
+    """Of the models whose five seeds have all finished; Holm counts the others, too."""
     kept = {Path(run).name: final(run) for run in named_runs(LASTING.glob('runs_*.tar.xz'))}
-    text, losses, leads = page('lasting'), {}, {}
-    for arm, name in {'vanilla': 'vanilla', 'resformer': 'ResFormer'}.items():
-        for norm, words in (('_norm', ', norm'), ('', '')):
-            for size in COOLDOWNS:
-                each = [kept.get(f'{arm}{norm}_{size}_seed{seed}', np.nan) for seed in range(3, 8)]
-                losses[arm, norm, size] = each = np.array(each)
-                if np.isfinite(each).all():
-                    cells = ' | '.join(f'{x:.4f}' for x in (each.mean(), each.std(ddof=1), *each))
-                    assert f'| {name}{words} | {size} | {cells} |' in text
+    text, leads = page('lasting'), {}
+
+    def losses(model, norm, size):
+        runs = [f'{model}{norm}_{size}_seed{seed}' for seed in range(3, 8)]
+        values = np.array([kept.get(run, np.nan) for run in runs])
+        row = f'| {NAMES[model]}{norm and ", norm"} | {size} | {cells_of(values)} |'
+        assert np.isnan(values).any() or row in text
+        return values
+
     for norm in ('_norm', ''):
-        of_size = [
-            losses['resformer', norm, size] - losses['vanilla', norm, size] for size in COOLDOWNS
-        ]
-        leads |= {(norm, 'lead'): of_size[-1], (norm, 'change'): of_size[-1] - of_size[0]}
-        for size, each in zip(COOLDOWNS, of_size, strict=True):
-            if np.isfinite(each).all():
-                half = scipy.stats.t(4).ppf(0.975) * scipy.stats.sem(each)
-                interval = f'{each.mean() - half:+.4f} to {each.mean() + half:+.4f}'
-                cells = ' | '.join(f'{x:+.4f}' for x in each)
-                assert f'{size} | {each.mean():+.4f} | {interval} | {cells} |' in text
-    # Holm counts all four, also while some are missing.
-    p_of_t = {key: scipy.stats.ttest_1samp(each, 0).pvalue for key, each in leads.items()}
-    p_of_t = {key: np.nan_to_num(p, nan=1.0) for key, p in p_of_t.items()}
-    p_holm = 0
-    for left, key in zip(range(4, 0, -1), sorted(p_of_t, key=p_of_t.get), strict=True):
-        p_holm = max(p_holm, min(1, left * p_of_t[key]))
-        if np.isfinite(leads[key]).all():
-            start = re.escape(f'| {leads[key].mean():+.4f} | ')
-            end = re.escape(f' | {p_holm:.3f} | {sum(leads[key] < 0)} of 5 |')
-            assert re.search(start + '.*' + end, text), key
+        by_size = {}
+        for size in COOLDOWNS:
+            lead = losses('resformer', norm, size) - losses('vanilla', norm, size)
+            interval = scipy.stats.ttest_1samp(lead, 0).confidence_interval(0.95)
+            cells = ' | '.join(f'{x:+.4f}' for x in lead)
+            row = '{} | {:+.4f} | {:+.4f} to {:+.4f} | {} |'
+            row = row.format(size, lead.mean(), *interval, cells)
+            assert np.isnan(lead).any() or row in text
+            by_size[size] = lead
+        leads['lead', norm] = by_size['20M']
+        leads['change', norm] = by_size['20M'] - by_size['2.5M']
+    for key, p in p_after_holm(leads).items():
+        start = re.escape(f'| {leads[key].mean():+.4f} | ')
+        end = re.escape(f' | {p:.3f} | {sum(leads[key] < 0)} of 5 |')
+        assert np.isnan(leads[key]).any() or re.search(start + '.*' + end, text), key
 
 
 # --- long -----------------------------------------------------------------------------------------
