@@ -139,7 +139,8 @@ class DecodeConfig(TableConfig):
 
 # Settings that a row may have for itself, besides the fields that make its variant.
 OF_ROWS = tuple(
-    'compile mode attention optimizer activation_memory_budget activation_checkpointing values'.split()
+    'compile mode attention activation_memory_budget activation_checkpointing optimizer '
+    'values'.split()
 )
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
 OF_COMPILER = ('mode', 'activation_memory_budget')

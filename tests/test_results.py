@@ -1,6 +1,6 @@
 """
-Numbers on the pages of claims, deep, rates, embedding, real, lasting and long, computed again from the kept logs
-and analyses.
+Numbers on the pages of claims, deep, rates, embedding, real, lasting and long, computed again from
+the kept logs and analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
