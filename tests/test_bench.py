@@ -183,8 +183,12 @@ OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune']
 
 
 def test_a_row_has_the_optimizer_of_its_variant_unless_told_otherwise():
-    kinds = {'vanilla': AdamW, 'modern': Muon, 'modern+optimizer=adamw': AdamW}
-    kinds['vanilla+optimizer=muon'] = Muon
+    kinds = {
+        'vanilla': AdamW,
+        'vanilla+optimizer=muon': Muon,
+        'modern': Muon,
+        'modern+optimizer=adamw': AdamW,
+    }
     machine, settings = Machine('cpu'), bench.BenchConfig(compile=False)
     for name, kind in kinds.items():
         row = bench.Row(name, *bench.read_name(name, settings, GPTConfig(**SHAPE)))
