@@ -45,6 +45,7 @@ from lib.rundir import (
     load_weights,
     locked_run,
     name_misfits,
+    now,
     optimizer_state,
     provenance,
     prune_checkpoints,
@@ -537,8 +538,10 @@ class Reporter:
         self.log = Log(out / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
         resumes = settings.init_from == 'resume'
+        self.facts = {}
         if not resumes or start.step < settings.max_iters or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
+            self.facts = everything
             write_json(out / 'config.json', everything)
             if resumes:
                 parts = {'before': start.before, 'provenance': self.provenance}
@@ -636,6 +639,8 @@ class Reporter:
     def finish(self, step, interrupted):
         # The last evaluation may have found a better checkpoint.
         prune_checkpoints(self.settings)
+        if self.facts:
+            write_json(Path(self.settings.out_dir, 'config.json'), self.facts | {'ended': now()})
         if interrupted:
             print(f'interrupted at step {step}; the run is saved')
         else:

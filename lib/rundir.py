@@ -369,8 +369,9 @@ def build_config(fields, path):
 
 # What a config.json holds beside the settings of a run: provenance(), and what training found out.
 FACTS = frozenset(
-    'commit date device cpu threads load dtype world_size torch cudnn numpy python attention_kernel '
-    'origin data'.split()
+    'commit started ended device cpu threads load dtype world_size torch cudnn numpy python '
+    'attention_kernel origin data '
+    'date'.split()  # of older runs, in place of started
 )
 
 
@@ -381,7 +382,7 @@ def provenance(machine):
         versions['cudnn'] = torch.backends.cudnn.version()
     return {
         'commit': commit_of('describe', '--always', '--dirty'),
-        'date': datetime.date.today().isoformat(),
+        'started': now(),
         'device': machine.name(),
         'cpu': cpu_name(),
         'threads': torch.get_num_threads(),
@@ -392,6 +393,11 @@ def provenance(machine):
         'numpy': np.__version__,
         'python': sys.version.split()[0],
     }
+
+
+def now():
+    """The time to the second, with its offset from UTC."""
+    return datetime.datetime.now().astimezone().isoformat(' ', 'seconds')
 
 
 def commit_of(*words):

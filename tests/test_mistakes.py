@@ -218,5 +218,5 @@ def test_a_run_goes_on_with_its_own_settings_under_those_that_are_given(half):
     assert call(train.main, *words)[0] == 0
     before, after = read_config('out/whole'), read_config(name)
     changed = {key for key in before if before[key] != after[key]}
-    assert changed - {'date', 'load', 'commit'} == {'out_dir', 'init_from', 'log_interval'}
+    assert changed - {'started', 'ended', 'load', 'commit'} == {'out_dir', 'init_from', 'log_interval'}
     shutil.rmtree(name)

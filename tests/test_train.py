@@ -71,7 +71,7 @@ def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
     for name, value in produced_by.items():
         assert config[name] == (list(value) if isinstance(value, tuple) else value)
         assert re.search(rf'^{name} +{re.escape(str(value))}$', text, re.M)
-    assert all(config[name] for name in ('commit', 'cpu', 'numpy', 'python', 'date'))
+    assert all(config[name] for name in ('commit', 'cpu', 'numpy', 'python', 'started', 'ended'))
     assert config['threads'] == 1 and config['load'] >= 0
     # All else in it would be taken for the settings of a fork.
     settings = {
@@ -217,7 +217,7 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     (resumed,) = (entry for entry in log('out/weights') if 'provenance' in entry)
     assert resumed['step'] == 1 and resumed['changed']['max_iters'] == [1, 2]
     assert resumed['provenance']['commit'] == read_config('out/weights')['commit']
-    assert {'date', 'load', 'commit'} <= resumed['before'].keys()
+    assert {'started', 'load', 'commit'} <= resumed['before'].keys()
     assert all(first_part[name] == value for name, value in resumed['before'].items())
 
 
