@@ -13,15 +13,20 @@ $ python prepare_slimpajama.py --source=my_texts --tokenizer=bytes --tokens=0 --
 $ python prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 
 A source is one of these:
-- a hub repository or a folder of .jsonl, .jsonl.zst or .parquet files in SlimPajama's form,
-  {"text", "meta": {"redpajama_set_name"}}. The first of the words train, validation (or valid, val,
-  dev, eval) and test in a file's path names its split, and without one it is train; test is left
-  out.
+- a hub repository or a folder of rows with a text: .parquet, .jsonl, .ndjson, or .jsonl.zst, .json.gz
+  and the like. --text_column names the text's column. SlimPajama's rows say their domain, {"text",
+  "meta": {"redpajama_set_name"}}; that of other rows is the first folder of their file's path.
 - a folder of plain text files, whose first-level sub-folders are the domains. The text is read as
   UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte in the first
-  8 KB) are skipped. A file of more than a twentieth of its domain, or of more than 4 MB, is cut at
-  line ends, so that one long file can be split, too.
+  8 KB, or compressed) are skipped. A file of more than a twentieth of its domain, or of more than
+  4 MB, is cut at line ends, so that one long file can be split, too.
 - 'stdlib', this Python's own library.
+
+In a folder, a file with another name holds rows if it begins as they do in JSON, and else text; where
+there are both, and no file is named as rows, the kind with more bytes is read. The first of the words
+train, validation (or valid, val, dev, eval, held_out) and test in a file's path names its split, and
+without one it is train; test is left out. A folder that names a split is no domain. Where all files of
+plain text are of other splits than train, the words mean nothing.
 
 Without a validation split, a document is validation when hash(seed, text) < val_fraction, and each
 domain's first one always is.
@@ -86,6 +91,7 @@ class Settings:
     source: str = 'cerebras/SlimPajama-627B'  # hub repository, local folder, or 'stdlib'
     revision: str = 'main'  # of the hub repository; the commit that it is at the start is read
     out: str = 'data/slimpajama'  # folder for the token files
+    text_column: str = 'text'  # of rows, which has the text
     tokenizer: str = 'EleutherAI/gpt-neox-20b'  # tokenizer.json, its folder, hub id, or 'bytes'
     tokens: int = 20_000_000_000  # training tokens in all domains together; 0: everything
     weights: dict = field(default_factory=dict)  # {domain: weight}; {}: Table 2, or natural shares
@@ -94,10 +100,11 @@ class Settings:
     seed: int = 1337  # of the order of files and documents
 
     def __post_init__(self):
-        negative = min(self.tokens, self.workers, self.seed) < 0
-        if negative or not 0 <= self.val_fraction < 1:
+        counts = self.tokens, self.workers, self.seed
+        if min(counts) < 0 or max(counts) >= 2**64 or not 0 <= self.val_fraction < 1:
             raise ValueError(
-                '--tokens, --workers and --seed must be 0 or more, and --val_fraction in [0, 1)'
+                '--tokens, --workers and --seed must be 0 or more and below 2**64, and --val_fraction '
+                'in [0, 1)'
             )
         for weight in self.weights.values():
             if not isinstance(weight, int | float) or not 0 < weight < math.inf:
@@ -211,7 +218,8 @@ def prepare(settings):
     """
     out = Path(settings.out)
     source = Path(settings.source)
-    if source.is_dir() and source.resolve() in out.resolve().parents:
+    # Unlike Path.resolve(), it takes links that lead in a circle; mkdir() refuses them.
+    if source.is_dir() and source.resolve() in Path(os.path.realpath(out)).parents:
         raise ValueError(
             f'--out={out} is inside --source={source}, and what is written there would be read as '
             'text: choose a folder outside'
@@ -252,8 +260,9 @@ def read_begun(settings, out):
         if not path.exists():
             continue
         with unreadable(f'{path} is damaged', f'delete {out}'):
-            begun = json.loads(path.read_text())
-            before = begun['asked']
+            begun = json.loads(path.read_bytes())
+            # Older datasets do not say it.
+            before = {'text_column': 'text', **begun['asked']}
             now = deciding_settings(settings)
             changed = [name for name in now if now[name] != before[name]]
         if changed:
@@ -296,7 +305,7 @@ def make_plan(settings, out, begun):
     # The commit that was read from the start, whatever the branch holds by now.
     revision = begun.get('revision', settings.revision)
     units, shares, commit = sources.find_units(
-        settings.source, revision, settings.weights, settings.seed
+        settings.source, revision, settings.weights, settings.seed, settings.text_column
     )
     goals = dict.fromkeys(shares, math.inf)
     if settings.tokens:

@@ -12,6 +12,9 @@ from pathlib import Path
 # prepare_slimpajama.py writes them, and lib/data.py reads them.
 DATASET_FORMAT = 1
 
+# What stands beside the domains in logs and results: no domain is called so.
+RESERVED_DOMAINS = ('mean',)
+
 
 @contextlib.contextmanager
 def whole_file(path):

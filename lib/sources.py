@@ -1,11 +1,13 @@
 """
-Sources of documents: a hub repository, a folder of rows in SlimPajama's form or of plain text, and
-Python's own library. All of them become a list of units; a unit's documents are read by one worker.
+Sources of documents: a hub repository, a folder of rows or of plain text, and Python's own library.
+All of them become a list of units; a unit's documents are read by one worker.
 
 >>> units, shares, revision = find_units('stdlib', revision='', weights={}, seed=1337)
 >>> domain, text = next(documents(units[0], scratch='.'))       # the first unit's first document
 """
 
+import collections
+import contextlib
 import functools
 import hashlib
 import io
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configurator import first_line
+from lib.files import RESERVED_DOMAINS
 from lib.tokenizer import HUB_ID
 
 # The paper's Table 2, as printed.
@@ -34,16 +37,20 @@ TABLE_2 = {
     'StackExchange': 0.05,
 }
 
-# The words in a path that name its split.
-SPLITS = {
-    'train': 'train',
-    'validation': 'validation',
-    'valid': 'validation',
-    'val': 'validation',
-    'dev': 'validation',
-    'eval': 'validation',
-    'test': 'test',
-}
+# The words in a path that name its split, between characters that are no letters: wiki.valid.txt, but
+# not validity.txt.
+SPLIT = re.compile(
+    r'(?<![a-z])(?:(?P<train>train|training)|(?P<test>test|testing)'
+    r'|(?P<validation>validation|valid|val|dev|development|eval|evaluation|h[eo]ld[^a-z/]?out))'
+    r'(?:set)?(?![a-z])'
+)
+
+# Names that say that a file holds rows. What a file of another name holds is looked up in it.
+ROWS = re.compile(r'\.(?:parquet|jsonl|ndjson|(?:jsonl|ndjson|json)\.(?:zst|gz))$')
+
+# Text that holds rows under another name: JSON with this key and a string, or with an object in each of
+# its first two lines.
+JSON = r'\s*(?:\[\s*)?\{\s*(?=")(?:.*"%s"\s*:\s*"|[^\n]*\}\s*\n\s*\{)'
 
 # What is replaced in the name of a folder that becomes a domain and the name of its token files: of
 # ASCII all but letters, digits and _.-, a dot in front, and what is no text (lone surrogates).
@@ -68,54 +75,48 @@ class Unit(NamedTuple):
 # ---- Units ---------------------------------------------------------------------------------------
 
 
-def find_units(source, revision, weights, seed):
+def find_units(source, revision, weights, seed, column='text'):
     """Return the units of a source in reading order, the share of each domain, and the revision.
 
     source: a hub repository, read at `revision`, a folder, or 'stdlib'. The revision that comes back
     is the hub repository's commit, because the name of a branch may soon mean another one.
-    weights: {domain: weight}; {}: Table 2, or for plain text each domain's share of the bytes.
+    weights: {domain: weight}; {}: Table 2 for SlimPajama, else each domain's share of the bytes.
+    column: of the rows, which has the text.
     Units of the validation split come before those of training. The shares, {domain: share}, add
     up to 1. Raises ValueError if the source or the weights do not fit, OSError if the hub cannot be
     read.
     """
-    files = []  # names
-    texts = {}  # {domain: units of plain text}
     commit = ''
     if source == 'stdlib':
-        texts = stdlib_units(seed)
+        domains = stdlib_units(seed)
     elif os.path.isdir(source):
-        files = list_folder(source)
+        domains = folder_units(source, seed, column)
     elif HUB_ID.fullmatch(source):
-        files, commit = list_hub(source, revision)
+        sizes, commit = list_hub(source, revision)
+        rows = [name for name in sizes if ROWS.search(name)]
+        tell_unread(sizes.keys() - rows, 'not named as rows')
+        domains = row_units(source, {name: sizes[name] for name in rows}, commit, column)
     else:
         raise ValueError(
             f"no source {source!r}: give an existing folder, a hub repository, or 'stdlib'"
         )
 
-    rows = [row_unit(source, name, commit) for name in files if name.endswith(SUFFIXES)]
-    units = [unit for unit in rows if unit.split != 'test']
-    if rows and len(units) < len(files):
-        unread = len(files) - len(units)
-        print(
-            f'{unread:,} of {len(files):,} files are not read: they are of the test split or no rows'
-        )
-    if files and not rows and not commit:
-        texts = text_folder_units(source, files, seed)
-
-    natural = {domain: sum(unit.size for unit in units) for domain, units in texts.items()}
-    natural = natural or TABLE_2
+    # Those of SlimPajama, whose rows name their domains.
+    units = domains.pop('', [])
+    natural = TABLE_2 if units else natural_weights(domains)
     weights = weights or natural
     for domain in weights:
         if domain not in natural:
             raise ValueError(
                 f'--weights names {domain!r}, which the source lacks: it has {", ".join(natural)}'
             )
-        units += texts.get(domain, [])
+        units += domains.get(domain, [])
 
     splits = {unit.split for unit in units}
-    if not splits - {'validation'}:
+    if 'train' not in splits:
         raise ValueError(
-            f'{source} has no training file: wanted .jsonl, .jsonl.zst, .parquet or plain text'
+            f'{source} has no training file: wanted .jsonl, .ndjson or .json.gz, .zst of them, '
+            '.parquet, or in a folder plain text'
         )
     if 'validation' not in splits:
         units = [unit._replace(split='hash') for unit in units]
@@ -124,6 +125,19 @@ def find_units(source, revision, weights, seed):
     units.sort(key=lambda unit: (unit.split != 'validation', *seeded_place(seed, unit.name)))
     total = sum(weights.values())
     return units, {domain: weight / total for domain, weight in weights.items()}, commit
+
+
+def natural_weights(domains):
+    """{domain: bytes for training}. Raises ValueError for a domain that has none."""
+    natural = {}
+    for domain, units in domains.items():
+        natural[domain] = sum(unit.size for unit in units if unit.split == 'train')
+        if not natural[domain]:
+            raise ValueError(
+                f'all files of the domain {domain}, such as {units[0].name}, are named as validation: '
+                'move them to the folder of the domain that they belong to, or rename them'
+            )
+    return natural
 
 
 def is_here(source):
@@ -143,12 +157,12 @@ def hash_fraction(seed, text):
 
 
 def list_folder(root):
-    """The names of a folder's files, without hidden files and folders.
+    """{name: bytes} of a folder's files, without hidden files and folders.
 
     Raises OSError for a folder that cannot be read, ValueError for one that is a link, because links
     may lead in a circle, and for a link to a file that is gone.
     """
-    found = []
+    sizes = {}
     for folder, folders, names in os.walk(root, onerror=refuse_folder):
         # In place: os.walk() goes on with what is left.
         folders[:] = [name for name in folders if not name.startswith('.')]
@@ -159,67 +173,158 @@ def list_folder(root):
                     'put there what it should lead to, or remove it'
                 )
             if path.is_file() and not path.name.startswith('.'):
-                found.append(path.relative_to(root).as_posix())
-    return found
+                sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+    return sizes
 
 
 def refuse_folder(error):
     raise error
 
 
-def row_unit(source, name, commit):
-    """A file in SlimPajama's form, of the hub if there is a commit."""
-    if commit:
-        return Unit(name, split_of(name), functools.partial(read_hub, source, commit, name))
-    return Unit(name, split_of(name), read_rows, (Path(source, name),))
+def tell_unread(names, why):
+    if names:
+        print(f'{len(names):,} files are not read, such as {min(names)}: {why}')
 
 
 def split_of(name):
-    """The split that a path names, such as 'train/chunk1/example_0.jsonl.zst' or 'data/dev-00.jsonl';
+    """The split that a path names, such as 'train/chunk1/example_0.jsonl.zst' or 'wiki.valid.tokens';
     'train' where it names none.
 
-    Words are runs of letters. A folder decides before the files in it, and the first word that names
-    a split before the others.
+    A folder decides before the files in it, and the first word that names a split before the others.
     """
-    for word in re.findall('[a-z]+', name.lower()):
-        if word in SPLITS:
-            return SPLITS[word]
-    return 'train'
+    match = first_split(name)
+    return match.lastgroup if match else 'train'
 
 
-def text_folder_units(root, names, seed):
-    """{domain: units} of a folder of plain text, whose first-level sub-folders are the domains."""
-    files = {}
-    binary = 0
+def first_split(name):
+    # A capital begins a word, too: myTrain.txt.
+    return SPLIT.search(re.sub('([a-z])([A-Z])', r'\1 \2', name).lower())
+
+
+def by_split(names):
+    """{name: split}, without those of the test split."""
+    splits = {name: split_of(name) for name in names}
+    tested = [name for name in names if splits[name] == 'test']
+    tell_unread(tested, 'of the test split')
+    return {name: split for name, split in splits.items() if split != 'test'}
+
+
+def by_domain(source, names, skip=first_split):
+    """{domain: names}. The first folder of a name is its domain, but for folders to be skipped, which
+    name a split; where there is none, the source's own folder is."""
+    root = Path(os.path.realpath(source)).name
+    folders = {}
     for name in sorted(names):
-        with open(Path(root, name), 'rb') as file:
-            head = file.read(8192)
-        if b'\0' in head:
-            binary += 1
-        elif head:
-            folder, slash, _ = name.partition('/')
-            folder = folder if slash else Path(root).resolve().name
-            files.setdefault(folder, []).append(name)
-    if binary:
-        print(f'skipped {binary:,} binary files')
+        parents = [folder for folder in name.split('/')[:-1] if not skip(folder)]
+        folders.setdefault([*parents, root][0], []).append(name)
 
-    splits = [folder for folder in files if folder.lower() in SPLITS]
-    if len(splits) > 1 and 'train' in splits:
-        raise ValueError(
-            f'the sub-folders of plain text are domains, and {root} has {" and ".join(splits)}: '
-            'all of it would be trained on; give the train folder alone as --source, or rename them'
-        )
-
-    units = {}
-    for folder in sorted(files):
+    domains = {}
+    for folder in sorted(folders):
         domain = UNSAFE.sub('_', folder)
-        if domain in units:
+        if domain in domains:
             raise ValueError(
-                f'{folder!r} and another folder of {root} would both be the domain {domain!r}: '
+                f'{folder!r} and another folder of {source} would both be the domain {domain!r}: '
                 'rename one'
             )
-        units[domain] = text_units(domain, root, files[folder], seed)
-    return {domain: units[domain] for domain in sorted(units)}
+        if domain in RESERVED_DOMAINS:
+            raise ValueError(
+                f'{folder!r} of {source} would be the domain {domain!r}, a name that logs use for '
+                'something else: rename the folder'
+            )
+        domains[domain] = folders[folder]
+    return {domain: domains[domain] for domain in sorted(domains)}
+
+
+# ---- Folders ---------------------------------------------------------------------------------------
+
+
+def folder_units(source, seed, column):
+    """{domain: units} of a folder of rows or of plain text.
+
+    It is one of rows if a file is named so, or if what its other files hold is rows for the most part.
+    """
+    sizes = list_folder(source)
+    named = [name for name in sizes if ROWS.search(name)]
+    kinds = collections.defaultdict(dict)
+    for name, size in sizes.items():
+        kind = 'rows' if name in named else kind_of(Path(source, name), column)
+        kinds[kind][name] = size
+    total = {kind: sum(files.values()) for kind, files in kinds.items()}
+    is_rows = named or total.get('rows', 0) > total.get('text', 0)
+    tell_unread(kinds['binary'], 'binary')
+    tell_unread(kinds['text' if is_rows else 'rows'], 'rows and plain text are not mixed')
+    if is_rows:
+        return row_units(source, kinds['rows'], '', column)
+    if column != 'text':
+        raise ValueError(f'--text_column={column}, but {source} has no file with such rows')
+    return text_folder_units(source, kinds['text'], seed)
+
+
+def kind_of(path, column):
+    """What a file holds: 'rows', 'text', 'binary' or '' (nothing)."""
+    with open(path, 'rb') as file:
+        head = file.read(2**16)
+    if not head:
+        return ''
+    # NUL bytes, or how zstd, gzip and parquet begin.
+    if b'\0' in head[:8192] or head.startswith((b'\x28\xb5\x2f\xfd', b'\x1f\x8b', b'PAR1')):
+        return 'binary'
+    text = head.decode('utf-8-sig', 'replace')
+    return 'rows' if re.match(JSON % re.escape(column), text, re.DOTALL) else 'text'
+
+
+def row_units(source, sizes, commit, column):
+    """{domain: units} of files of rows, {name: bytes}, of the hub if there is a commit; {'': units} of
+    SlimPajama's, whose rows name their domains."""
+    splits = by_split(sizes)
+    if not splits:
+        return {}
+    if is_slimpajama(source, sizes, splits, commit, column):
+        domains = {'': splits}
+    else:
+        domains = by_domain(source, splits)
+    units = {}
+    for domain, names in domains.items():
+        read = functools.partial(read_rows, domain=domain, column=column)
+        units[domain] = [
+            row_unit(source, name, commit, read)._replace(size=sizes[name]) for name in names
+        ]
+    return units
+
+
+def is_slimpajama(source, sizes, names, commit, column):
+    """Whether rows name their domains. The first one of the smallest file tells, because the hub may
+    have to send it."""
+    look = functools.partial(rows_of, column=column)
+    for name in sorted(names, key=sizes.get):
+        for _, row in documents(row_unit(source, name, commit, look), scratch=None):
+            return set_name(row) is not None
+    return True
+
+
+def row_unit(source, name, commit, read):
+    if commit:
+        read = functools.partial(read_hub, source, commit, name, read)
+        return Unit(name, split_of(name), read)
+    return Unit(name, split_of(name), read, (Path(source, name),))
+
+
+def text_folder_units(source, names, seed):
+    """{domain: units} of a folder of plain text."""
+    if any(split_of(name) == 'train' for name in names):
+        splits = by_split(names)
+        domains = by_domain(source, splits)
+    else:
+        # Nothing would be trained on: these words mean something else here.
+        splits = dict.fromkeys(names, 'train')
+        domains = by_domain(source, names, skip=lambda folder: False)
+
+    units = {domain: [] for domain in domains}
+    for domain, names in domains.items():
+        for split in ('train', 'validation'):
+            members = [name for name in names if splits[name] == split]
+            units[domain] += text_units(domain, source, members, seed, split)
+    return units
 
 
 def stdlib_units(seed):
@@ -235,12 +340,12 @@ def stdlib_units(seed):
     size = sum(len(text) for _, text in read_topics())
     return {
         'Source': text_units('Source', root, names, seed),
-        'Topics': [Unit(topics, 'hash', read_topics, (root / topics,), size)],
+        'Topics': [Unit(topics, 'train', read_topics, (root / topics,), size)],
     }
 
 
-def text_units(domain, root, names, seed):
-    """Shuffle a domain's files, and deal them out to units of about 4 MB."""
+def text_units(domain, root, names, seed, split='train'):
+    """Shuffle a domain's files of a split, and deal them out to units of about 4 MB."""
     names = sorted(names, key=functools.partial(seeded_place, seed))
     size = sum(Path(root, name).stat().st_size for name in names)
     number = min(size // 2**22 + 1, len(names))
@@ -251,7 +356,7 @@ def text_units(domain, root, names, seed):
     units = []
     for first in range(number):
         paths = tuple(Path(root, name) for name in names[first::number])
-        units.append(Unit(names[first], 'hash', read, paths, size // number))
+        units.append(Unit(names[first], split, read, paths, size // number))
     return units
 
 
@@ -267,13 +372,13 @@ def documents(unit, scratch):
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             for path in unit.paths or [folder]:
                 yield from unit.read(path)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, OverflowError) as error:
         raise ValueError(f'{unit.name}: {first_line(error)}') from error
 
 
 def read_text(domain, longest, path):
     """A plain text file, cut at line ends where it is longer than `longest` characters."""
-    with open(path, encoding='utf-8', errors='replace', newline='') as file:
+    with open(path, encoding='utf-8-sig', errors='replace', newline='') as file:
         while piece := file.read(longest) + file.readline(longest):
             yield domain, piece
 
@@ -284,27 +389,47 @@ def read_topics(path=None):
     return (('Topics', text) for text in topics.values())
 
 
-def read_rows(path):
-    """A .jsonl, .jsonl.zst or .parquet file in SlimPajama's form."""
-    rows = parquet_rows if path.name.endswith('.parquet') else jsonl_rows
-    for where, row in rows(path):
-        match row:
-            case {'text': str(text), 'meta': {'redpajama_set_name': str(name)}}:
-                pass
-            case _:
-                form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
-                raise ValueError(f'{where} is not {form}')
-        domain = name.removeprefix('RedPajama')
-        if domain not in TABLE_2:
-            expected = ', '.join(TABLE_2)
-            raise ValueError(f'{where}: unknown domain {name!r}, expected RedPajama + {expected}')
-        yield domain, text
+def read_rows(path, domain='', column='text'):
+    """A file of rows. domain: of all of them; '': SlimPajama's, whose rows name it."""
+    for where, row in rows_of(path, column):
+        yield domain or table_2_domain(where, row), row[column]
+
+
+def table_2_domain(where, row):
+    name = set_name(row)
+    if name is None:
+        form = '{"text": ..., "meta": {"redpajama_set_name": ...}}'
+        raise ValueError(f'{where} is not {form}, as the others are')
+    domain = str(name).removeprefix('RedPajama')
+    if domain not in TABLE_2:
+        expected = ', '.join(TABLE_2)
+        raise ValueError(f'{where}: unknown domain {name!r}, expected RedPajama + {expected}')
+    return domain
+
+
+def set_name(row):
+    """What a row of SlimPajama calls its domain, else None."""
+    meta = row.get('meta')
+    if isinstance(meta, str):
+        # As its parquet mirrors have it.
+        with contextlib.suppress(ValueError, RecursionError):
+            meta = json.loads(meta)
+    return meta.get('redpajama_set_name') if isinstance(meta, dict) else None
+
+
+def rows_of(path, column):
+    """(where it is, row) of each row of a .parquet file or one of JSON lines, all with a text."""
+    rows = parquet_rows(path, column) if path.name.endswith('.parquet') else jsonl_rows(path)
+    for where, row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get(column), str):
+            raise ValueError(
+                f'{where} is not {{"{column}": "..."}}: name the column of the text with --text_column'
+            )
+        yield where, row
 
 
 # Not with the package datasets: it takes a third more CPU time from text to tokens, silently
 # shortens a .zst file that was cut off at a line's end, and takes a column of dates for dates.
-
-SUFFIXES = ('.jsonl', '.jsonl.zst', '.parquet')
 
 
 def jsonl_rows(path):
@@ -326,30 +451,37 @@ def jsonl_rows(path):
 
 
 def open_lines(path):
-    """A .jsonl or .jsonl.zst file, open for reading bytes."""
-    if path.name.endswith('.jsonl'):
+    """A file of lines, compressed as its name says, open for reading bytes."""
+    compression = {'.zst': 'zstd', '.gz': 'gzip'}.get(path.suffix)
+    if not compression:
         return open(path, 'rb')
-    # Even without a row, a zstd file has a header.
+    # Even without a row, a compressed file has a header.
     if not path.stat().st_size:
         raise ValueError('the file is empty: its download was interrupted')
     # Not the package zstandard, which does not notice that a file was cut off.
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(path, compression='zstd'))
+    return io.BufferedReader(pyarrow.input_stream(path, compression=compression))
 
 
-def parquet_rows(path):
+def parquet_rows(path, column):
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
-        columns = table.schema_arrow.names
-        missing = {'text', 'meta'} - set(columns)
-        if missing:
-            raise ValueError(f'no column {min(missing)}: it has {", ".join(columns)}')
+        names = table.schema_arrow.names
+        if column not in names:
+            raise ValueError(
+                f'no column {column}: name that of the text with --text_column, one of '
+                f'{", ".join(names)}'
+            )
+        # Of a struct, no more than is needed: another field may hold what Python has no type for.
+        columns = [column, 'meta.redpajama_set_name']
+        if 'meta' in names and not pyarrow.types.is_struct(table.schema_arrow.field('meta').type):
+            columns = [column, 'meta']
 
         number = 0
         # Few rows at a time, because each may be long.
-        for batch in table.iter_batches(batch_size=4, columns=['text', 'meta']):
+        for batch in table.iter_batches(batch_size=4, columns=columns):
             if batch.nbytes > 4 * MAX_LINE:
                 where = f'row {number + 1}, or one of the next three,'
                 raise ValueError(f'{where} is longer than {MAX_LINE >> 20} MB')
@@ -362,7 +494,8 @@ def parquet_rows(path):
 
 
 def list_hub(source, revision):
-    """The names of the files of a hub repository, and the commit that `revision` is now."""
+    """{name: bytes} of the files of a hub repository, and the commit that `revision` is now."""
+    print(f'asking the hub for the files of {source}')
     try:
         from huggingface_hub import HfApi
 
@@ -370,15 +503,15 @@ def list_hub(source, revision):
         commit = HfApi().dataset_info(source, revision=revision, expand=['sha']).sha
         tree = HfApi().list_repo_tree(source, repo_type='dataset', revision=commit, recursive=True)
         # Folders have no size.
-        return [entry.path for entry in tree if hasattr(entry, 'size')], commit
+        return {entry.path: entry.size for entry in tree if hasattr(entry, 'size')}, commit
     except Exception as error:
         raise OSError(
             f'no folder {source} here, and the hub cannot list it ({first_line(error)})'
         ) from error
 
 
-def read_hub(source, commit, name, folder):
-    """A file of a hub repository in SlimPajama's form, which is downloaded into `folder`."""
+def read_hub(source, commit, name, read, folder):
+    """read() a file of a hub repository, which is downloaded into `folder`."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -394,4 +527,4 @@ def read_hub(source, commit, name, folder):
                 raise OSError(f'the hub fails, after {len(WAITS)} retries: {reason}') from error
             print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
         time.sleep(wait)
-    yield from read_rows(Path(path))
+    yield from read(Path(path))

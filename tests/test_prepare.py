@@ -417,7 +417,7 @@ BAD = {
     'z.jsonl.zst: Truncated': cut_off,
     'z.jsonl.zst: .*empty': lambda train: (train / 'z.jsonl.zst').touch(),
     'z.jsonl.zst: .*ZSTD': lambda train: (train / 'z.jsonl.zst').write_bytes(b'not zstd at all'),
-    'z.parquet: .*meta': other_columns,
+    'z.parquet: no column text: .*content': other_columns,
 }
 
 

@@ -1,6 +1,8 @@
 """lib/sources.py: which files of a source are read, as which split and domain, and how the hub is read."""
 
 import errno
+import gzip
+import json
 import os
 import sys
 import types
@@ -23,10 +25,10 @@ pytestmark = pytest.mark.usefixtures('here')
     'split, names',
     {
         'train': 'train/chunk1/example_train_0.jsonl.zst data/train-00000-of-00048.parquet '
-        'testimony.jsonl trainees/contest.jsonl train/test.jsonl books/0.jsonl',
+        'testimony.jsonl trainees/contest.jsonl train/test.jsonl books/0.jsonl latest/household.txt',
         'validation': 'validation/chunk1/example_holdout_0.jsonl.zst data/validation-00000.parquet '
-        'val.jsonl valid/0.jsonl c4_dev.jsonl Eval.jsonl',
-        'test': 'test/chunk1/example_holdout_0.jsonl.zst data/test0.jsonl test/train.jsonl',
+        'val.jsonl valid/0.jsonl c4_dev.jsonl Eval.jsonl wiki.heldout.tokens held-out/a valset.txt',
+        'test': 'test/chunk1/example_holdout_0.jsonl.zst data/test0.jsonl test/train.jsonl myTest.txt',
     }.items(),
 )
 def test_whole_words_of_a_path_name_its_split(split, names):
@@ -79,16 +81,168 @@ def test_a_folder_that_cannot_be_read_is_refused(monkeypatch):
         sources.find_units('raw', '', {}, 1)
 
 
-@pytest.mark.parametrize('names, refused', [(['train', 'val'], True), (['dev', 'test'], False)])
-def test_splits_of_plain_text_are_not_taken_for_domains(names, refused, tmp_path):
+def write_texts(folder, names):
+    """Files that hold their own names."""
     for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / 'a.txt').write_text('text')
-    if not refused:  # domains may have such names
-        assert set(sources.find_units('.', '', {}, 1)[1]) == set(names)
-        return
-    with pytest.raises(ValueError, match='train and val'):
-        sources.find_units('.', '', {}, 1)
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+@pytest.mark.parametrize(
+    'train, validation, left_out',
+    [
+        (['a.txt', 'de/b.train.txt'], ['holdout.md', 'de/Dev/c.txt'], ['de/test_set.txt']),
+        (['training/de/a.txt', 'training/b.txt'], ['hold-out/de/c.txt'], ['TEST/de/d.txt']),
+        (['de/a.txt', 'de/b.txt', 'c.txt', 'd.txt'], [], ['myTest.log']),
+    ],
+)
+def test_plain_text_that_a_path_holds_out_is_never_trained_on(train, validation, left_out, capsys):
+    write_texts('raw', train + validation + left_out)
+    prepare(settings(tokens=0))
+    texts = {'train': set(), 'validation': set()}
+    for path in Path('out').glob('*/*.bin'):
+        assert path.stem in ('de', 'raw')
+        texts[path.parent.name].update(texts_of(path))
+    if validation:
+        assert texts == {'train': set(train), 'validation': set(validation)}
+    else:
+        assert texts['train'] | texts['validation'] == set(train)
+    assert f'such as {left_out[0]}: of the test split' in capsys.readouterr().out
+
+
+def test_where_nothing_else_is_to_be_trained_on_the_names_of_splits_are_domains():
+    write_texts('raw', ['dev/a.txt', 'test/a.txt'])
+    assert set(sources.find_units('raw', '', {}, 1)[1]) == {'dev', 'test'}
+
+
+@pytest.mark.parametrize(
+    'names, words',
+    [
+        (['de/a.txt', 'en/b.txt', 'valid.txt'], ['domain raw', 'valid.txt', 'rename']),
+        (['mean/a.jsonl', 'en/b.jsonl'], ["'mean' of raw", 'rename']),
+        (['en/b.txt', 'train/mean/a.txt'], ["'mean' of raw", 'rename']),
+    ],
+)
+def test_domains_that_training_could_not_use_are_refused(names, words):
+    write_texts('raw', names)
+    for name in names:
+        if name.endswith('.jsonl'):
+            Path('raw', name).write_text('{"text": "a"}')
+    with raises_one_line(*words):
+        sources.find_units('raw', '', {}, 1)
+
+
+def test_a_byte_order_mark_is_no_text():
+    Path('raw').mkdir()
+    Path('raw/a.txt').write_bytes('\ufeffa \ufeff'.encode())
+    Path('raw/b.txt').write_text('b')
+    write_rows(Path('rows/c.jsonl'), [('C4', 'c')] * 3)
+    Path('rows/c.jsonl').write_bytes(b'\xef\xbb\xbf' + Path('rows/c.jsonl').read_bytes())
+    prepare(settings(tokens=0))
+    texts = [text for path in Path('out').glob('*/raw.bin') for text in texts_of(path)]
+    assert sorted(texts) == ['a \ufeff', 'b']
+    prepare(settings('rows', 'out2', tokens=0))
+    assert texts_of('out2/train/C4.bin') == ['c'] * 2
+
+
+# ---- What holds rows, and which ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'name', ['rows', 'rows.txt', 'x/a.JSON', 'a.ndjson', 'a.json.gz', 'a.json.zst']
+)
+def test_rows_are_rows_whatever_their_file_is_called(name, capsys):
+    documents = [('C4', 'a b'), ('Book', 'c'), ('C4', 'd'), ('Book', '{')]
+    path = Path('raw', name)
+    write_rows(path, documents)
+    if name.endswith('.gz'):
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    write_texts('raw', ['NOTES.md'])
+    prepare(settings(tokens=0, weights={'C4': 1, 'Book': 1}))
+    read = []
+    for path in Path('out').glob('*/*.bin'):
+        read += [(path.stem, text) for text in texts_of(path)]
+    assert sorted(read) == sorted(documents)
+    assert 'such as NOTES.md: rows and plain text' in capsys.readouterr().out
+
+
+def test_a_few_rows_among_plain_text_are_left_out_by_name(capsys):
+    write_texts('raw', [f'{n}.py' for n in range(30)])
+    Path('raw/messages').write_text('{\n "lang": "en",\n "text": "Hello"\n}')
+    Path('raw/settings').write_text('{\n "lang": "en"\n}')
+    units, _, _ = sources.find_units('raw', '', {}, 1)
+    names = {path.name for unit in units for path in unit.paths}
+    assert 'messages' not in names and 'settings' in names and len(names) == 31
+    assert 'such as messages: rows and plain text' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('text', ['[{"text": "a"}, {"text": "b"}]', '{\n "text": "a"\n}'])
+def test_json_that_is_not_one_object_a_line_is_refused(text):
+    Path('raw').mkdir()
+    Path('raw/all').write_text(text)
+    with raises_one_line('all: line 1'):
+        prepare(settings())
+
+
+def write_plain_rows(path, column, texts):
+    """Rows of a text and of what nobody asks for. Parquet has a date beyond Python's, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{'id': n, column: text, 'meta': {'url': 'x'}} for n, text in enumerate(texts)]
+    if path.suffix == '.parquet':
+        pyarrow = pytest.importorskip('pyarrow')
+        parquet = pytest.importorskip('pyarrow.parquet')
+        far = pyarrow.array([2**50] * len(rows), pyarrow.timestamp('s'))
+        meta = pyarrow.StructArray.from_arrays([far], names=['crawled'])
+        table = pyarrow.table({'when': far, column: texts, 'meta': meta})
+        parquet.write_table(table, path)
+    else:
+        path.write_text('\n'.join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize('suffix', ['.jsonl', '.parquet'])
+@pytest.mark.parametrize('column', ['text', 'content'])
+@pytest.mark.parametrize('on_hub', [False, True])
+def test_rows_without_a_domain_have_their_folder_s(suffix, column, on_hub, hub):
+    texts = {'train': ['eins', 'zwei', ''], 'validation': ['drei']}
+    for split, words in texts.items():
+        write_plain_rows(Path(f'raw/de/{split}-0{suffix}'), column, words)
+        write_plain_rows(Path(f'raw/{split}-1{suffix}'), column, [*words, 'one'])
+    source, root = ('some/where', 'where') if on_hub else ('raw', 'raw')
+    prepare(settings(source, revision='v2', tokens=0, text_column=column))
+    for split, words in texts.items():
+        for domain, more in (('de', []), (root, ['one'])):
+            found = texts_of(f'out/{split}/{domain}.bin')
+            assert sorted(found) == sorted([word for word in words if word] + more)
+
+
+def test_a_missing_column_is_named_with_those_that_are_there():
+    for suffix, words in (('.jsonl', ['line 1']), ('.parquet', ['content'])):
+        write_plain_rows(Path(f'raw{suffix}/a{suffix}'), 'content', ['a', 'b'])
+        with raises_one_line(f'a{suffix}', '--text_column', *words):
+            prepare(settings(f'raw{suffix}'))
+    write_texts('prose', ['a.txt'])
+    with raises_one_line('--text_column=content', 'prose'):
+        prepare(settings('prose', text_column='content'))
+
+
+@pytest.mark.parametrize('suffix', ['.jsonl', '.parquet'])
+def test_a_domain_that_is_spelled_as_json_within_a_row_is_read(suffix):
+    source = make_source(suffix, files=2, count=30)
+    for name, documents in source.items():
+        metas = [json.dumps({'redpajama_set_name': f'RedPajama{d}'}) for d, _ in documents]
+        texts = [text for _, text in documents]
+        if suffix == '.parquet':
+            pyarrow = pytest.importorskip('pyarrow')
+            parquet = pytest.importorskip('pyarrow.parquet')
+            parquet.write_table(pyarrow.table({'text': texts, 'meta': metas}), Path('raw', name))
+        else:
+            rows = [{'meta': meta, 'text': text} for meta, text in zip(metas, texts, strict=True)]
+            Path('raw', name).write_text('\n'.join(map(json.dumps, rows)))
+    prepare(settings(tokens=0))
+    make_source(suffix, files=2, count=30, folder=Path('usual'))
+    prepare(settings('usual', 'usual_out', tokens=0))
+    assert without_meta('out') == without_meta('usual_out')
 
 
 # ---- The hub -------------------------------------------------------------------------------------
@@ -169,7 +323,8 @@ def test_hub_files_survive_failures_and_equal_the_local_ones(suffix, hub, waits)
     hub.failures = [1, 0, 501, 1]
     prepare(settings('some/where', revision='v2', tokens=0))
     assert waits == [1, 1, 2]
-    assert len(hub.downloads) == len(source) + 3 and set(hub.downloads) == set(source)
+    # The smallest is read twice: at the start its first row says that they are SlimPajama's.
+    assert len(hub.downloads) == len(source) + 4 and set(hub.downloads) == set(source)
     prepare(settings(out='local', tokens=0))
     assert without_meta('out') == without_meta('local')
 
