@@ -294,14 +294,37 @@ def check_ranks(file, vocab, ranks):
     """Refuse merges that tiktoken would not make, or in another order, and missing bytes."""
     # tiktoken takes ids for ranks: the merges must make the vocabulary in the order of the ids.
     pairs = file['model']['merges']
-    merged = [''.join(pair.split(' ') if isinstance(pair, str) else pair) for pair in pairs]
+    pairs = [pair.split(' ') if isinstance(pair, str) else list(pair) for pair in pairs]
+    merged = [''.join(pair) for pair in pairs]
     if merged != sorted((text for text in vocab if len(text) > 1), key=vocab.get):
         raise ValueError('its merges are not its vocabulary in the order of the ids')
+    # And it joins any two tokens that make a third, where other programs join the pairs of the file. A
+    # token comes about in one way: tokens beside it do not matter as long as they do not join with a
+    # part of it. So the ids are the same where that way ends in the pair of the file.
+    order = {text: number for number, text in enumerate(merged)}
+    for pair in pairs:
+        parts = last_parts(''.join(pair), order)
+        if parts != pair:
+            raise ValueError(f'it merges {pair}, where the order of the ids makes {parts} first')
 
     # The others never occur in UTF-8.
     for byte in [*range(0xC0), *range(0xC2, 0xF5)]:
         if bytes([byte]) not in ranks:
             raise ValueError(f'it lacks a token for the byte {byte}')
+
+
+def last_parts(text, order):
+    """What is left of a token's characters when those that come first in `order` are merged, up to the
+    last two parts."""
+    parts = list(text)
+    while len(parts) > 2:
+        places = [order.get(a + b, len(order)) for a, b in itertools.pairwise(parts)]
+        first = min(places)
+        if first == len(order):
+            break
+        at = places.index(first)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def added_ids(file):

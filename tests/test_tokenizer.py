@@ -174,7 +174,21 @@ def give_eot_the_id_of_a_letter(file):
     file['added_tokens'][0]['id'] = file['model']['vocab']['A']
 
 
+def merge_another_way(file):
+    """ "many" of "m" and "any", which the letters never become."""
+    vocab, model = {}, file['model']
+    model['merges'] = []
+    for text, number in model['vocab'].items():
+        if len(text) < 2 or text.startswith('<'):
+            vocab[text] = number
+    for left, right in (('a', 'n'), ('m', 'an'), ('an', 'y'), ('m', 'any')):
+        vocab[left + right] = 1000 + len(model['merges'])
+        model['merges'].append([left, right])
+    model['vocab'] = vocab
+
+
 REFUSED = [
+    ("['m', 'any']", merge_another_way),
     ('<|endoftext|>', change('added_tokens', 0, 'content', to='</s>')),
     ('Unigram', change('model', 'type', to='Unigram')),
     ('byte_fallback', change('model', 'byte_fallback', to=True)),
