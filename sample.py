@@ -43,17 +43,27 @@ class SampleConfig:
 
 
 def read_prompt(start):
-    """The prompt. A file or standard input loses one line break at its end: an editor or `echo` put it
-    there."""
-    if start == '-':
-        return sys.stdin.read().removesuffix('\n')
-    if start.startswith('FILE:'):
-        path = start.removeprefix('FILE:')
-        try:
-            return Path(path).read_text().removesuffix('\n')
-        except UnicodeDecodeError as error:
-            raise ValueError(f'{path} is not a text file: {error}; save it as UTF-8') from None
-    return start
+    """The prompt. A file or standard input is UTF-8, whatever the locale. It loses a byte order mark at
+    its start, and one line break at its end: an editor or `echo` put them there."""
+    name = start.removeprefix('FILE:')
+    try:
+        if start == '-':
+            text = read_stdin()
+        elif start.startswith('FILE:'):
+            text = Path(name).read_text('utf-8')
+        else:
+            return start
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{name} is not a text file: {error}; save it as UTF-8') from None
+    return text.removeprefix('\ufeff').removesuffix('\n')
+
+
+def read_stdin():
+    if sys.stdin is None:  # it was closed
+        raise ValueError('start=-, but there is no standard input; use --start=FILE:path')
+    if hasattr(sys.stdin, 'reconfigure'):  # it may be an io.StringIO
+        sys.stdin.reconfigure(encoding='utf-8')
+    return sys.stdin.read()
 
 
 def start_stream(model, ids, settings, generator):

@@ -85,7 +85,8 @@ def read_items(task, data_dir):
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f'there is no {path}, which --data_dir needs')
-        lines = [line for line in path.read_text(errors='replace').split('\n') if line.strip()]
+        text = path.read_text('utf-8-sig', errors='replace')
+        lines = [line for line in text.split('\n') if line.strip()]
         if len(lines) != count:
             raise ValueError(
                 f'{path} has {len(lines)} lines instead of {count}: perhaps half a download; '

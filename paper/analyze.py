@@ -306,7 +306,7 @@ def load(run, settings):
     T = min(settings.length, model.config.block_size)
     if settings.text:
         origin = settings.text
-        ids = np.asarray(encode(Path(origin).read_text()), dtype=np.int64)
+        ids = np.asarray(encode(Path(origin).read_text('utf-8-sig')), dtype=np.int64)
         starts = evenly(range(0, len(ids) - T + 1, T), settings.sequences)
         rows = [ids[start : start + T] for start in starts]
     elif checkpoint is None:

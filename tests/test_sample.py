@@ -1,8 +1,10 @@
 """sample.py: text from runs and from Hugging Face folders, as a person sees it."""
 
 import io
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import programs
 import pytest
 import reference
 import torch
-from conftest import assert_one_line
+from conftest import ROOT, assert_one_line, raises_one_line
 from programs import BYTES, MALICE, Evil, cut, ours, program, run_with, small_bpe
 from runs import newest
 
@@ -113,12 +115,48 @@ def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, 
 
 def test_a_prompt_from_elsewhere_loses_one_line_break_at_its_end(monkeypatch, tmp_path):
     path = tmp_path / 'prompt.txt'
-    for text, prompt in (('a', 'a'), ('\na\n', '\na'), ('a\n\n', 'a\n'), ('\n', '')):
+    for text, prompt in (
+        ('a', 'a'),
+        ('\na\n', '\na'),
+        ('a\n\n', 'a\n'),
+        ('\n', ''),
+        ('\ufeffa', 'a'),
+    ):
         monkeypatch.setattr(sys, 'stdin', io.StringIO(text))
         assert sample.read_prompt('-') == prompt
         for end in (b'\n', b'\r\n'):
             path.write_bytes(text.encode().replace(b'\n', end))
             assert sample.read_prompt(f'FILE:{path}') == prompt
+
+
+PROMPTS = """
+import sys, sample
+for start in ('-', 'FILE:prompt.txt'):
+    print(ascii(sample.read_prompt(start)))
+"""
+
+
+def test_a_prompt_is_utf_8_in_any_locale(work):
+    """As users of other locales have it, a C locale that Python is told to believe."""
+    path = Path('prompt.txt')
+    path.write_bytes('né\n'.encode())
+    command = [sys.executable, '-X', 'utf8=0', '-c', PROMPTS]
+    options = dict(text=True, capture_output=True)
+    options['env'] = {
+        **os.environ,
+        'LC_ALL': 'C',
+        'PYTHONCOERCECLOCALE': '0',
+        'PYTHONPATH': str(ROOT),
+    }
+    with open(path) as stdin:
+        done = subprocess.run(command, stdin=stdin, **options)
+    assert done.stdout == ascii('né') + '\n' + ascii('né') + '\n', done.stderr
+
+
+def test_without_standard_input_a_prompt_from_it_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, 'stdin', None)
+    with raises_one_line('start=-', 'FILE:'):
+        sample.read_prompt('-')
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,11 @@ def test_a_damaged_set_is_refused_in_one_line_that_names_it(published, name, cha
     path.write_bytes(change(path.read_bytes()))
     with raises_one_line(path, word):
         tasks.read_items(path.parent.name, published)
+
+
+def test_a_byte_order_mark_before_a_published_file_is_harmless(published):
+    for name in tasks.TASKS:
+        items = tasks.read_items(name, published)
+        for path in (published / name).iterdir():
+            path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
+        assert tasks.read_items(name, published) == items
