@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import DATASET_FORMAT, sha256_of, unreadable, write_whole
+from lib.files import DATASET_FORMAT, RESERVED_DOMAINS, sha256_of, unreadable, write_whole
 
 # The fields that meta.json has for the tokenizer and for each token file, with their types.
 TOKENIZER_FIELDS = {'name': str, 'sha256': str, 'n_vocab': int}
@@ -45,8 +45,9 @@ class Dataset:
                 f'python prepare_slimpajama.py --source=... --out={self.folder}'
             )
         with unreadable(f'{path} cannot be used', self.advice):
-            self.meta = json.loads(path.read_text())
+            self.meta = json.loads(path.read_bytes())
             self.check_meta()
+        self.check_splits()
         self.check_sizes()
 
     def check_meta(self):
@@ -55,10 +56,22 @@ class Dataset:
         check_types(self.meta['tokenizer'], TOKENIZER_FIELDS)
         for path, entry in self.files():
             check_types(entry, FILE_FIELDS)
-            if path.parent.name == 'validation' and entry['tokens'] < 2:
-                raise ValueError(f'{path} has {entry["tokens"]} tokens, and none to predict')
-        for split in ('train', 'validation'):
-            self.meta['splits'][split].keys()
+            if path.stem in RESERVED_DOMAINS:
+                raise ValueError(f'{path}: logs use its name for something else')
+            if path.parent.name == 'validation' and (entry['tokens'] < 2 or entry['bytes'] < 1):
+                raise ValueError(
+                    f'{path} has {entry["tokens"]} tokens of {entry["bytes"]} bytes, and none to predict'
+                )
+
+    def check_splits(self):
+        splits = self.meta['splits']
+        # An empty training split may be evaluated on.
+        if 'train' not in splits or not splits.get('validation'):
+            names = [split for split in splits if splits[split]]
+            raise ValueError(
+                f'{self.folder} needs the splits train and validation, and meta.json names '
+                f'{" and ".join(names) or "none"} with text: prepare it from more, or add what is missing'
+            )
 
     def check_sizes(self):
         for path, entry in self.files():
@@ -89,7 +102,7 @@ class Dataset:
         """
         memory = self.folder / 'verified.json'
         try:
-            remembered = dict(json.loads(memory.read_text()))
+            remembered = dict(json.loads(memory.read_bytes()))
         except (OSError, ValueError, TypeError):
             remembered = {}
 
@@ -123,6 +136,12 @@ class Dataset:
         available = self.meta['splits'][split][domain]['tokens'] - start
         if len(tokens) < min(count, available):
             raise ValueError(f'{path} was cut off while it was in use')
+        highest = tokens.max(initial=0)
+        n_vocab = self.meta['tokenizer']['n_vocab']
+        if highest >= n_vocab:
+            raise ValueError(
+                f'{path} has the id {highest}, and n_vocab in meta.json is {n_vocab}: correct either'
+            )
         return tokens.astype(np.int64)
 
     def sequences(self, split, domain, block_size):

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from conftest import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.data import Dataset, Loader, TrainingRows
+from lib.data import Dataset, Loader, TrainingRows, read_windows
 from train import TrainConfig
 
 BLOCK = 8
@@ -132,6 +133,44 @@ def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens
     prepared('empty', {'train': {'A': 100}, 'validation': {'A': 50, 'B': tokens}})
     with raises_one_line('data/empty', 'B.bin', tokens):
         Dataset('empty')
+
+
+@pytest.mark.parametrize(
+    'splits, words',
+    [
+        ({'train': {'A': 50}}, ['train with text', 'validation']),
+        ({'train': {'A': 50}, 'validation': {}}, ['train with text', 'validation']),
+        ({'validation': {'A': 50}}, ['train and validation', 'names validation']),
+        ({'val': {'A': 50}}, ['train and validation', 'names val']),
+        ({'val': {}}, ['none']),
+        ({'train': {'mean': 50}, 'validation': {'A': 50}}, ['train/mean.bin', 'name']),
+    ],
+)
+def test_a_dataset_made_by_hand_without_what_training_needs_is_refused(prepared, splits, words):
+    prepared('by_hand', splits)
+    with raises_one_line('data/by_hand', *words):
+        Dataset('by_hand')
+
+
+@pytest.mark.parametrize('split', ['train', 'validation'])
+def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(prepared, split):
+    prepared('by_hand', SPLITS)
+    path = Path('data/by_hand/meta.json')
+    meta = json.loads(path.read_text())
+    meta['tokenizer']['n_vocab'] = 40
+    path.write_text(json.dumps(meta))
+    dataset = Dataset('by_hand')
+    dataset.verify()
+    with raises_one_line(f'data/by_hand/{split}/', 'n_vocab', 40):
+        if split == 'train':
+            loader = loader_of(dataset, batch_size=8)
+            try:
+                for _ in range(6):
+                    loader.next()
+            finally:
+                loader.close()
+        else:
+            read_windows(dataset, 'A', range(3), BLOCK)
 
 
 @pytest.mark.parametrize('train', [{}, {'A': 0}])
