@@ -292,6 +292,7 @@ def check_complete(settings, out, meta):
     Dataset(out.absolute())
     # A commit of the hub does not change, and older datasets have no fingerprint.
     if sources.is_here(settings.source) and 'fingerprint' in meta:
+        print(f'{out} is here: comparing {settings.source} with what was read')
         paths = piece_paths(make_plan(settings, out, meta))
         *_, last = itertools.islice(paths, meta['files'][0])
         if last.name != meta['fingerprint']:
@@ -302,6 +303,9 @@ def check_complete(settings, out, meta):
 
 
 def make_plan(settings, out, begun):
+    # Here, because it imports torch, which workers do not need.
+    from lib.machine import cores
+
     # The commit that was read from the start, whatever the branch holds by now.
     revision = begun.get('revision', settings.revision)
     units, shares, commit = sources.find_units(
@@ -310,11 +314,7 @@ def make_plan(settings, out, begun):
     goals = dict.fromkeys(shares, math.inf)
     if settings.tokens:
         goals = {domain: max(round(settings.tokens * shares[domain]), 1) for domain in shares}
-    # A batch system may have bound this process to some CPUs; a limit on CPU time, such as docker's
-    # --cpus, is not seen: give --workers.
-    bound = hasattr(os, 'sched_getaffinity')
-    cpus = len(os.sched_getaffinity(0)) if bound else os.cpu_count()
-    workers = settings.workers or cpus
+    workers = settings.workers or cores()
     return Plan(
         settings,
         out,
@@ -372,6 +372,7 @@ def merge_pieces(plan, counts):
         submit = stack.enter_context(open_workers(plan.workers))
         total = plan.settings.tokens or None
         bar = stack.enter_context(tqdm(total=total, unit='tok', unit_scale=True))
+        stack.enter_context(heartbeat(bar, plan.pieces))
 
         for unit, piece, wait in submit_units(plan, counts, submit):
             if max(room(plan, counts).values()) <= 0:
@@ -388,6 +389,25 @@ def merge_pieces(plan, counts):
             file.flush()
             os.fsync(file.fileno())
     return pieces
+
+
+@contextlib.contextmanager
+def heartbeat(bar, pieces, seconds=10):
+    """Let the bar say every few seconds how many tokens the pieces have, however long one takes."""
+    over = threading.Event()
+
+    def beat():
+        while not over.wait(seconds):
+            tokens = sum(path.stat().st_size for path in pieces.glob('*.ids')) // 2
+            bar.set_postfix_str(f'{tokens:,} in pieces')
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def append(plan, counts, files, unit, piece):
@@ -469,6 +489,7 @@ def room(plan, counts):
 
 def finish(plan, pieces, counts):
     """Write meta.json, after all that it describes is on the disk, and remove the pieces."""
+    print('checking what was written')
     splits = {split: {} for split in SPLITS}
     for split, domain in itertools.product(SPLITS, plan.shares):
         path = token_file(plan, split, domain)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.files import locked, write_whole
-from lib.machine import INTERRUPTED, kind_and_index
+from lib.machine import INTERRUPTED, cores, kind_and_index
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,13 +91,6 @@ def find_slots(device, jobs=0, gpus=1):
     for start in range(0, len(visible) - gpus + 1, gpus):
         slots.append({'CUDA_VISIBLE_DEVICES': ','.join(visible[start : start + gpus])})
     return [slots[i % len(slots)] for i in range(jobs or len(slots))]
-
-
-def cores():
-    """The cores that this process may use: a scheduler often gives it a few of the machine's."""
-    if hasattr(os, 'sched_getaffinity'):  # not on a Mac
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def visible_gpus():

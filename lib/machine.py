@@ -238,6 +238,14 @@ def kind_and_index(device):
     return kind, index
 
 
+def cores():
+    """The cores that this process may use: a scheduler often gives it a few of the machine's. A limit on
+    CPU time, such as docker's --cpus, is not seen."""
+    if hasattr(os, 'sched_getaffinity'):  # not on a Mac
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def check_compiler(machine):
     """ValueError where torch.compile cannot work: on a CPU inductor needs $CXX, or else g++ (on a Mac
     clang++), and on CUDA Triton needs $CC, gcc or clang."""

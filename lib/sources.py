@@ -296,6 +296,8 @@ def is_slimpajama(source, sizes, names, commit, column):
     """Whether rows name their domains. The first one of the smallest file tells, because the hub may
     have to send it."""
     look = functools.partial(rows_of, column=column)
+    if commit:
+        print('looking at a row')
     for name in sorted(names, key=sizes.get):
         for _, row in documents(row_unit(source, name, commit, look), scratch=None):
             return set_name(row) is not None

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -440,11 +441,17 @@ def test_bad_input_says_file_and_line(message, monkeypatch):
         ({'weights': {'Book': 0}}, ['--weights']),
         ({'weights': {'Book': 1, 'C4': 2}, 'tokens': 0}, ['--weights', '--domain_weights']),
         ({'tokens': -1}, ['--tokens']),
+        ({'tokens': 10**400}, ['--tokens']),
+        ({'seed': 2**64}, ['--seed']),
+        ({'out': 'circle'}, ['circle']),
+        ({'out': 'circle/under/it'}, ['circle']),
+        ({'source': 'circle'}, ['circle']),
         ({'tokenizer': 'none'}, ['no tokenizer at none']),
     ],
 )
 def test_bad_settings_are_one_line(changes, words):
     make_source(files=1, count=3)
+    Path('circle').symlink_to('circle')
     options = {'source': 'raw', 'out': 'out', 'tokenizer': 'bytes', **changes}
     arguments = [f'--{name}={value}' for name, value in options.items()]
     status, _ = call(prepare_slimpajama.main, *arguments)
@@ -487,6 +494,14 @@ def test_a_disk_without_room_is_refused(monkeypatch):
     prepare(settings())
     free = 0
     prepare(settings(out='some', tokens=0, weights={'Wikipedia': 1}))
+
+
+def test_a_file_that_takes_long_shows_that_it_goes_on(tmp_path):
+    said = queue.Queue()
+    bar = types.SimpleNamespace(set_postfix_str=said.put)
+    (tmp_path / '000000_a.ids').write_bytes(bytes(2468))
+    with prepare_slimpajama.heartbeat(bar, tmp_path, seconds=0):
+        assert '1,234' in said.get(timeout=60)
 
 
 def test_the_table_has_the_numbers_of_meta_json(capsys):
