@@ -37,6 +37,7 @@ from lib.muon import Muon
 from lib.rundir import (
     Log,
     check_resume,
+    check_unused,
     checkpoints,
     compare_tokenizers,
     differences,
@@ -132,6 +133,12 @@ class TrainConfig:
     @property
     def rows_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size
+
+    @property
+    def first_save(self):
+        """The step of its first checkpoint."""
+        steps = (self.save_interval, *self.save_steps, self.max_iters)
+        return min(step for step in steps if step > 0)
 
 
 # {(lowest, highest value): settings}
@@ -384,6 +391,9 @@ def start_run(settings, config, machine, closing):
             'checkpoint or a Hugging Face folder',
         )
         dataset, rows = open_dataset(settings, config, machine)
+        if settings.init_from != 'resume' and not settings.eval_only:
+            run = decisive(settings, config, dataset)
+            check_unused(Path(settings.out_dir), run, settings.first_save)
         checkpoint = open_checkpoint(settings, machine)
         check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
@@ -426,20 +436,19 @@ def open_dataset(settings, config, machine):
     return dataset, rows
 
 
+def decisive(settings, config, dataset):
+    """{name: value} of all in a new run's config.json that decides its numbers."""
+    values = {**asdict(settings), **asdict(config)}
+    values = {name: value for name, value in values.items() if name not in INCIDENTAL}
+    return values | {'origin': settings.init_from, 'data': dataset.fingerprint()}
+
+
 def open_checkpoint(settings, machine):
     """The checkpoint that init_from names: a dict (of a Hugging Face folder, only its weights);
     None for scratch."""
-    out = Path(settings.out_dir)
-    resumes = settings.init_from == 'resume'
-    if not resumes and not settings.eval_only:
-        refuse(
-            checkpoints(out),
-            f'{out} already holds a run; continue it with --init_from=resume, choose another '
-            '--out_dir, or delete it',
-        )
     if settings.init_from == 'scratch':
         return None
-    path = out if resumes else Path(settings.init_from)
+    path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
     if not holds_weights(path):
         return load_checkpoint(path, machine.warn)
     theirs = load_hub(path)
@@ -762,7 +771,9 @@ NOT_FINITE = 'had a loss or gradient that is not finite'
 
 def gave_up(step, skipped, settings):
     paths = checkpoints(settings.out_dir)
-    advice = 'no checkpoint has been written yet: start again with other settings'
+    advice = (
+        'no checkpoint has been written yet: start again with other settings and another out_dir'
+    )
     if paths:
         advice = f'resume {paths[0]}, the last checkpoint, with other settings'
     if len(paths) > 1:

@@ -61,6 +61,37 @@ def locked_run(folder):
                     path.rmdir()
 
 
+def check_unused(folder, run, first_save):
+    """ValueError where a new run would write over results, whatever else its folder lacks.
+
+    What the same run left when it died before its first checkpoint is none. run: {name: value} of all
+    in its config.json that decides its numbers. first_save: the step of its first checkpoint.
+    """
+    advice = 'choose another --out_dir, or delete it'
+    if checkpoints(folder):
+        raise ValueError(
+            f'{folder} already holds a run; continue it with --init_from=resume, {advice}'
+        )
+    path = folder / 'config.json'
+    entries = read_log(folder / 'log.jsonl')
+    if not path.exists() and not entries:
+        return
+    theirs = {}
+    with contextlib.suppress(ValueError, TypeError, OSError):
+        theirs = dict(json.loads(path.read_text()))
+    for name, value in as_json(run).items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f'{folder} holds the config.json or the log.jsonl of something else, with '
+                f'{name}={theirs.get(name)!r}, not {value!r}; {advice}'
+            )
+    if any(entry['step'] >= first_save for entry in entries):
+        raise ValueError(
+            f'{folder} holds the log of a run whose checkpoints are gone, and which would begin again; '
+            f'{advice}'
+        )
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 

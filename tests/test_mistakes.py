@@ -13,6 +13,7 @@ from programs import Evil
 from runs import (
     TRAIN,
     VALIDATION,
+    assert_same_run,
     call,
     command_line,
     finish,
@@ -25,6 +26,7 @@ from runs import (
 )
 
 import train
+from lib.rundir import checkpoints
 from model import GPTConfig
 from train import TrainConfig
 
@@ -83,6 +85,38 @@ def test_data_that_does_not_do_for_the_settings_is_refused(work):
 @pytest.mark.parametrize('init_from', ['scratch', 'out/whole/ckpt_12.pt'])
 def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
     refused(whole, '--init_from=resume', out_dir=whole, init_from=init_from)
+
+
+def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
+    """And what the same run left when it died before its first checkpoint is replaced."""
+
+    def left(name, *, log_lines=99, config=True):
+        folder = Path(shutil.copytree(whole, name))
+        for path in checkpoints(folder):
+            path.unlink()
+        lines = Path(whole, 'log.jsonl').read_text().splitlines(keepends=True)
+        (folder / 'log.jsonl').write_text(''.join(lines[:log_lines]))
+        if not config:
+            (folder / 'config.json').unlink()
+        return name
+
+    for init_from in ('auto', 'scratch'):
+        finished = left(f'out/finished {init_from}')
+        refused(finished, 'checkpoints', out_dir=finished, init_from=init_from)
+        refused(finished, 'seed=1337', out_dir=finished, init_from=init_from, seed=5)
+    fragment = left('out/fragment', log_lines=4)
+    refused('beta2=0.95', '0.9', out_dir=fragment, init_from='auto', beta2=0.9)
+    weights = f'{whole}/ckpt_6.pt'
+    refused("origin='scratch'", weights, out_dir=fragment, init_from=weights)
+    nameless = left('out/no settings', log_lines=4, config=False)
+    refused(nameless, out_dir=nameless, init_from='auto')
+    model = Path('out/model')
+    model.mkdir()
+    (model / 'config.json').write_text('{"model_type": "gpt2", "vocab_size": 64}')
+    refused(model, out_dir=model, init_from=weights)
+
+    good(fragment, init_from='auto')
+    assert_same_run(fragment, whole)
 
 
 @pytest.mark.parametrize(
@@ -218,5 +252,9 @@ def test_a_run_goes_on_with_its_own_settings_under_those_that_are_given(half):
     assert call(train.main, *words)[0] == 0
     before, after = read_config('out/whole'), read_config(name)
     changed = {key for key in before if before[key] != after[key]}
-    assert changed - {'started', 'ended', 'load', 'commit'} == {'out_dir', 'init_from', 'log_interval'}
+    assert changed - {'started', 'ended', 'load', 'commit'} == {
+        'out_dir',
+        'init_from',
+        'log_interval',
+    }
     shutil.rmtree(name)
