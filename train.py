@@ -7,6 +7,9 @@ $ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468
 $ python train.py config/demo.py --init_from=resume             # go on where it stopped
 $ python train.py --help                                        # every setting
 
+SIGTERM, Ctrl-C and a hang-up end a run after its step, and save it. A run whose output nobody can read
+any more, as after `| head`, goes on to its end.
+
 After SIGTERM, torchrun gives its processes 30 seconds to finish their step and to write a checkpoint,
 which at 468M has 5.6 GB. --shutdown-timeout gives them longer (torch 2.13; 2.11 has no such option).
 Killed while it writes, a run goes on from the checkpoint before.
@@ -32,7 +35,14 @@ from hub.read import holds_weights
 from hub.read import load as load_hub
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import write_json
-from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory, check_compiler
+from lib.machine import (
+    INTERRUPTED,
+    Machine,
+    Signals,
+    advise_on_memory,
+    check_compiler,
+    outlives_its_output,
+)
 from lib.muon import Muon
 from lib.rundir import (
     Log,
@@ -790,6 +800,7 @@ LESS_MEMORY = (
 )
 
 
+@outlives_its_output()
 def main():
     with one_line_errors():  # the same on every process
         settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=own_settings)

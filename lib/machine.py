@@ -270,15 +270,57 @@ def advise_on_memory(advice):
 
 
 class Signals:
-    """Notes in `stop` that SIGTERM or SIGINT came; the training loop finishes its step, saves and stops.
+    """Notes in `stop` that SIGTERM, SIGINT or SIGHUP came; the training loop finishes its step, saves
+    and stops.
 
     closing: a contextlib.ExitStack at whose end the signals have their effects of before.
     """
 
     def __init__(self, closing):
         self.stop = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             closing.callback(signal.signal, number, signal.signal(number, self.receive))
 
     def receive(self, number, frame):
         self.stop = True
+
+
+class Voice:
+    """A text stream that leaves out what it cannot write: its pipe or terminal may have been closed, or
+    its disk be full."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, action, *args):
+        try:
+            action(*args)
+        except OSError:
+            # From now on, all that this process writes there goes nowhere, what is buffered included.
+            with open(os.devnull, 'w') as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+@contextlib.contextmanager
+def outlives_its_output():
+    """Let a program go on without what it cannot print."""
+    # A stream that was closed from the start is None.
+    out, err = (Voice(stream or open(os.devnull, 'w')) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield
+        finally:
+            out.flush()
+            err.flush()

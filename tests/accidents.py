@@ -144,6 +144,27 @@ def be_interrupted():
     train.Dataset = lambda name: os.kill(os.getpid(), signal.SIGINT)
 
 
+def lose_its_reader():
+    """Nobody reads the output any more from the fourth step on, like `| head`."""
+    reader, writer = os.pipe()
+    speak_to(writer)
+    train.train_step = at_call(4, train.train_step, lambda *args: os.close(reader))
+
+
+def have_no_room_for_output():
+    """The disk of the output's file is full."""
+    speak_to(os.open('/dev/full', os.O_WRONLY))
+
+
+def speak_to(handle):
+    sys.stdout, sys.stderr = (open(handle, 'w', closefd=False) for _ in range(2))
+
+
+def have_no_terminal():
+    """The output was closed before the start, as by `>&- 2>&-`."""
+    sys.stdout = sys.stderr = None
+
+
 def compile_without_inductor():
     """No accident: graphs are traced and cut as always, and run as they are."""
     torch.compile = functools.partial(torch.compile, backend='aot_eager')
@@ -166,6 +187,9 @@ CASES = {
     'a lost disk': lose_a_disk,
     'folders apart': be_elsewhere,
     'interrupted early': be_interrupted,
+    'without a reader': lose_its_reader,
+    'without room': have_no_room_for_output,
+    'without a terminal': have_no_terminal,
     'without inductor': compile_without_inductor,
 }
 

@@ -80,7 +80,7 @@ def signalled(monkeypatch, number, last_step, out_dir, **options):
         return here(out_dir, **options)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whole, number):
     name = f'out/{number.name}'
     before = signal.getsignal(number)
@@ -93,6 +93,20 @@ def test_a_signal_ends_the_step_saves_and_exits_with_status_75(monkeypatch, whol
     assert 'train 10' in losses(name)
     for key, loss in losses(name).items():
         assert losses(whole)[key] == loss
+
+
+def test_under_nohup_a_hang_up_stops_nothing(monkeypatch, work):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    status, _ = signalled(monkeypatch, signal.SIGHUP, 2, 'out/nohup', max_iters=4)
+    assert status == 0 and signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize('output', ['without a reader', 'without room', 'without a terminal'])
+def test_what_cannot_be_printed_is_left_out_and_training_goes_on(whole, output):
+    name = f'out/{output}'
+    status, _, _ = finish(fork(train_with, output, *command_line(name, {})))
+    assert status == 0
+    assert_same_run(name, whole)
 
 
 @pytest.mark.parametrize('step, eval_interval', [(6, 6), (12, 0)])
