@@ -5,16 +5,19 @@ $ python -m comparison.pack out/compare/NAME/*_seed* --to=results/TOPIC
 
 comparison/runs.py reads runs from results/TOPIC/runs_<k>.tar.xz as from their folders. A pack has at
 most 1 MiB and is never rewritten: later runs go into further ones. The same runs give the same bytes.
+A name stands for one run: another run of a packed name is refused.
 """
 
 import io
+import itertools
+import re
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison.runs import read_state
+from comparison.runs import read_pack, read_state, read_text
 from configurator import configure, one_line_errors
-from lib.files import write_whole
+from lib.files import locked, write_whole
 
 LIMIT = 2**20  # bytes of a pack
 
@@ -25,10 +28,38 @@ class PackConfig:
     to: str = ''  # where the packs go
 
 
+FILES = ('config.json', 'log.jsonl')
+
+
+def check_runs(runs):
+    """Refuse what is not the finished runs of one folder."""
+    if not runs:
+        raise ValueError('name the folders of finished runs')
+    for run in runs:
+        if read_state(run).kind not in ('finished', 'diverged'):
+            raise ValueError(f'{run} is not a finished run')
+        if run.parent != runs[0].parent:
+            raise ValueError(
+                f'{runs[0]} and {run} are in two folders; pack the runs of each into a folder of its own'
+            )
+
+
+def add(runs, to):
+    """Write runs into new packs of a folder."""
+    packs = {path: read_pack(path) for path in to.glob('runs_*.tar.xz')}
+    for run, (path, files) in itertools.product(runs, packs.items()):
+        for name in FILES:
+            if files.get(f'{run.name}/{name}') not in (None, read_text(run, name)):
+                raise ValueError(f'{path} holds another run of the name {run.name}; rename {run}')
+    numbers = [int(number) for path in packs for number in re.findall(r'\d+', path.name)]
+    for number, contents in enumerate(compress(runs), max(numbers, default=0) + 1):
+        write_whole(to / f'runs_{number}.tar.xz', contents)
+
+
 def compress(runs):
     """[the bytes of a pack]: as many as it takes to keep each within the limit."""
     folder = runs[0].parent
-    paths = [run / name for run in runs for name in ('config.json', 'log.jsonl')]
+    paths = [run / name for run in runs for name in FILES]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode='w:xz', preset=9) as pack:
         for path in [*folder.glob('plan.json'), *paths]:
@@ -45,15 +76,12 @@ def compress(runs):
 def main():
     with one_line_errors():
         (settings,) = configure(PackConfig, doc=__doc__, plain='runs')
-        runs = sorted(map(Path, settings.runs))
-        if not runs:
-            raise ValueError('name the folders of finished runs')
-        for run in runs:
-            if read_state(run).kind not in ('finished', 'diverged'):
-                raise ValueError(f'{run} is not a finished run')
-        older = list(Path(settings.to).glob('runs_*.tar.xz'))
-        for number, contents in enumerate(compress(runs), len(older) + 1):
-            write_whole(Path(settings.to, f'runs_{number}.tar.xz'), contents)
+        runs = sorted({Path(run) for run in settings.runs})
+        check_runs(runs)
+        to = Path(settings.to)
+        to.mkdir(parents=True, exist_ok=True)
+        with locked(to, 'packing into', setting='--to'):
+            add(runs, to)
 
 
 if __name__ == '__main__':

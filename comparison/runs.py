@@ -59,7 +59,9 @@ def read_pack(path):
     try:
         contents = lzma.decompress(path.read_bytes())  # all of it, which checks its sum
         with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
-            return {m.name: pack.extractfile(m).read().decode(errors='replace') for m in pack}
+            # Whoever packs by hand packs folders, too.
+            files = [m for m in pack if m.isfile()]
+            return {m.name: pack.extractfile(m).read().decode(errors='replace') for m in files}
     except (lzma.LZMAError, tarfile.TarError) as error:
         raise ValueError(f'{path} is damaged: {first_line(error)}') from error
 

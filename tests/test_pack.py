@@ -3,13 +3,15 @@
 import os
 import random
 import shutil
+import tarfile
 
 import pytest
 import runs
-from conftest import assert_one_line
+from conftest import assert_one_line, contents
 
 from comparison import pack
 from comparison.runs import named_runs, read_pack, read_state
+from lib.files import locked
 
 NAMES = ('a_seed1', 'a_seed2', 'b_seed1')
 
@@ -48,6 +50,40 @@ def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):
         again = read_state(folder)
         assert again.kind == 'finished'
         assert vars(again) == vars(state)
+
+
+def assert_refused(*words, to, expected):
+    before = contents(to)
+    assert_one_line(runs.call(pack.main, *words, f'--to={to}')[0], *expected)
+    assert contents(to) == before
+
+
+def test_no_pack_replaces_another_and_a_name_stands_for_one_run(tmp_path):
+    first, second, third = write_runs(tmp_path / 'ours')
+    to = tmp_path / 'kept'
+    for folder in (first, second):
+        assert runs.call(pack.main, folder, f'--to={to}')[0] == 0
+    (to / 'runs_1.tar.xz').unlink()
+    with locked(to, 'packing into'):
+        assert_refused(third, to=to, expected=[to, '--to'])
+    assert runs.call(pack.main, third, f'--to={to}')[0] == 0
+    assert sorted(contents(to)) == ['runs_2.tar.xz', 'runs_3.tar.xz']
+
+    theirs = write_runs(tmp_path / 'theirs')
+    assert_refused(theirs[2], to=to, expected=['runs_3.tar.xz', theirs[2]])
+    assert_refused(first, theirs[0], to=to, expected=[first, theirs[0]])
+
+
+def test_what_is_no_file_in_a_pack_made_by_hand_is_passed_over(tmp_path):
+    folder, *_ = write_runs(tmp_path)
+    (folder / 'notes').mkdir()
+    (folder / 'latest').symlink_to('nowhere')
+    os.mkfifo(folder / 'pipe')
+    before = read_state(folder)
+    with tarfile.open(tmp_path / 'runs_1.tar.xz', 'w:xz') as pack:
+        pack.add(folder, folder.name)
+    shutil.rmtree(folder)
+    assert vars(read_state(folder)) == vars(before)
 
 
 def test_an_unfinished_run_and_a_damaged_pack_are_named(tmp_path):
