@@ -11,7 +11,8 @@ $ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # 
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
-anything else is a comparison of another --name. The report is out/compare/<name>/report.html; beside
+anything else is a comparison of another --name. So is edited code (train.py and what it imports), unless
+--mixed_code=True lets runs of different code share a verdict; the report begins with it. The report is out/compare/<name>/report.html; beside
 it are report.md, report.json and each plot as an SVG. The exit status is 1 where a run has not finished.
 """
 
@@ -46,6 +47,7 @@ class CompareConfig:
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 1  # GPUs of each training, by torchrun
     print: bool = False  # write the commands still to be run, one per line, and train nothing
+    mixed_code: bool = False  # let runs of different code share a verdict
     runs: tuple = ()  # folders or packs of runs that exist; the model of the first is the baseline
 
     def __post_init__(self):
@@ -84,6 +86,7 @@ def make_plan(options, argv):
         options.rates,
         options.tuning_seeds,
         parse_contrasts(options.contrasts, arms),
+        options.mixed_code,
     )
 
 
@@ -115,11 +118,15 @@ def compare_arms(options, argv):
     return comparison, plan.folder
 
 
+# Options that say something of runs that exist.
+OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'mixed_code')
+
+
 def compare_existing(options, argv):
     """Compare runs that exist. Returns (what the report shows, its folder)."""
     for argument in argv:
         key = argument[2:].partition('=')[0]
-        if argument.startswith('--') and key not in ('name', 'contrasts', 'tuning_seeds'):
+        if argument.startswith('--') and key not in OF_EXISTING:
             raise ValueError(
                 f'--{key} is for runs to be trained; {options.runs[0]} is taken for one that exists '
                 '(config files end with .py)'
@@ -129,7 +136,8 @@ def compare_existing(options, argv):
     folder = folder_of(options.name or 'runs')
     chosen = any(argument.startswith('--tuning_seeds=') for argument in argv)
     seeds = options.tuning_seeds if chosen else ()
-    comparison = compare_runs(named_runs(options.runs), folder.name, options.contrasts, seeds)
+    folders = named_runs(options.runs)
+    comparison = compare_runs(folders, folder.name, options.contrasts, seeds, options.mixed_code)
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')
     write_report(folder, comparison)

@@ -7,6 +7,7 @@ compare_plan() is for a plan and its runs, compare_runs() for runs that exist wi
 import itertools
 import re
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         'one_step_off': one_step_off(tuning, [pair for pair in contrasts if pair[0] in tuning]),
         'problems': problems,
         'provenance': origins(states),
+        'code': Counter(state.code for state in states if state.config and state.code),
         'baseline': baseline,
         'arms': {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()},
         'contrasts': verdicts,
@@ -201,7 +203,7 @@ def describe_evaluation(own):
 
 
 # What a run was made with.
-ORIGINS = 'commit device cpu threads world_size torch dtype compile attention_kernel'.split()
+ORIGINS = 'commit code device cpu threads world_size torch dtype compile attention_kernel'.split()
 
 
 def origins(states):
@@ -230,11 +232,11 @@ def relative_curves(arms, baseline):
 # --- runs that exist ------------------------------------------------------------------------------
 
 
-def compare_runs(folders, title, contrasts='', tuning_seeds=()):
+def compare_runs(folders, title, contrasts='', tuning_seeds=(), mixed_code=False):
     """Everything the report shows of runs that exist; contrasts: text, as in --contrasts.
 
     tuning_seeds: of runs that choose the learning rate of their arm. Without them, runs at two rates
-    are of two arms.
+    are of two arms. mixed_code: whether runs of different code may share a verdict.
     """
     states = {}
     for folder in folders:
@@ -243,11 +245,13 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=()):
             raise ValueError(f'{folder} is not a run: {state.reason}')
     facts = {folder: state.facts for folder, state in states.items()}
     # These only a pair of runs must share. And runs that differ in nothing else may be about how a
-    # run rounds.
+    # run rounds, or about a change of the code.
     but = ('resumed', 'data', *(['learning_rate'] if tuning_seeds else []))
-    groups = same_but_seeds(facts, (*but, *ROUNDING))
+    ignored = (*ROUNDING, 'code') if mixed_code else ROUNDING
+    shared = [name for name in SHARED if name not in ignored]
+    groups = same_but_seeds(facts, (*but, *ignored))
     if len(groups) < 2:
-        groups = same_but_seeds(facts, but)
+        groups, ignored = same_but_seeds(facts, but), ()
     if len(groups) < 2:
         raise ValueError('these runs differ in nothing but their seeds: nothing to compare')
 
@@ -263,13 +267,15 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=()):
         else:
             own = by_seed(runs, facts)
         own = {seed: states[run] for seed, run in own.items()}
-        arms[name] = ArmRuns(facts[first], states[first].model, rate, own)
+        # Several runs share a code that was ignored only by chance.
+        alike = {fact: value for fact, value in facts[first].items() if fact not in ignored}
+        arms[name] = ArmRuns(alike, states[first].model, rate, own)
         for state in own.values():
             if state.kind != 'finished':
                 problems[str(state.folder)] = state.reason
 
     def missing(*pair):
-        return why_incomparable(*(arms[name] for name in pair))
+        return why_incomparable(*(arms[name] for name in pair), shared)
 
     pairs = parse_contrasts(contrasts, arms)
     judging = {
@@ -319,15 +325,15 @@ def arm_name(folder, seed):
 
 
 # Facts that two runs of different arms must share, too.
-SHARED = (*TEXT, 'max_iters', 'data', 'resumed')
+SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
 
 
-def why_incomparable(ours, theirs):
-    """Why two arms of existing runs have no verdict, or ''."""
+def why_incomparable(ours, theirs, shared):
+    """Why two arms of existing runs have no verdict, or ''; shared: of SHARED."""
     reason = unfinished(ours, theirs)
     pairs = list(paired(ours.states, theirs.states).values())
     for pair in pairs:
         # Every pair is alike in how it was resumed; in all else, all runs are.
-        reason = reason or disagreement(*pair, only=SHARED)
-        reason = reason or disagreement(pairs[0][0], pair[1], ['resumed'], SHARED)
+        reason = reason or disagreement(*pair, only=shared)
+        reason = reason or disagreement(pairs[0][0], pair[1], ['resumed'], shared)
     return reason if pairs else 'they have no test seed in common'

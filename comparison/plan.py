@@ -16,7 +16,8 @@ data.
 
 A run is (arm, rate, seed), trained by train.py in <folder>/<arm>_lr<rate>_seed<seed>. plan.json holds
 everything that decides a result, a hash of it, the commit and the work tree's diff. It does not change:
-the same plan may get more seeds, and any other comparison is one of another name.
+the same plan may get more seeds, and any other comparison is one of another name. Runs of different code
+are of different comparisons, unless mixed_code is given.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from comparison.runs import ROUNDING, difference, differences, facts
+from comparison.runs import MIXED_CODE, ROUNDING, difference, differences, facts
 from comparison.verdict import LEVEL, RULE
 from configurator import check_key, configure, read_settings
 from lib.data import Dataset
 from lib.files import as_json, unreadable, write_json
-from lib.rundir import commit_of, git
+from lib.rundir import code_fingerprint, commit_of, git
 from model import GPTConfig
 from train import TrainConfig, check_rates, share_of_micro_steps
 
@@ -152,6 +153,7 @@ class Plan:
     arms: {name: {setting: value}}. common: {setting: value} of all arms, on top of config `files`.
     seeds: of the test, or how many (5: 1 to 5). rates: learning rates that every arm tries on the
     tuning seeds; (): untuned. contrasts: of parse_contrasts(), besides each arm against the first.
+    mixed_code: whether runs of different code may share a verdict.
     Values may be as text, too. Raises ValueError or OSError for everything that can be refused before training.
     """
 
@@ -165,6 +167,7 @@ class Plan:
         rates=(),
         tuning_seeds=(101, 102),
         contrasts=(),
+        mixed_code=False,
     ):
         self.folder = Path(folder)
         self.files, self.common = list(files), dict(common or {})
@@ -182,6 +185,8 @@ class Plan:
         self.arms = {name: dict(settings) for name, settings in arms.items()}
         self.offsets = {name: take_offset(name, own) for name, own in self.arms.items()}
         self.contrasts = all_contrasts(arms, contrasts)
+        self.mixed_code = mixed_code
+        self.code = code_fingerprint()
 
         # The config files are read here alone: somebody may edit them while the runs are trained.
         self.settings, _ = self.configure({})
@@ -334,7 +339,8 @@ class Plan:
     def facts(self, run):
         """The facts that a run must have: see comparison/runs.py."""
         training, config = self.configs(run)
-        return facts(asdict(training) | asdict(config) | {'data': self.data})
+        recorded = {'data': self.data, 'code': self.code}
+        return facts(asdict(training) | asdict(config) | recorded)
 
     def ignored(self, arm):
         """Names of facts in which an arm's runs may differ from facts().
@@ -342,7 +348,8 @@ class Plan:
         How a run rounds is the machine's choice, unless it is what the arm is about.
         """
         chosen = self.arms[arm]
-        return [name for name in ROUNDING if str(chosen.get(name, 'auto')) == 'auto']
+        ignored = [name for name in ROUNDING if str(chosen.get(name, 'auto')) == 'auto']
+        return ignored + ['code'] * self.mixed_code
 
     @functools.cached_property
     def data(self):
@@ -389,7 +396,8 @@ class Plan:
         contents, earlier = self.contents(), []
         if path.exists():
             old = read_plan(path)
-            check_same_plan(old['plan'], contents, path)
+            but = ('code',) if self.mixed_code else ()
+            check_same_plan(old['plan'], contents, path, but)
             before = old['plan']['seeds']
             if before == contents['seeds']:
                 return old
@@ -443,17 +451,18 @@ def read_plan(path):
         return {name: (added | plan)[name] for name in names}
 
 
-def check_same_plan(old, new, path):
-    """Raise ValueError where two plans differ, but for more seeds."""
+def check_same_plan(old, new, path, but=()):
+    """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
     # Settings that only one of them knows were added or taken away since.
-    but = old['settings'].keys() ^ new['settings'].keys()
+    but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
     if set(old['seeds']) <= set(new['seeds']):
         but.add('seeds')
     other = difference(decisive(old), decisive(new), but)
     if other:
         name, before, now = other
+        mixed = f', or {MIXED_CODE}' if name == 'code' else ''
         raise ValueError(
-            f'{path} is another plan: {name} was {before}, not {now}; give another --name'
+            f'{path} is another plan: {name} was {before}, not {now}; give another --name{mixed}'
         )
 
 

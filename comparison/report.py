@@ -50,13 +50,17 @@ def headline(comparison):
 
 
 def state(comparison):
-    """Whether it has finished, and what the arms are."""
+    """Whether it has finished, what the arms are, and whether one code trained them all."""
     words = []
     for name, arm in comparison['arms'].items():
         changes = ' '.join(f'{key}={value}' for key, value in arm['changes'].items())
         words.append(f'{name} ({changes})' if changes else name)
     finished = 'Not finished' if comparison['problems'] else 'Finished'
-    return f'{finished}. Arms: {"; ".join(words)}. The first is the baseline.'
+    text = f'{finished}. Arms: {"; ".join(words)}. The first is the baseline.'
+    if len(comparison['code']) > 1:
+        parts = [f'{count} of {code}' for code, count in comparison['code'].items()]
+        text += f' The runs are of different code: {"; ".join(parts)}.'
+    return text
 
 
 def sentences(comparison, contrast):
@@ -178,7 +182,7 @@ def cautions(comparison):
             f'Seeds were added: the plan had {listed(seeds)} before. The p values assume that nobody '
             'looked at their results.'
         )
-    for fact in ('device', 'dtype', 'threads', 'commit', 'torch'):
+    for fact in ('device', 'dtype', 'threads', 'torch'):
         values = comparison['provenance'].get(fact, [])
         if len(values) > 1:
             notes.append(f'The runs differ in {fact}: {listed(values)}.')

@@ -8,6 +8,7 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
     state.training()                  {step: training loss}
     state.model                       GPTConfig
     state.facts                       {name: value} of all that decides the run's numbers
+    state.code                        what the code was that trained it
 
     difference(a.facts, b.facts, but=('seed',))     None, or the first (name, value, other value)
 
@@ -16,9 +17,10 @@ runs_2.tar.xz, ..., which comparison/pack.py has made, with the same files under
 
 Facts are the decisive settings of TrainConfig and GPTConfig, those of a fork that this code does not
 know, `origin` (scratch, or whose weights the run began with), `resumed` (how its settings changed on
-the way), and, in runs that record them, `data` (the fingerprint of the token files) and how the run
-rounds (ROUNDING). Two facts are stated so that they are the same where they mean the same:
-`min_lr / learning_rate`, and `eval_iters * batch_size`, the rows that are evaluated (0: all).
+the way), and, in runs that record them, `code` (lib.rundir.code_fingerprint(); of an older run, its
+commit), `data` (the fingerprint of the token files) and how the run rounds (ROUNDING). Two facts are
+stated so that they are the same where they mean the same: `min_lr / learning_rate`, and
+`eval_iters * batch_size`, the rows that are evaluated (0: all).
 
 Everybody who asks whether two runs are the same, but for something, asks difference(). A run that is
 still to be trained has facts, too: facts(asdict(settings) | asdict(config)).
@@ -116,7 +118,9 @@ def gpt_config(settings, run):
 # How a run rounds. It is the machine's choice, unless it is what a comparison is about.
 ROUNDING = ('dtype', 'compile', 'attention')
 # Facts that older runs do not record. Where one of two runs lacks such a fact, they do not differ in it.
-RECORDED = ('data', *ROUNDING)
+RECORDED = ('code', 'data', *ROUNDING)
+
+MIXED_CODE = '--mixed_code=True lets runs of different code share a verdict'
 
 # What may change when a run is resumed, and yet leave it the same run: where its data are, how its
 # steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
@@ -136,7 +140,7 @@ def facts(values, entries=()):
     settings['min_lr / learning_rate'] = least / rate if rate else 0.0
     settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
 
-    recorded = {name: values.get(name) for name in RECORDED}
+    recorded = {name: values.get(name) for name in RECORDED} | {'code': code_of(values, entries)}
     others = {'origin': origin_of(values), 'resumed': changes_on_the_way(entries)}
     return as_json({**settings, **unknown_settings(values), **others, **recorded})
 
@@ -160,6 +164,14 @@ def origin_of(values):
     if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
         return 'scratch'
     return origin
+
+
+def code_of(values, entries=()):
+    """What the code of a run was: of one that went on with other code, 'first, then second'."""
+    codes = []
+    for part in (*(entry.get('before') or {} for entry in entries), values):
+        codes.append(part.get('code') or part.get('commit'))
+    return ', then '.join(dict.fromkeys(filter(None, codes))) or None
 
 
 def changes_on_the_way(entries):
@@ -197,8 +209,10 @@ def difference(a, b, but=(), only=()):
 def disagreement(ours, theirs, but=(), only=()):
     """The difference() of two States in words; '' where there is none."""
     found = difference(ours.facts, theirs.facts, but, only)
-    words = '{} and {} differ in {}: {!r} and {!r}'
-    return words.format(ours.folder, theirs.folder, *found) if found else ''
+    if not found:
+        return ''
+    words = '{} and {} differ in {}: {!r} and {!r}'.format(ours.folder, theirs.folder, *found)
+    return f'{words}; {MIXED_CODE}' if found[0] == 'code' else words
 
 
 def same_but_seeds(facts, but=()):
@@ -248,6 +262,7 @@ class State:
     detail: str = ''
     entries: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
+    but: tuple = ()  # names of facts that do not count
     # At the end of training: {domain: validation loss, ..., 'mean': mean over domains}
     losses: dict = field(default_factory=dict)
 
@@ -268,7 +283,12 @@ class State:
 
     @functools.cached_property
     def facts(self):
-        return facts(self.config, self.entries)
+        own = facts(self.config, self.entries)
+        return {name: value for name, value in own.items() if name not in self.but}
+
+    @property
+    def code(self):
+        return code_of(self.config, self.entries)
 
     @functools.cached_property
     def model(self):
@@ -285,13 +305,14 @@ class State:
 
 
 def read_state(folder, wanted=None, but=()):
-    """The State of a run. wanted: the facts that it must have, but for those named in `but`."""
+    """The State of a run. wanted: the facts that it must have. Those named in `but` do not count as its
+    facts."""
     folder = Path(folder)
     failed = (read_text(folder, 'failed.txt') or '').strip()
     log = read_text(folder, 'log.jsonl')
     if log is None:
         return State(folder, 'failed' if failed else 'missing', failed)
-    state = State(folder, 'unfinished')
+    state = State(folder, 'unfinished', but=tuple(but))
     losses = {}
     try:
         state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
@@ -316,9 +337,10 @@ def read_state(folder, wanted=None, but=()):
     return state
 
 
-def finished_runs(folders):
-    """{folder: State}. Raises ValueError for a folder that is no finished run."""
-    runs = {str(folder): read_state(folder) for folder in folders}
+def finished_runs(folders, but=()):
+    """{folder: State}, whose facts lack those named in `but`. ValueError for a folder that is no finished
+    run."""
+    runs = {str(folder): read_state(folder, but=but) for folder in folders}
     for folder, run in runs.items():
         if run.kind != 'finished':
             raise ValueError(f'{folder} is no finished run: {run.reason}')
@@ -332,6 +354,8 @@ def foreign_text(state, wanted, but):
     name, value, expected = (wanted and difference(state.facts, wanted, but)) or ('', '', '')
     if name == 'data':
         return f'it was trained on other data than {wanted["dataset"]} now holds'
+    if name == 'code':
+        return f'it was trained by other code, {value}, not {expected}; {MIXED_CODE}'
     return name and f'a run with {name}={value!r}, not {expected!r}'
 
 

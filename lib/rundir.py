@@ -9,9 +9,11 @@ config.json      settings, GPTConfig, origin (scratch, or whose weights came fir
 For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
 """
 
+import ast
 import contextlib
 import copy
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -400,19 +402,20 @@ def build_config(fields, path):
 
 # What a config.json holds beside the settings of a run: provenance(), and what training found out.
 FACTS = frozenset(
-    'commit started ended device cpu threads load dtype world_size torch cudnn numpy python '
+    'commit code started ended device cpu threads load dtype world_size torch cudnn numpy python '
     'attention_kernel origin data '
     'date'.split()  # of older runs, in place of started
 )
 
 
 def provenance(machine):
-    """What produced a run: commit, versions, hardware, and how busy it was."""
+    """What produced a run: commit, code, versions, hardware, and how busy it was."""
     versions = {'torch': str(torch.__version__)}
     if machine.kind == 'cuda':
         versions['cudnn'] = torch.backends.cudnn.version()
     return {
         'commit': commit_of('describe', '--always', '--dirty'),
+        'code': code_fingerprint(),
         'started': now(),
         'device': machine.name(),
         'cpu': cpu_name(),
@@ -441,6 +444,35 @@ def git(*words):
     with contextlib.suppress(OSError):
         return subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True).stdout
     return ''
+
+
+def code_fingerprint():
+    """What the code of a training is, as 12 hex digits: those of train.py and of all that it imports here.
+
+    Their text counts, comments included, and not the commit: one that changes other programs, tests or
+    pages leaves it, and an edit changes it, whether or not it is committed.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(imported_files(ROOT / 'train.py')):
+        digest.update(f'{path.relative_to(ROOT).as_posix()}\n{path.read_text("utf-8")}\0'.encode())
+    return digest.hexdigest()[:12]
+
+
+def imported_files(path):
+    """A file of this project, and all that it imports of this project, wherever it does."""
+    files, waiting = set(), {path}
+    while waiting:
+        path = waiting.pop()
+        files.add(path)
+        names = set()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
+        paths = {ROOT / f'{str(name).replace(".", "/")}.py' for name in names}
+        waiting |= {path for path in paths if path.is_file()} - files
+    return files
 
 
 def cpu_name():

@@ -53,15 +53,15 @@ VERDICTS = {
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def read_pool(folders, scale):
+def read_pool(folders, scale, mixed_code=False):
     """The pool of finished runs of one scale, found by what they are.
 
     Raises ValueError for a run that has not finished, for a model or a length that the paper does not
-    have, and for two runs of one arm that differ in more than their seeds.
+    have, and for two runs of one arm that differ in more than their seeds and, with mixed_code, their code.
     """
     models = {key_of(Arm(model).configs(PAPER)[1]): model for model in NAMES}
     lengths = dict(zip(scale.lengths, LENGTHS, strict=True))
-    runs, pool = finished_runs(folders), {}
+    runs, pool = finished_runs(folders, ['code'] * mixed_code), {}
     for first, seeds in losses.arms_of({folder: run.facts for folder, run in runs.items()}).items():
         run = runs[first]
         model, length = models.get(key_of(run.model)), lengths.get(run.model.block_size)

@@ -56,6 +56,7 @@ class ReproduceConfig:
     device: str = 'auto'  # as in train.py
     data_dir: str = ''  # the zero-shot tasks' files, for table1, as in evaluate.py; '': the hub
     analyses: str = ''  # a folder of analyses of runs that exist
+    mixed_code: bool = False  # as in compare.py
     out: str = ''  # where to write what runs that exist show; '': here
 
     def __post_init__(self):
@@ -84,7 +85,8 @@ def plan(names, settings):
         wanted = {name: arm.settings(scale) for name, arm in arms.items()}
         (dataset,) = {own['dataset'] for own in wanted.values()}
         common = {'device': settings.device, 'dataset': dataset}
-        own = Plan(wanted, Path('out', scale.name), common, seeds=settings.seeds)
+        folder, mixed = Path('out', scale.name), settings.mixed_code
+        own = Plan(wanted, folder, common, seeds=settings.seeds, mixed_code=mixed)
         comparisons.append((arms, Results(own)))
     return comparisons
 
@@ -302,7 +304,7 @@ def main():
         modes = dict.fromkeys(('', 'list', 'redraw', 'claims'), (ReproduceConfig,))
         mode, (settings,) = choose(modes, __doc__, plain='words')
         scale, names, folders = SCALES[settings.scale], settings.figures(), settings.folders()
-        pool = judge.read_pool(folders, scale)
+        pool = judge.read_pool(folders, scale, settings.mixed_code)
         if mode == 'list':
             print_list(settings)
         elif mode == 'redraw':

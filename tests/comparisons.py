@@ -80,7 +80,7 @@ def pretend(plan, run, loss):
     """The folder of a run as train.py would have left it."""
     settings, config = plan.configs(run)
     values = [loss + 3 * math.exp(-step / 5) for step in range(settings.max_iters)]
-    stated = {**vars(settings), **vars(config), 'commit': 'abc', 'device': 'cpu', 'threads': 1}
+    stated = {**vars(settings), **vars(config), 'code': plan.code, 'device': 'cpu', 'threads': 1}
     return runs.write_run(plan.run_folder(run), values, loss, **stated)
 
 

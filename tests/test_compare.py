@@ -20,6 +20,7 @@ from comparisons import (
     pretend_all,
     scatter,
 )
+from conftest import assert_one_line
 
 import compare
 import train
@@ -29,6 +30,7 @@ from comparison.plan import Plan, Run, code_state
 from comparison.results import Results, next_rate, planned_steps
 from comparison.runs import read_state
 from lib.files import as_json, locked
+from lib.rundir import code_fingerprint
 
 place = comparisons.place
 
@@ -193,6 +195,89 @@ def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, mon
     changed = code_state()
     assert changed['commit'] == clean['commit']
     assert re.findall(r'^\+\+\+ b/(.*)$', changed['diff'], re.M) == ['model.py', 'idea.py']
+
+
+def test_the_code_of_a_run_is_the_text_of_train_and_of_all_that_it_imports(tmp_path, monkeypatch):
+    texts = {
+        'train.py': 'import torch\nimport model\ndef load():\n    from lib import data\n',
+        'model.py': 'HALF = 0.5\n',
+        'lib/data.py': 'import lib.files as files\nimport model\n',
+        'lib/files.py': '',
+        'compare.py': 'import train\n',
+    }
+    (tmp_path / 'lib').mkdir()
+    monkeypatch.setattr('lib.rundir.ROOT', tmp_path)
+
+    def code_with(**changes):
+        for name, text in (texts | changes).items():
+            (tmp_path / name).write_text(text)
+        return code_fingerprint()
+
+    code = code_with()
+    assert code_with(**{'compare.py': 'import model\n', 'README.md': 'new'}) == code
+    changed = [code_with(**{name: text + 'A = 1\n'}) for name, text in texts.items()]
+    assert changed.pop() == code and len({code, *changed}) == 5
+
+
+def edited(monkeypatch):
+    """Let model.py have been edited since the last command."""
+    monkeypatch.setattr('comparison.plan.code_fingerprint', lambda: 'edited')
+
+
+def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, monkeypatch):
+    words = (ARMS, '--seeds=3')
+    plan = make_plan(*words)
+    plan.write()
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    edited(monkeypatch)
+    status, _ = compare_command(ARMS, '--seeds=4', '--print=True')
+    assert_one_line(status, 'plan.json', f'code was {plan.code}', '--name', '--mixed_code=True')
+
+    words = (ARMS, '--seeds=4', '--mixed_code=True')
+    pretend_all(make_plan(*words), lambda run: scatter(run.seed, run.arm))
+    status, text = compare_command(*words)
+    assert status == 0
+    first = text.splitlines()[0]
+    assert f'different code: 9 of {plan.code}; 3 of edited' in first
+    for name in ('report.md', 'report.html'):
+        page = Path('out/compare/small', name).read_text()
+        assert page.index('3 of edited') < page.index('against vanilla')
+
+
+def test_a_run_of_other_code_is_foreign_to_its_plan(place):
+    """Also one that was interrupted, and went on with other code."""
+    plan = make_plan(ARMS, '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    whole, half = (plan.run_folder(Run('svformer', 0.02, seed)) for seed in (1, 2))
+    runs.edit_config(whole, code='other')
+    log = half / 'log.jsonl'
+    log.write_text('{"step": 9, "before": {"code": "other"}}\n' + log.read_text())
+    problems = collect(plan)['problems']
+    assert list(problems) == [whole.name, half.name]
+    assert 'by other code, other, not' in problems[whole.name]
+    assert f'other, then {plan.code}, not' in problems[half.name]
+    assert '--mixed_code=True' in problems[half.name]
+    mixed = make_plan(ARMS, '--seeds=3', '--mixed_code=True')
+    assert collect(mixed)['code'] == {'other': 1, f'other, then {plan.code}': 1, plan.code: 7}
+
+
+def test_existing_runs_of_different_code_are_kept_apart_unless_the_user_says_so(place):
+    """Of older runs, which do not say their code, the commit counts."""
+    plan = make_plan('--arms=vanilla; mine: share_v=True', '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) - 0.3 * (run.arm == 'mine'))
+    mine, vanilla = folders_of(plan)[:3], folders_of(plan)[3:]
+    for folder in mine:
+        runs.edit_config(folder, code=None, commit='older')
+    reason = contrast_of(compare_runs([*vanilla, *mine], 'a'))['reason']
+    assert 'differ in code' in reason and '--mixed_code=True' in reason
+    assert contrast_of(compare_runs([*vanilla, *mine], 'a', mixed_code=True))['verdict'] == 'better'
+
+    # Runs that differ in nothing else are about the code.
+    for folder in mine:
+        runs.edit_config(folder, share_v=False)
+    comparison = compare_runs([*vanilla, *mine], 'a', mixed_code=True)
+    assert contrast_of(comparison)['verdict'] == 'better'
+    assert comparison['arms']['mine_lr0.02']['changes'] == {'code': 'older'}
 
 
 def test_a_second_process_leaves_the_comparison_alone(place):
