@@ -11,9 +11,11 @@ $ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # 
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
-anything else is a comparison of another --name. So is edited code (train.py and what it imports), unless
---mixed_code=True lets runs of different code share a verdict; the report begins with it. The report is out/compare/<name>/report.html; beside
-it are report.md, report.json and each plot as an SVG. The exit status is 1 where a run has not finished.
+anything else is a comparison of another --name. So is edited code (train.py and what it imports),
+unless --mixed_code=True lets runs of different code share a verdict; the report begins with it.
+
+The report is out/compare/<name>/report.html; beside it are report.md, report.json and each plot as an
+SVG. The exit status is 1 where a run has not finished.
 """
 
 import shlex
@@ -134,8 +136,8 @@ def compare_existing(options, argv):
         if argument.endswith('.py'):
             raise ValueError(f'{argument}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
-    chosen = any(argument.startswith('--tuning_seeds=') for argument in argv)
-    seeds = options.tuning_seeds if chosen else ()
+    is_given = any(argument.startswith('--tuning_seeds=') for argument in argv)
+    seeds = options.tuning_seeds if is_given else None
     folders = named_runs(options.runs)
     comparison = compare_runs(folders, folder.name, options.contrasts, seeds, options.mixed_code)
     if (folder / 'plan.json').exists():

@@ -105,7 +105,6 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         'baseline': baseline,
         'arms': {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()},
         'contrasts': verdicts,
-        'judging_tuning_seeds': [],
         'evaluation': describe_evaluation(arms[baseline].facts),
         'curves': relative_curves(arms, baseline),
         'mixing': {name: mixing_weights(arm) for name, arm in arms.items()},
@@ -179,11 +178,13 @@ def arm_numbers(arm, base):
     model, length = GPT.without_weights(arm.config), arm.config.block_size
     tokens = facts['gradient_accumulation_steps'] * facts['batch_size'] * length
     entries = [entry for state in arm.states.values() for entry in state.entries]
+    skipped = {seed: skipped_steps(state) for seed, state in arm.states.items()}
     speeds = [entry['tok_per_s'] for entry in entries if entry.get('tok_per_s')]
     return {
         'changes': changes(facts, base.facts) | rates,
         'rate': arm.rate,
         'steps': facts['max_iters'],
+        'skipped': {seed: steps for seed, steps in skipped.items() if steps},
         'losses': numbers['differences'],
         'mean': numbers['mean'],
         'sd': numbers['sd'],
@@ -192,6 +193,11 @@ def arm_numbers(arm, base):
         'cache_bytes_per_token': model.new_cache(1, length, torch.float16).nbytes / length,
         'ms_per_step': 1e3 * tokens / statistics.median(speeds) if speeds else None,
     }
+
+
+def skipped_steps(state):
+    """How many steps of a run had no update, because their gradient was not finite."""
+    return max((entry.get('skipped') or 0 for entry in state.entries), default=0)
 
 
 def describe_evaluation(own):
@@ -232,11 +238,12 @@ def relative_curves(arms, baseline):
 # --- runs that exist ------------------------------------------------------------------------------
 
 
-def compare_runs(folders, title, contrasts='', tuning_seeds=(), mixed_code=False):
+def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=False):
     """Everything the report shows of runs that exist; contrasts: text, as in --contrasts.
 
-    tuning_seeds: of runs that choose the learning rate of their arm. Without them, runs at two rates
-    are of two arms. mixed_code: whether runs of different code may share a verdict.
+    tuning_seeds: of runs that choose the learning rate of their arm; None: as the plan beside them says.
+    Without any, runs at two rates are of two arms. mixed_code: whether runs of different code may share a
+    verdict.
     """
     states = {}
     for folder in folders:
@@ -244,6 +251,8 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=(), mixed_code=False
         if not state.config:
             raise ValueError(f'{folder} is not a run: {state.reason}')
     facts = {folder: state.facts for folder, state in states.items()}
+    if tuning_seeds is None:
+        tuning_seeds = planned_tuning_seeds(facts)
     # These only a pair of runs must share. And runs that differ in nothing else may be about how a
     # run rounds, or about a change of the code.
     but = ('resumed', 'data', *(['learning_rate'] if tuning_seeds else []))
@@ -278,17 +287,17 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=(), mixed_code=False
         return why_incomparable(*(arms[name] for name in pair), shared)
 
     pairs = parse_contrasts(contrasts, arms)
-    judging = {
-        seed for arm in arms.values() for seed, state in arm.states.items() if tuned_a_rate(state)
-    }
-    comparison = assemble(title, arms, pairs, missing, problems, states.values(), tuning)
-    return comparison | {'judging_tuning_seeds': sorted(judging)}
+    return assemble(title, arms, pairs, missing, problems, states.values(), tuning)
 
 
-def tuned_a_rate(state):
-    """Whether a run's own comparison, whose plan lies beside it, has chosen a learning rate by it."""
-    plan = state.folder.parent / 'plan.json'
-    return plan.exists() and state.facts['seed'] in read_plan(plan)['plan']['tuning_seeds']
+def planned_tuning_seeds(facts):
+    """The seeds of those runs by which the plan beside them has chosen a learning rate."""
+    seeds = set()
+    for run, own in facts.items():
+        plan = Path(run).parent / 'plan.json'
+        if plan.exists() and own['seed'] in read_plan(plan)['plan']['tuning_seeds']:
+            seeds.add(own['seed'])
+    return sorted(seeds)
 
 
 def split_tuning(runs, states, tuning_seeds):

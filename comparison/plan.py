@@ -15,7 +15,7 @@ the shape), so that `resformer: config/resformer_82m.py` is a ResFormer of the g
 data.
 
 A run is (arm, rate, seed), trained by train.py in <folder>/<arm>_lr<rate>_seed<seed>. plan.json holds
-everything that decides a result, a hash of it, the commit and the work tree's diff. It does not change:
+everything that decides a result, the commit, the work tree's diff, and a hash of all. It does not change:
 the same plan may get more seeds, and any other comparison is one of another name. Runs of different code
 are of different comparisons, unless mixed_code is given.
 """
@@ -364,7 +364,7 @@ class Plan:
     # --- plan.json ---
 
     def contents(self):
-        """What decides the results, as JSON: the part of plan.json that its hash covers."""
+        """What decides the results, as JSON."""
         base = self.facts(self.example(self.baseline))
         arms = {}
         for name, offset in self.offsets.items():
@@ -389,7 +389,7 @@ class Plan:
     def write(self):
         """Write plan.json, or read it where the same plan is there. Returns what it holds.
 
-        Raises ValueError where it is another plan, or damaged. More seeds are the same plan: it says
+        Raises ValueError where it is another plan, damaged or edited. More seeds are the same plan: it says
         how many there were before.
         """
         path = self.folder / 'plan.json'
@@ -403,16 +403,16 @@ class Plan:
                 return old
             contents = old['plan'] | {'seeds': contents['seeds']}
             earlier = [*old['earlier_seeds'], before]
-        plan = {
-            'hash': hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12],
+        record = {
             'date': datetime.datetime.now().isoformat(' ', 'seconds'),
             'runs_before': len(list(self.folder.glob('*/log.jsonl'))),
             'earlier_seeds': earlier,
             'plan': contents,
             **code_state(),
         }
-        write_json(path, plan)
-        return plan
+        record = {'hash': hash_of(record)} | record
+        write_json(path, record)
+        return record
 
 
 @contextlib.contextmanager
@@ -441,14 +441,23 @@ def changes(own, base):
 
 
 def read_plan(path):
-    """What a plan.json holds. Raises ValueError if it is damaged."""
-    with unreadable(f'{path} is damaged', 'move it away, to write the plan again'):
-        plan = json.loads(path.read_text())
-        decisive(plan['plan'])
-        # What older ones lack.
-        added = {'runs_before': 0, 'earlier_seeds': []}
-        names = ('hash', 'date', *added, 'plan', 'commit', 'diff')
-        return {name: (added | plan)[name] for name in names}
+    """What a plan.json holds. Raises ValueError if it is damaged, or not as it was written."""
+    advice = 'move it away, to write the plan again'
+    with unreadable(f'{path} is damaged', advice):
+        record = json.loads(path.read_text())
+        decisive(record['plan'])
+        stated = record['hash']
+    if stated != hash_of(record):
+        raise ValueError(
+            f'{path} was edited: its hash is not {stated} any more; restore it, or {advice}'
+        )
+    return record
+
+
+def hash_of(record):
+    """The hash of all that a plan.json holds, but for its hash."""
+    rest = {name: value for name, value in record.items() if name != 'hash'}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_same_plan(old, new, path, but=()):

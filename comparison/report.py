@@ -64,11 +64,13 @@ def state(comparison):
 
 
 def sentences(comparison, contrast):
-    """[who wins, by which numbers, why it is undecided, at what cost], without what is not known."""
+    """[who wins, by which numbers, why it is undecided, what was skipped, at what cost], without what is
+    not known."""
     parts = [
         verdict(comparison, contrast),
         evidence(contrast),
         doubt(contrast),
+        skipped(comparison, contrast),
         cost(comparison, contrast),
     ]
     return [part for part in parts if part]
@@ -131,6 +133,17 @@ def doubt(contrast):
     return ' '.join(parts)
 
 
+def skipped(comparison, contrast):
+    """Which of its two arms skipped steps, and how many; '' where none did."""
+    parts = []
+    for name in (contrast['ours'], contrast['theirs']):
+        arm = comparison['arms'].get(name, {'skipped': {}})  # or a lead
+        runs = [f'{n:,} of {arm["steps"]:,} in seed {seed}' for seed, n in arm['skipped'].items()]
+        if runs:
+            parts.append(f'Skipped optimizer steps of {name}: {", ".join(runs)}.')
+    return ' '.join(parts)
+
+
 def cost(comparison, contrast):
     """What the arm costs beside what it gains; '' for contrasts that leave the baseline out."""
     if contrast['theirs'] != comparison['baseline']:
@@ -172,11 +185,6 @@ def cautions(comparison):
             )
     if plan and plan['runs_before']:
         notes.append(f'When the plan was written, {plan["runs_before"]} runs had begun already.')
-    if comparison['judging_tuning_seeds']:
-        notes.append(
-            f'Seeds {listed(comparison["judging_tuning_seeds"])} have chosen a learning rate, and now '
-            'judge it, too; --tuning_seeds names such seeds.'
-        )
     for seeds in plan['earlier_seeds'] if plan else ():
         notes.append(
             f'Seeds were added: the plan had {listed(seeds)} before. The p values assume that nobody '
@@ -210,11 +218,12 @@ def facts(comparison):
 def arm_table(comparison):
     arms = comparison['arms']
     seeds = sorted({seed for arm in arms.values() for seed in arm['losses']})
-    head = ['arm', 'learning rate', 'steps', 'validation loss', 'sd over seeds']
+    head = ['arm', 'learning rate', 'steps', 'skipped', 'validation loss', 'sd over seeds']
     rows = []
     for name, arm in arms.items():
         rate = 'not known' if arm['rate'] is None else f'{arm["rate"]:g}'
-        row = [name, rate, f'{arm["steps"]:,}', plain(arm['mean']), plain(arm['sd'])]
+        row = [name, rate, f'{arm["steps"]:,}', f'{sum(arm["skipped"].values()):,}']
+        row += [plain(arm['mean']), plain(arm['sd'])]
         rows.append(row + [plain(arm['losses'].get(seed)) for seed in seeds])
     return 'Arms', head + [f'seed {seed}' for seed in seeds], rows
 

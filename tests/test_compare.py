@@ -26,7 +26,7 @@ import compare
 import train
 from comparison import charts, launch, report
 from comparison.assemble import arm_name, compare_runs
-from comparison.plan import Plan, Run, code_state
+from comparison.plan import Plan, Run, code_state, hash_of
 from comparison.results import Results, next_rate, planned_steps
 from comparison.runs import read_state
 from lib.files import as_json, locked
@@ -157,9 +157,9 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     assert json.loads(path.read_text()) == before
 
     # What only the older or the newer code knows is no change of the plan.
-    del before['plan']['settings']['grad_clip'], before['earlier_seeds'], before['runs_before']
+    del before['plan']['settings']['grad_clip']
     before['plan'] |= {'equal': 'steps', 'settings': before['plan']['settings'] | {'gone': 1}}
-    path.write_text(json.dumps(before))
+    path.write_text(json.dumps(before | {'hash': hash_of(before)}))
     plan = make_plan(ARMS, '--seeds=3')
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     assert 'the plan had 1, 2 before' in report.markdown(collect(plan))
@@ -176,6 +176,18 @@ def test_a_damaged_plan_is_named(place):
         path.write_text(damaged)
         status, _ = compare_command(ARMS, '--print=True')
         assert status.startswith(f'error: {path} is damaged')
+
+
+@pytest.mark.parametrize('name', ['metric', 'date', 'diff'])
+def test_a_plan_that_was_edited_is_refused(place, name):
+    assert compare_command(ARMS, '--print=True')[0] == 0
+    path = Path('out/compare/small/plan.json')
+    record = json.loads(path.read_text())
+    part = record if name in record else record['plan']
+    part[name] = 'another'
+    path.write_text(json.dumps(record))
+    status, _ = compare_command(ARMS, '--print=True')
+    assert_one_line(status, str(path), 'was edited', 'restore it, or move it away')
 
 
 def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, monkeypatch):
@@ -376,9 +388,12 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     row = found['one_step_off']['resformer-vanilla'].values()
     assert list(row) == pytest.approx([*expected, ours - mean('vanilla', 2e-2)])
 
+    # Also where only the plan beside them says which seeds chose a rate: these never judge it.
+    plan.write()
     at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
-    notes = report.markdown(compare_runs(at_its_best, 'runs'))
-    assert 'Seeds 101, 102 have chosen a learning rate, and now judge it' in notes
+    comparison = compare_runs(at_its_best, 'runs')
+    assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
+    assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
 
     pretend(plan, Run('svformer', 1e-2, 1), 2.0)
     status, _ = runs.call(compare.main, *folders_of(plan), *options)
@@ -552,6 +567,21 @@ def test_only_a_seed_is_cut_off_the_name_of_a_run():
 
 
 # --- the report -----------------------------------------------------------------------------------
+
+
+def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
+    plan = make_plan(ARMS, '--seeds=3')
+    gains = {'vanilla': 0.0, 'resformer': 0.3, 'svformer': -0.3}
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
+    log = plan.run_folder(Run('resformer', 0.02, 2)) / 'log.jsonl'
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    runs.write_log(log.parent, [line | {'skipped': min(line['step'], 26)} for line in lines])
+    text = report.markdown(collect(plan))
+    (worse,) = re.findall('.*resformer is worse than vanilla.*', text)
+    assert 'Skipped optimizer steps of resformer: 26 of 30 in seed 2.' in worse
+    assert text.count('Skipped optimizer steps') == 1
+    skipped = {row[0]: row[3] for row in report.arm_table(collect(plan))[2]}
+    assert skipped == {'vanilla': '0', 'resformer': '26', 'svformer': '0'}
 
 
 @pytest.fixture
