@@ -155,7 +155,7 @@ def write_report(folder, comparison):
         'report.md': report.markdown(comparison),
         'report.html': report.html(comparison, plots),
     }
-    texts |= {f'{name}.svg': report.standalone(plot) for name, plot in plots.items()}
+    texts |= {f'{name}.svg': plot for name, plot in plots.items()}
     for name, text in texts.items():
         write_whole(folder / name, text)
 

@@ -98,7 +98,6 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         'title': title,
         'plan': None,
         'tuning': tuning,
-        'one_step_off': one_step_off(tuning, [pair for pair in contrasts if pair[0] in tuning]),
         'problems': problems,
         'provenance': origins(states),
         'code': Counter(state.code for state in states if state.config and state.code),
@@ -106,40 +105,13 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         'arms': {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()},
         'contrasts': verdicts,
         'evaluation': describe_evaluation(arms[baseline].facts),
-        'curves': relative_curves(arms, baseline),
-        'mixing': {name: mixing_weights(arm) for name, arm in arms.items()},
+        'curves': curves_of_arms(arms, baseline),
+        'mixing': {name: learned_weights(arm) for name, arm in arms.items()},
         'seconds': sum(map(seconds_of, states)),
     }
 
 
-def one_step_off(tuning, contrasts):
-    """{contrast: {words: difference}}: what the tuning runs say of two arms, at the best rate of each
-    and with one of them at the next lower or higher rate, where there is one."""
-    table = {}
-    for pair in contrasts:
-        if any(tuning[arm]['best'] is None for arm in pair):
-            continue
-        ours, theirs = (around_best(tuning[arm]) for arm in pair)
-        row = {'both at their best': ours[0] - theirs[0]}
-        for step, word in ((-1, 'lower'), (1, 'higher')):
-            row[f'the first at its next {word} rate'] = (
-                ours[step] - theirs[0] if step in ours else None
-            )
-            row[f'the second at its next {word} rate'] = (
-                ours[0] - theirs[step] if step in theirs else None
-            )
-        table[contrast_name(*pair)] = row
-    return table
-
-
-def around_best(sweep):
-    """{steps from the best rate: mean loss}, for -1, 0 and 1 where they were tried."""
-    rates = list(sweep['means'])
-    best = rates.index(sweep['best'])
-    return {n - best: sweep['means'][rates[n]] for n in range(len(rates)) if abs(n - best) <= 1}
-
-
-def mixing_weights(arm):
+def learned_weights(arm):
     """{seed: {layer: (sum of the sources' weights, the layer's own weight)}}, as learned at the end.
 
     Of every logged parameter with a layer's number in its name and at least two weights, of which
@@ -224,7 +196,7 @@ def origins(states):
     return {name: sorted(each, key=str) for name, each in values.items()}
 
 
-def relative_curves(arms, baseline):
+def curves_of_arms(arms, baseline):
     """measure_curves() of the finished runs of all arms but the baseline."""
     pairs = {}
     for name in arms:

@@ -1,8 +1,6 @@
 """
-The plots of a comparison, each as the text of an SVG whose colors follow the page's light or dark.
-
-Colors are placeholders here, which svg() replaces by the page's CSS variables: --ink for text and
-axes, --faint for grids, --c0 for the baseline and --c1, --c2, ... for the other arms.
+The plots of a comparison, each as the text of an SVG on a white ground of its own, so that any viewer
+shows it, on light pages and dark ones. The colors are those of the paper's pictures, too.
 """
 
 import functools
@@ -15,9 +13,10 @@ import numpy as np
 
 from comparison.verdict import describe, half_width
 
-INK, FAINT = '#010101', '#020202'
+INK, FAINT = '#1c1f23', '#d9dde2'
+# Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart; gray.
+COLORS = '#000000 #D55E00 #0072B2 #009E73 #CC79A7 #56B4E9 #E69F00 #882255 #999933 #888888'.split()
 MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
-COLORS = 9  # --c0 to --c8
 LINES = ('-', '--', ':', '-.')
 WIDTH = 4.2  # inches; the page scales them
 SIZE = (7.4, 3.7)  # of curves: in a README, their letters are as large as the text's
@@ -62,15 +61,10 @@ def styled(draw):
     return drawn
 
 
-def color(index):
-    """The placeholder of --c<index>."""
-    return f'#03{index % COLORS:02x}03'
-
-
 def svg(drawing, label):
     """The figure as an <svg> element for a page; label: what it shows, for screen readers."""
     text = io.StringIO()
-    drawing.savefig(text, format='svg', transparent=True, metadata={'Date': None, 'Creator': None})
+    drawing.savefig(text, format='svg', metadata={'Date': None, 'Creator': None})
     pyplot().close(drawing)
     content = text.getvalue()
     content = content[content.index('<svg') :]
@@ -78,25 +72,24 @@ def svg(drawing, label):
     content = re.sub(r'<style type="text/css">.*?</style>', '', content, flags=re.DOTALL)
     content = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', '', content, count=1)
     content = content.replace('<svg ', f'<svg role="img" aria-label="{label}" ', 1)
-    content = content.replace(INK, 'var(--ink)').replace(FAINT, 'var(--faint)')
-    for index in range(COLORS):
-        content = content.replace(color(index), f'var(--c{index})')
-    # matplotlib names its own font first; the page has one.
-    return re.sub(r'font: ([\d.]+px) [^;\"]*', r'font-size: \1; font-family: inherit', content)
+    # matplotlib names its own font first.
+    return re.sub(r'font: ([\d.]+px) [^;\"]*', r'font-size: \1; font-family: sans-serif', content)
 
 
-def looks(arms):
-    """{arm: its color and line}; no two of 36 are alike. An arm whose name goes on from another's, such
-    as vanilla_norm from vanilla, has that one's color in another line."""
+def looks(arms, known=()):
+    """{arm: its color and line}; no two of 40 are alike. known: {arm: its color}. An arm whose name goes
+    on from another's, such as vanilla_norm from vanilla, has that one's color in another line."""
+    every = [(line, shade) for line in LINES for shade in COLORS]
     bases = {name: [other for other in arms if name.startswith(f'{other}_')] for name in arms}
-    result, free = {}, []
-    for name in sorted(arms, key=lambda name: len(bases[name])):
-        free = free or [(line, color(index)) for line in LINES for index in range(COLORS)]
-        of_bases = [result[base]['color'] for base in bases[name]]
-        line, shade = next((one for one in free if one[1] in of_bases), free[0])
-        free.remove((line, shade))
-        result[name] = {'color': shade, 'linestyle': line}
-    return result
+    result = {name: ('-', shade) for name, shade in dict(known).items() if name in arms}
+    free = [look for look in every if look not in result.values()]
+    others = [name for name in arms if name not in result]
+    for name in sorted(others, key=lambda name: len(bases[name])):
+        free = free or list(every)
+        shades = [result[base][1] for base in bases[name]]
+        result[name] = next((look for look in free if look[1] in shades), free[0])
+        free.remove(result[name])
+    return {name: {'color': shade, 'linestyle': line} for name, (line, shade) in result.items()}
 
 
 def signed(value, digits=4):
@@ -111,42 +104,41 @@ def seeds_text(count):
 
 
 @styled
-def forest(contrasts, arms):
-    """A row per contrast: a dot per seed, the mean, its 95% interval, corrected where it can be."""
-    rows = [c for c in contrasts.values() if c['seeds']]
-    if not rows:
-        return ''
-    look = looks(arms)
-    drawing, axes = rows_of((WIDTH, 0.95 + 0.5 * len(rows)), len(rows))
-    axes.set_title('Difference of validation loss (nats)')
+def contrasts_plot(contrasts, arms):
+    """forest() of a comparison's contrasts, each in the color of its first arm."""
+    look, rows = looks(arms), []
+    for c in contrasts.values():
+        if c['seeds']:
+            shade = look[c['ours']]['color'] if c['ours'] in arms else INK  # of a lead
+            name = f'{c["ours"]} {MINUS} {c["theirs"]}'
+            rows.append((name, shade, c, (c['low_holm'], c['high_holm'])))
+    title = 'Difference of validation loss (nats)'
+    return forest(rows, title, 'below 0 is better; small dots are seeds') if rows else ''
+
+
+def forest(rows, title, words, width=WIDTH):
+    """A dot per seed, the mean and its interval for each (name, color, numbers, (low, high)) in `rows`.
+
+    numbers: of verdict.describe(). words: below the axis.
+    """
+    size = (width, 0.95 + 0.5 * len(rows))
+    drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
+    axes.set_title(title)
     axes.grid(linewidth=0.6)
-    for y, c in enumerate(rows):
-        shade = look[c['ours']]['color'] if c['ours'] in arms else INK  # of a lead
-        draw_row(axes, y, c, shade, (c['low_holm'], c['high_holm']))
+    axes.axvline(0, color=INK, linewidth=1.2)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    for y, (name, shade, numbers, interval) in enumerate(rows):
+        dots = list(numbers['differences'].values())
+        axes.plot(dots, [y + 0.2] * len(dots), 'o', color=shade, markersize=3, alpha=0.6)
+        if None not in interval:
+            axes.plot(interval, [y, y], color=shade, linewidth=2)
+        axes.plot(numbers['mean'], y, 'D', color=shade, markersize=6)
         # Above its row, where a long name takes nothing from the plot.
-        name = f'{c["ours"]} {MINUS} {c["theirs"]}'
         axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9)
     axes.set_yticks([])
     axes.locator_params(axis='x', nbins=5)
-    axes.set_xlabel('below 0 is better; small dots are seeds')
+    axes.set_xlabel(words)
     return svg(drawing, 'Differences with intervals')
-
-
-def rows_of(size, count):
-    """(figure, its axes) for draw_row(), with a line at 0 and the first row at the top."""
-    drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
-    axes.axvline(0, color=color(0), linewidth=1.2)
-    axes.set_ylim(count - 0.5, -0.6)
-    return drawing, axes
-
-
-def draw_row(axes, y, numbers, shade, interval, sign=1, label=None):
-    """A dot per seed, the interval and the mean of verdict.describe()'s numbers."""
-    dots = [sign * value for value in numbers['differences'].values()]
-    axes.plot(dots, [y + 0.2] * len(dots), 'o', color=shade, markersize=3, alpha=0.6)
-    if None not in interval:
-        axes.plot([sign * end for end in interval], [y, y], color=shade, linewidth=2)
-    axes.plot(sign * numbers['mean'], y, 'D', color=shade, markersize=6, label=label)
 
 
 def picture(title, size=SIZE, **options):
@@ -213,7 +205,7 @@ def show_all(axes, values):
 
 
 @styled
-def relative_curves(curves, arms, smooth):
+def curves_plot(curves, arms, smooth):
     """curves_picture() of a comparison's arms, of which the first is the baseline."""
     if not curves:
         return ''
@@ -252,7 +244,7 @@ def losses_by_rate(tuning, arms):
 
 
 @styled
-def mixing_weights(mixing, arms):
+def weights_plot(mixing, arms):
     """The mixing weights that layers have learned: a color per arm, a line per seed."""
     mixing = {name: seeds for name, seeds in mixing.items() if seeds}
     if not mixing:

@@ -251,15 +251,7 @@ def tuning_table(comparison):
     return title, ['arm', *(f'{rate:g}' for rate in rates)], rows
 
 
-def one_step_table(comparison):
-    title = 'Tuning runs alone: how a difference depends on the learning rates'
-    differences = comparison['one_step_off']
-    head = ['contrast', *dict.fromkeys(word for row in differences.values() for word in row)]
-    rows = [[name, *map(signed, row.values())] for name, row in differences.items()]
-    return title, head, rows
-
-
-TABLES = (arm_table, cost_table, tuning_table, one_step_table)
+TABLES = (arm_table, cost_table, tuning_table)
 
 
 def sections(comparison):
@@ -292,13 +284,9 @@ def markdown(comparison):
 
 THEME = """
 :root { color-scheme: light dark; --ink: #1c1f23; --soft: #5b6470; --faint: #d9dde2; --paper: #fff;
-  --card: #f5f6f8; --better: #1a7f37; --worse: #b3261e; --undecided: #6b7280;
-  --c0: #1c1f23; --c1: #d55e00; --c2: #0072b2; --c3: #009e73; --c4: #b5508f; --c5: #3d9bd1;
-  --c6: #c78a00; --c7: #7a5cc9; --c8: #888; }
+  --card: #f5f6f8; --better: #1a7f37; --worse: #b3261e; --undecided: #6b7280; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa4b1; --faint: #3a4049;
-  --paper: #14171b; --card: #1e2329; --better: #4cc36b; --worse: #ff7b72; --undecided: #9aa4b1;
-  --c0: #e6e8eb; --c1: #ff8c42; --c2: #5aa9e6; --c3: #2ec4a0; --c4: #e58fc3; --c5: #8fd0f5;
-  --c6: #f0b849; --c7: #b39ddb; --c8: #aaa; } }
+  --paper: #14171b; --card: #1e2329; --better: #4cc36b; --worse: #ff7b72; --undecided: #9aa4b1; } }
 """
 STYLE = """
 * { box-sizing: border-box; }
@@ -318,6 +306,7 @@ p.sub { margin: 0 0 10px; color: var(--soft); }
 .verdict p + p { color: var(--soft); }
 .better { border-color: var(--better); } .better b { color: var(--better); }
 .worse { border-color: var(--worse); } .worse b { color: var(--worse); }
+.plot svg, .forest svg { border-radius: 4px; }
 .plot { margin-top: 16px; }
 .plot svg { width: 100%; height: auto; min-width: 560px; max-width: 720px; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
@@ -336,21 +325,15 @@ ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; overflow-wrap: any
 """
 
 
-def standalone(plot):
-    """An <svg> of charts.py as a file of its own: it follows the reader's light or dark."""
-    style = f'<style>{THEME}svg {{ background: var(--paper); font-family: sans-serif; }}</style>'
-    return plot.replace('>', f'>{style}', 1)
-
-
 def draw(comparison):
     """{name: <svg>} of the plots that show anything, in the order of report.html."""
     arms = list(comparison['arms'])
     steps = comparison['arms'][comparison['baseline']]['steps']
     plots = {
-        'forest': charts.forest(comparison['contrasts'], arms),
+        'forest': charts.contrasts_plot(comparison['contrasts'], arms),
         'rates': charts.losses_by_rate(comparison['tuning'], arms),
-        'relative': charts.relative_curves(comparison['curves'], arms, smoothing(steps)),
-        'mixing': charts.mixing_weights(comparison['mixing'], arms),
+        'relative': charts.curves_plot(comparison['curves'], arms, smoothing(steps)),
+        'mixing': charts.weights_plot(comparison['mixing'], arms),
     }
     return {name: plot for name, plot in plots.items() if plot}
 

@@ -1,40 +1,19 @@
 """The pictures of the paper that compare.py does not draw, and how each model looks in all of them."""
 
-import itertools
 import re
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from comparison import charts
 from comparison.charts import BESIDE, picture, pyplot
 from paper import figures, losses
 from paper.figures import R, S, V
 
-# Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart. A model that several
-# figures show has the same one in each.
-COLORS = {
-    V: '#000000',
-    R: '#D55E00',
-    S: '#0072B2',
-    'neutreno': '#009E73',
-    'denseformer': '#CC79A7',
-    'cla': '#56B4E9',
-    'gqa': '#E69F00',
-}
-OTHERS = ('#882255', '#999933', *list(COLORS.values())[3:], '#888888')
-DASHES = ('-', '--', ':', '-.')
-
-
-def looks(models):
-    """{model: matplotlib's line settings}; no two are alike."""
-    free = [color for color in OTHERS if color not in map(COLORS.get, models)]
-    others = itertools.cycle(itertools.product(DASHES, free))
-    result = {}
-    for model in models:
-        dashes, color = ('-', COLORS[model]) if model in COLORS else next(others)
-        result[model] = {'color': color, 'linestyle': dashes}
-    return result
+# A model that several figures show has the same color in each.
+MODELS = (V, R, S, 'neutreno', 'denseformer', 'cla', 'gqa')
+COLORS = dict(zip(MODELS, charts.COLORS, strict=False))
 
 
 def labels_and_looks(runs):
@@ -48,7 +27,7 @@ def labels_and_looks(runs):
         short = {run: str(run) for run in runs}
     words = {figures.Arm(model).name: name for model, name in figures.NAMES.items()}
     labels = {run: words.get(name, name) for run, name in short.items()}
-    look = looks(short.values())
+    look = charts.looks(list(dict.fromkeys(short.values())), COLORS)
     return labels, {run: look[name] for run, name in short.items()}
 
 

@@ -16,7 +16,6 @@ paper.analyze says of the inside of runs: {analysis: {name of a run's folder: re
 """
 
 import json
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -283,7 +282,7 @@ def give_verdict(row, numbers, pairs):
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def headline(rows):
+def claims_headline(rows):
     counts = {word: sum(row.verdict == word for row in rows) for word in VERDICTS}
     words = [f'{counts[word]} {text}' for word, text in VERDICTS.items()]
     return f'{len(rows)} contrasts that the paper prints: {", ".join(words)}'
@@ -294,7 +293,7 @@ def in_order(rows):
     return sorted(rows, key=lambda row: list(VERDICTS).index(row.verdict))
 
 
-def markdown(rows):
+def claims_table(rows):
     """A table of the tested claims, what its numbers are of, and a list of the others."""
     tested = [row for row in in_order(rows) if row.numbers]
     cells = []
@@ -318,7 +317,12 @@ def markdown(rows):
         'seeds',
         'verdict',
     ]
-    lines = [f'{headline(rows)}.', '', markdown_table(head, cells, (0, 1, len(head) - 1)), '']
+    lines = [
+        f'{claims_headline(rows)}.',
+        '',
+        markdown_table(head, cells, (0, 1, len(head) - 1)),
+        '',
+    ]
     lines += [
         'What is compared (losses in nats per token; the validation loss where a row names nothing):'
     ]
@@ -392,33 +396,23 @@ def in_words(numbers):
 
 # --- the picture ----------------------------------------------------------------------------------
 
-COLORS = {'agrees': 2, 'contradicts': 1, 'undecided': 8}  # of charts.color()
+# {verdict: its color}
+SHADES = {'agrees': '#0072B2', 'contradicts': '#D55E00', 'undecided': '#888888'}
 
 
 @charts.styled
-def forest(rows):
-    """The tested claims on losses by verdict: a dot per seed, the mean and its interval, right of 0 where
-    as printed. What was found inside models has many units, and is in the table alone."""
-    tested = [row for row in in_order(rows) if row.numbers and row.metric not in INSIDE]
-    if not tested:
-        return ''
-    drawing, axes = charts.rows_of((7.2, 0.3 * len(tested) + 0.9), len(tested))
-    draw_rows(axes, tested)
-    drawing.suptitle(headline(rows), x=0.01, ha='left', fontsize=10)
-    return charts.svg(drawing, 'Claims of the paper and what the runs say')
-
-
-def draw_rows(axes, rows):
-    axes.grid(axis='x', linewidth=0.6)
-    labels = dict(zip(VERDICTS, VERDICTS, strict=True))  # each of them once
-    for y, row in enumerate(rows):
-        interval = row.numbers['low'], row.numbers['high']
-        sign = -1 if row.sign == '<' else 1
-        shade, label = charts.color(COLORS[row.verdict]), labels.pop(row.verdict, None)
-        charts.draw_row(axes, y, row.numbers, shade, interval, sign, label)
-    names = [f'{row.label()}, {seeds_text(row.numbers["seeds"])}' for row in rows]
-    axes.set_yticks(range(len(rows)), [textwrap.fill(name, 60) for name in names])
-    axes.tick_params(axis='y', length=0)
-    left, right = '\N{LEFTWARDS ARROW} against the paper', 'as printed \N{RIGHTWARDS ARROW}'
-    axes.set_xlabel(f'{left}      {right}\ndifference of losses (nats)')
-    axes.legend(loc='lower right', fontsize=8)
+def claims_plot(rows):
+    """The tested claims on losses by verdict, right of 0 where as printed. What was found inside models
+    has many units, and is in the table alone."""
+    shown = []
+    for row in in_order(rows):
+        if row.numbers and row.metric not in INSIDE:
+            sign = -1 if row.sign == '<' else 1
+            each = {seed: sign * value for seed, value in row.numbers['differences'].items()}
+            name = f'{row.label()}, {seeds_text(row.numbers["seeds"])}: {row.verdict}'
+            numbers = describe(each)
+            interval = numbers['low'], numbers['high']
+            shown.append((name, SHADES[row.verdict], numbers, interval))
+    words = 'above 0 is as the paper prints it; small dots are seeds'
+    title = 'Difference of losses (nats)'
+    return charts.forest(shown, title, words, width=6) if shown else ''

@@ -30,10 +30,9 @@ import numpy as np
 
 import evaluate
 from comparison import launch
-from comparison.charts import curves_picture
+from comparison.charts import curves_picture, looks
 from comparison.curves import measure_curves
 from comparison.plan import Plan
-from comparison.report import standalone
 from comparison.results import Results, train
 from comparison.runs import named_runs
 from configurator import choose, one_line_errors
@@ -213,7 +212,7 @@ def curves_of(panel, numbers, scale, title):
     told = {name for arm in arms.values() for name in arm.unusual()}
     labels = {name: arm.words(scale, told) for name, arm in arms.items()}
     window = scale.window // 2
-    return curves_picture(numbers, labels, draw.looks(arms), baseline, window, title)
+    return curves_picture(numbers, labels, looks(list(arms), draw.COLORS), baseline, window, title)
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -262,13 +261,13 @@ def draw_kept(name, pool, settings):
 def write_claims(pool, settings):
     """The verdict on every claim, from runs that exist, and all differences of their losses."""
     rows = judge.rows_of(CLAIMS, pool, judge.read_reports(settings.analyses))
-    table, picture = judge.markdown(rows), judge.forest(rows)
+    table, picture = judge.claims_table(rows), judge.claims_plot(rows)
     numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
     out = Path(settings.out or 'verdicts')
     write_json(out.with_suffix('.json'), numbers)
     write_whole(out.with_suffix('.md'), table)
     if picture:
-        write_whole(out.with_suffix('.svg'), standalone(picture))
+        write_whole(out.with_suffix('.svg'), picture)
     print(f'{table}\n{judge.loss_table(pool)}\n\n{judge.difference_table(pool)}')
 
 

@@ -374,19 +374,10 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     options = ('--contrasts=svformer-resformer', '--tuning_seeds=(101, 102)')
     assert runs.call(compare.main, *folders, *options)[0] == 0
     found = json.loads(Path('out/compare/runs/report.json').read_text())
-    for name in ('contrasts', 'tuning', 'one_step_off'):
+    for name in ('contrasts', 'tuning'):
         assert found[name] == as_json(planned[name])
     for plot in ('forest', 'rates', 'relative'):
         assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
-
-    def mean(arm, rate):
-        return statistics.fmean(loss[Run(arm, rate, seed)] for seed in (101, 102))
-
-    ours = mean('resformer', 2e-2)
-    expected = [ours - mean('vanilla', 1e-2), mean('resformer', 1e-2) - mean('vanilla', 1e-2)]
-    expected += [ours - mean('vanilla', 5e-3), mean('resformer', 4e-2) - mean('vanilla', 1e-2)]
-    row = found['one_step_off']['resformer-vanilla'].values()
-    assert list(row) == pytest.approx([*expected, ours - mean('vanilla', 2e-2)])
 
     # Also where only the plan beside them says which seeds chose a rate: these never judge it.
     plan.write()
@@ -628,8 +619,11 @@ def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
     _, _, html = page
     for link in re.findall(r'(?:src|href)="([^"]*)"', html):
         assert link.startswith('#'), link
-    # No color that only one of light and dark could show.
-    assert not re.search(r'(?:fill|stroke): #', html)
+    # A plot stands on a ground of its own, and each of its colors is one that any viewer knows.
+    for plot in re.findall(r'<svg.*?</svg>', html, re.DOTALL):
+        ground = re.search(r'<path d="([^"]*)" style="fill: #ffffff"', plot)
+        width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', plot).groups()
+        assert f'L {width.rstrip("0")} {height}'.split()[1] in ground[1] and 'var(' not in plot
     assert '<' not in re.sub(r'<[^<>]*>', '', html[html.index('<body') :])
 
     # Tables and curves scroll by themselves, and can be read.

@@ -59,7 +59,7 @@ def test_several_seeds_are_thin_lines_with_their_mean():
     curves = {seed: rng.normal(0.1, 0.1, 100).tolist() for seed in (1, 2, 3)}
     ends = {seed: curve[-1] for seed, curve in curves.items()}
     arms = {'mine': {'steps': list(range(100)), 'curves': curves, 'ends': ends, 'end': 'e'}}
-    figure = charts.curves_picture(arms, {'mine': 'me'}, draw.looks(arms), 'vanilla', 5)
+    figure = charts.curves_picture(arms, {'mine': 'me'}, charts.looks(list(arms)), 'vanilla', 5)
     left, right = figure.axes
     widths = [line.get_linewidth() for line in left.lines if len(line.get_ydata()) > 2]
     assert widths == [0.5] * 3 + [1.8]
@@ -82,7 +82,7 @@ def test_names_and_colors_are_the_papers_and_no_two_look_alike():
     labels, _ = draw.labels_and_looks(['a/vanilla_seed1', 'b/vanilla_seed1'])
     assert len(set(labels.values())) == 2
     for models in (list(figures.NAMES)[:12], [f'fork{i}' for i in range(20)]):
-        looks = [tuple(look.values()) for look in draw.looks(models).values()]
+        looks = [tuple(look.values()) for look in charts.looks(models, draw.COLORS).values()]
         assert len(set(looks)) == len(looks) == len(models)
 
 

@@ -80,7 +80,7 @@ def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path):
     caveat = Claim('fig1', '', '', Arm(R), '<', Arm(V), caveat='too short')
     (row,) = rows_of([caveat], folders)
     assert (row.verdict, row.reason) == ('undecided', 'too short')
-    assert row.numbers['p'] == below.numbers['p'] and 'too short' in judge.markdown([row])
+    assert row.numbers['p'] == below.numbers['p'] and 'too short' in judge.claims_table([row])
 
 
 def test_a_lead_is_a_difference_of_differences_of_each_seed(tmp_path):
