@@ -24,9 +24,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from comparison import charts, launch, report
+from comparison.arms import parse_arms, parse_contrasts
 from comparison.assemble import compare_plan, compare_runs
-from comparison.plan import Plan, parse_arms, parse_contrasts
-from comparison.results import Results, train
+from comparison.plan import Plan, check_training
+from comparison.record import write_plan
+from comparison.results import Results, train_plan
 from comparison.runs import named_runs
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors, sort_arguments
@@ -68,7 +70,7 @@ def folder_of(name):
     return COMPARISONS / path
 
 
-def make_plan(options, argv):
+def plan_of(options, argv):
     """The Plan of a command line."""
     files, _, flags = sort_arguments(argv, 'runs')
     own = {item.name for item in fields(CompareConfig)}
@@ -94,7 +96,7 @@ def make_plan(options, argv):
 
 def compare_arms(options, argv):
     """Train arms, or print their commands. Returns (what the report shows, its folder)."""
-    plan = make_plan(options, argv)
+    plan = plan_of(options, argv)
     results = Results(plan)
     if plan.replaced:
         print(
@@ -103,17 +105,17 @@ def compare_arms(options, argv):
             file=sys.stderr,
         )
     if not options.print:
-        plan.check_training(options.gpus)
+        check_training(plan, options.gpus)
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.folder, 'comparing in', '--name'):
-        record = plan.write()
+        record = write_plan(plan)
         try:
             if options.print:
                 # Those that depend on results come later.
                 for job in results.jobs():
                     print(launch.shell_line(job.arguments, plan.settings.device, options.gpus))
             else:
-                train(results, options.jobs, options.gpus)
+                train_plan(results, options.jobs, options.gpus)
         finally:
             comparison = compare_plan(results, record)
             write_report(plan.folder, comparison)

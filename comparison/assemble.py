@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from comparison.arms import contrast_name, lead, parse_contrasts
 from comparison.curves import measure_curves, smoothing
-from comparison.plan import TEXT, changes, contrast_name, lead, parse_contrasts, read_plan
+from comparison.plan import TEXT, changes
+from comparison.record import read_plan
 from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, by_seed, disagreement, read_state, same_but_seeds
 from comparison.verdict import describe, judge, paired
@@ -48,8 +50,7 @@ def compare_plan(results, record):
     for name in plan.arms:
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
         own = plan.facts(plan.example(name))
-        _, config = plan.own[name]
-        arms[name] = ArmRuns(own, config, results.rate(name), states)
+        arms[name] = ArmRuns(own, plan.arms[name].config, results.rate(name), states)
 
     problems = results.problems()
 

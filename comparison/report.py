@@ -11,7 +11,7 @@ import math
 from comparison import charts
 from comparison.charts import MINUS, TIMES, seeds_text, signed
 from comparison.curves import smoothing
-from comparison.plan import METRIC
+from comparison.record import METRIC
 from comparison.verdict import RULE
 from lib.tables import markdown_table
 
@@ -197,7 +197,7 @@ def cautions(comparison):
     return notes
 
 
-def facts(comparison):
+def how_made(comparison):
     """['name: text']: how it was made."""
     plan = comparison['plan']
     lines = [f'metric: {METRIC}, {comparison["evaluation"]}']
@@ -263,7 +263,7 @@ def sections(comparison):
         title, head, rows = make(comparison)
         if rows and len(head) > 1:
             tables.append((title, (head, rows)))
-    sections = [*lists, *tables, ('How it was made', facts(comparison))]
+    sections = [*lists, *tables, ('How it was made', how_made(comparison))]
     return [section for section in sections if section[1]]
 
 

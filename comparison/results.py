@@ -5,7 +5,7 @@ Which runs of a plan have finished, at which learning rates arms go on, and the 
     results.state(run)           what a run's folder holds
     results.rate(arm)            the learning rate of an arm's test runs; None while it is not known
     results.test_runs(arm)       {test seed: Run}
-    train(results, jobs=2)       train what is missing; Ctrl-C saves, and the next call goes on
+    train_plan(results, jobs=2)       train what is missing; Ctrl-C saves, and the next call goes on
     results.problems()           {name of a run: why it has not finished}
 
 Everything is read from the runs' own folders: nothing is lost when compare.py is killed, and it does
@@ -159,7 +159,7 @@ def next_rate(rates, edge):
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(results, jobs=0, gpus=1):
+def train_plan(results, jobs=0, gpus=1):
     """Train the missing runs of a plan, with a line of progress.
 
     jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. If one fails, the
@@ -195,8 +195,8 @@ def planned_steps(results):
     """The steps of each run of a plan, as far as they can be foreseen: a grid of rates may be extended."""
     plan = results.plan
     steps = []
-    for arm, (settings, _) in plan.own.items():
+    for arm, own in plan.arms.items():
         trials = results.tune(arm)['trials'] if plan.rates else ()
         runs = len(trials) * len(plan.tuning_seeds) + len(plan.seeds)
-        steps += [settings.max_iters] * runs
+        steps += [own.training.max_iters] * runs
     return steps

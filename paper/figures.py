@@ -17,7 +17,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from comparison.plan import read_wiring
+from comparison.arms import read_wiring
 from configurator import configure, read_settings
 from model import GPTConfig
 from train import TrainConfig

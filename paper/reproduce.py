@@ -32,8 +32,8 @@ import evaluate
 from comparison import launch
 from comparison.charts import curves_picture, looks
 from comparison.curves import measure_curves
-from comparison.plan import Plan
-from comparison.results import Results, train
+from comparison.plan import Plan, check_training
+from comparison.results import Results, train_plan
 from comparison.runs import named_runs
 from configurator import choose, one_line_errors
 from lib.files import as_json, unreadable, write_json, write_whole
@@ -74,7 +74,7 @@ class ReproduceConfig:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def plan(names, settings):
+def comparisons_of(names, settings):
     """[({arm's name: Arm}, its comparison.results.Results)] of figures: a comparison per length."""
     scale, by_length = SCALES[settings.scale], {}
     for arm in (arm for name in names for arm in FIGURES[name].runs()):
@@ -94,10 +94,10 @@ def train_missing(comparisons, settings):
     """Train what is missing. Raises OSError naming what has not finished."""
     gpus = settings.gpus if settings.scale == 'paper' else 1
     for _, results in comparisons:
-        results.plan.check_training(gpus)
+        check_training(results.plan, gpus)
     problems = {}
     for _, results in comparisons:
-        train(results, settings.jobs, gpus)
+        train_plan(results, settings.jobs, gpus)
         problems |= results.problems()
     if problems:
         words = [f'{run}: {problem}' for run, problem in problems.items()]
@@ -119,7 +119,7 @@ def pool_of(comparisons):
 # --- numbers, ready for JSON ----------------------------------------------------------------------
 
 
-def measure(panel, pool, settings, machine=None):
+def measure_panel(panel, pool, settings, machine=None):
     """The numbers of a panel, from a pool of runs; nothing where there are none."""
     scale = SCALES[settings.scale]
     arms = [arm for arm in panel.arms if arm in pool]
@@ -222,7 +222,7 @@ def reproduce(name, pool, settings, machine):
     """Measure a figure's runs, which have finished, write the numbers, draw and judge them."""
     scale, entries, reports = SCALES[settings.scale], [], {}
     for panel in FIGURES[name].panels:
-        numbers = as_json(measure(panel, pool, settings, machine))
+        numbers = as_json(measure_panel(panel, pool, settings, machine))
         entries.append({'how': panel.how, 'title': panel.title, 'numbers': numbers})
         if panel.how in analyze.ANALYSES:
             reports[panel.how] = {Path(run).name: one for run, one in numbers['runs'].items()}
@@ -250,7 +250,7 @@ def draw_kept(name, pool, settings):
     drawn = 0
     for panel in FIGURES[name].panels:
         if panel.how in ('curves', 'critical'):
-            numbers = as_json(measure(panel, pool, settings))
+            numbers = as_json(measure_panel(panel, pool, settings))
             if numbers:
                 draw_panel(name, panel, numbers, SCALES[settings.scale], settings.out)
                 drawn += 1
@@ -275,7 +275,7 @@ def print_list(settings):
     rows = []
     for name in settings.figures():
         figure = FIGURES[name]
-        done = sum(map(len, pool_of(plan([name], settings)).values()))
+        done = sum(map(len, pool_of(comparisons_of([name], settings)).values()))
         runs = len(figure.runs()) * settings.seeds
         arms = ' '.join(arm.name for arm in figure.runs())
         rows.append([name, f'{done} of {runs}', figure.title, arms])
@@ -316,7 +316,7 @@ def main():
         elif folders:
             each(names, draw_kept, pool, settings)
         else:
-            machine, comparisons = Machine(settings.device), plan(names, settings)
+            machine, comparisons = Machine(settings.device), comparisons_of(names, settings)
             note = 'what was trained is saved, and the same command goes on'
             with launch.ends_when_interrupted(note):
                 train_missing(comparisons, settings)

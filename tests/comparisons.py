@@ -11,6 +11,7 @@ import compare
 import train
 from comparison import launch
 from comparison.assemble import compare_plan
+from comparison.record import write_plan
 from comparison.results import Results
 from configurator import configure
 from lib.files import as_json
@@ -73,7 +74,7 @@ def make_plan(*words):
     argv = ['small.py', *words]
     schemas = compare.CompareConfig, TrainConfig, GPTConfig
     options, _, _ = configure(*schemas, argv=argv, plain='runs')
-    return compare.make_plan(options, argv)
+    return compare.plan_of(options, argv)
 
 
 def pretend(plan, run, loss):
@@ -112,4 +113,4 @@ def compare_command(*words):
 
 
 def collect(plan):
-    return compare_plan(Results(plan), plan.write())
+    return compare_plan(Results(plan), write_plan(plan))

@@ -26,7 +26,8 @@ import compare
 import train
 from comparison import charts, launch, report
 from comparison.assemble import arm_name, compare_runs
-from comparison.plan import Plan, Run, code_state, hash_of
+from comparison.plan import Plan, Run
+from comparison.record import code_state, contents_of, hash_of, write_plan
 from comparison.results import Results, next_rate, planned_steps
 from comparison.runs import read_state
 from lib.files import as_json, locked
@@ -66,7 +67,7 @@ def test_a_plan_from_python_is_that_of_the_command_line(place):
     ours = Plan(arms, 'out/compare/small', {'weight_decay': 0.2}, ['small.py'], seeds=(1, 2))
     text = 'slow: wiring.py learning_rate=5e-3 --residual_lambda=(5.0, 1.0) seed_offset=50'
     plan = make_plan(f'--arms=vanilla; {text}', '--weight_decay=0.2', '--seeds=2')
-    assert ours.contents() == plan.contents()
+    assert contents_of(ours) == contents_of(plan)
     # The config may be edited while runs are trained: it is read once.
     with open('small.py', 'a') as file:
         file.write('learning_rate = weight_decay = 1.0\n')
@@ -129,7 +130,7 @@ def test_mistakes_are_one_line_before_anything_is_written(place, words, names):
 
 def test_an_arm_may_differ_in_how_it_rounds_alone(place):
     plan = make_plan('--arms=vanilla; half: dtype=bfloat16', '--seeds=3')
-    assert plan.contents()['arms']['half']['differs'] == {'dtype': 'bfloat16'}
+    assert contents_of(plan)['arms']['half']['differs'] == {'dtype': 'bfloat16'}
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     runs.edit_config(plan.run_folder(Run('vanilla', 0.02, 1)), dtype='bfloat16')
     assert collect(plan)['problems'] == {}  # of the baseline, it is the machine's choice
@@ -239,7 +240,7 @@ def edited(monkeypatch):
 def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, monkeypatch):
     words = (ARMS, '--seeds=3')
     plan = make_plan(*words)
-    plan.write()
+    write_plan(plan)
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     edited(monkeypatch)
     status, _ = compare_command(ARMS, '--seeds=4', '--print=True')
@@ -294,7 +295,7 @@ def test_existing_runs_of_different_code_are_kept_apart_unless_the_user_says_so(
 
 def test_a_second_process_leaves_the_comparison_alone(place):
     plan = make_plan(ARMS, '--seeds=3')
-    plan.write()
+    write_plan(plan)
     with locked(plan.folder, 'comparing in'):
         status, _ = compare_command(ARMS, '--seeds=9')
     assert 'another process is comparing in' in status and '--name' in status
@@ -380,7 +381,7 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
         assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
 
     # Also where only the plan beside them says which seeds chose a rate: these never judge it.
-    plan.write()
+    write_plan(plan)
     at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
     comparison = compare_runs(at_its_best, 'runs')
     assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
@@ -500,7 +501,7 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
 
 def test_existing_runs_that_cannot_be_compared_are_refused(place):
     plan = make_plan(ARMS, '--seeds=3')
-    plan.write()
+    write_plan(plan)
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     folders = folders_of(plan)
     shutil.copytree(folders[0], 'again')
@@ -687,7 +688,7 @@ def test_commands_for_any_scheduler(place):
     status, text = compare_command(*words)
     lines = text.splitlines()
     assert status == 0 and len(lines) == len(set(lines)) == 3 * 2 * 2
-    assert all(line.startswith('OMP_NUM_THREADS=1 python train.py small.py ') for line in lines)
+    assert all(line.startswith('OMP_NUM_THREADS=1 python train.py --') for line in lines)
     text = compare_command(*words, '--gpus=8', '--gradient_accumulation_steps=8', '--name=b')[1]
     assert '-m torch.distributed.run --standalone --nproc_per_node=8 train.py' in text
     # What has arrived is not asked for again.

@@ -1,0 +1,128 @@
+"""
+A plan as a file, plan.json: written before the first result, and then compared with.
+
+It holds everything that decides a result, the commit, the work tree's diff, and a hash of all. It does not
+change: the same plan may get more seeds, and any other comparison is one of another name. Runs of
+different code are of different comparisons, unless mixed_code is given.
+"""
+
+import datetime
+import hashlib
+import json
+
+from comparison.arms import contrast_name
+from comparison.plan import changes
+from comparison.runs import MIXED_CODE, ROUNDING, difference
+from comparison.verdict import LEVEL, RULE
+from lib.files import as_json, unreadable, write_json
+from lib.rundir import commit_of, git
+
+METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
+# Facts that differ from run to run, from arm to arm, or from machine to machine.
+VARYING = ('seed', 'learning_rate', 'resumed', *ROUNDING)
+
+
+def contents_of(plan):
+    """What decides the results of a plan, as JSON."""
+    base = plan.facts(plan.example(plan.baseline))
+    arms = {}
+    for name, arm in plan.arms.items():
+        own = plan.facts(plan.example(name))
+        rate = None if plan.rates else plan.own_rate(name)
+        arms[name] = {'differs': changes(own, base), 'rate': rate, 'seed_offset': arm.seed_offset}
+    return as_json(
+        {
+            'metric': METRIC,
+            'baseline': plan.baseline,
+            'arms': arms,
+            'contrasts': [contrast_name(*pair) for pair in plan.contrasts],
+            'seeds': plan.seeds,
+            'rates': plan.rates,
+            'tuning_seeds': plan.tuning_seeds,
+            'level': LEVEL,
+            'rule': RULE,
+            'settings': {name: base[name] for name in base if name not in VARYING},
+        }
+    )
+
+
+def write_plan(plan):
+    """Write plan.json, or read it where the same plan is there. Returns what it holds.
+
+    Raises ValueError where it is another plan, damaged or edited. More seeds are the same plan: it says
+    how many there were before.
+    """
+    path = plan.folder / 'plan.json'
+    contents, earlier = contents_of(plan), []
+    if path.exists():
+        old = read_plan(path)
+        check_same_plan(old['plan'], contents, path, ['code'] * plan.mixed_code)
+        before = old['plan']['seeds']
+        if before == contents['seeds']:
+            return old
+        contents = old['plan'] | {'seeds': contents['seeds']}
+        earlier = [*old['earlier_seeds'], before]
+    record = {
+        'date': datetime.datetime.now().isoformat(' ', 'seconds'),
+        'runs_before': len(list(plan.folder.glob('*/log.jsonl'))),
+        'earlier_seeds': earlier,
+        'plan': contents,
+        **code_state(),
+    }
+    record = {'hash': hash_of(record)} | record
+    write_json(path, record)
+    return record
+
+
+def read_plan(path):
+    """What a plan.json holds. Raises ValueError if it is damaged, or not as it was written."""
+    advice = 'move it away, to write the plan again'
+    with unreadable(f'{path} is damaged', advice):
+        record = json.loads(path.read_text())
+        decisive(record['plan'])
+        stated = record['hash']
+    if stated != hash_of(record):
+        raise ValueError(
+            f'{path} was edited: its hash is not {stated} any more; restore it, or {advice}'
+        )
+    return record
+
+
+def hash_of(record):
+    """The hash of all that a plan.json holds, but for its hash."""
+    rest = {name: value for name, value in record.items() if name != 'hash'}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_same_plan(old, new, path, but=()):
+    """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
+    # Settings that only one of them knows were added or taken away since.
+    but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
+    if set(old['seeds']) <= set(new['seeds']):
+        but.add('seeds')
+    other = difference(decisive(old), decisive(new), but)
+    if other:
+        name, before, now = other
+        mixed = f', or {MIXED_CODE}' if name == 'code' else ''
+        raise ValueError(
+            f'{path} is another plan: {name} was {before}, not {now}; give another --name{mixed}'
+        )
+
+
+def decisive(contents):
+    """{name: value} of all in a plan that decides its results."""
+    arms = contents['arms']
+    values = {'arms': list(arms)}
+    for name, arm in arms.items():
+        values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
+    names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
+    return values | contents['settings'] | {name: contents[name] for name in names}
+
+
+def code_state():
+    """The commit, and the diff of the work tree's Python files: the idea is a change of the code."""
+    paths = ['--', '*.py', *(f':!{folder}' for folder in ('tests', 'paper', 'results'))]
+    diff = git('diff', 'HEAD', *paths)
+    for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
+        diff += git('diff', '--no-index', '/dev/null', name)
+    return {'commit': commit_of('rev-parse', 'HEAD'), 'diff': diff}
