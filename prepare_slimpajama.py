@@ -28,8 +28,8 @@ train, validation (or valid, val, dev, eval, held_out) and test in a file's path
 without one it is train; test is left out. A folder that names a split is no domain. Where all files of
 plain text are of other splits than train, the words mean nothing.
 
-Without a validation split, a document is validation when hash(seed, text) < val_fraction, and each
-domain's first one always is.
+Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
+when hash(seed, text) < val_fraction, and each domain's first one always is.
 
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
 <|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,
@@ -95,7 +95,7 @@ class Settings:
     tokenizer: str = 'EleutherAI/gpt-neox-20b'  # tokenizer.json, its folder, hub id, or 'bytes'
     tokens: int = 20_000_000_000  # training tokens in all domains together; 0: everything
     weights: dict = field(default_factory=dict)  # {domain: weight}; {}: Table 2, or natural shares
-    val_fraction: float = 0.005  # of the documents, where the source has no validation split
+    val_fraction: float = 0.005  # of the documents, where a domain has no validation file
     workers: int = 0  # processes; 0: one per CPU that this process may use
     seed: int = 1337  # of the order of files and documents
 
@@ -527,9 +527,10 @@ def token_file(plan, split, domain):
 
 def check_documents(plan, counts, split):
     """Refuse a source without a document of a split, and a domain whose only one is held out."""
+    hashed = any(unit.split == 'hash' for unit in plan.units)
     for domain in plan.shares:
-        held_out = plan.units[0].split == 'hash' and counts['validation', domain]
-        if held_out and not counts['train', domain]:
+        held_out = hashed and counts['validation', domain]
+        if split == 'train' and held_out and not counts['train', domain]:
             raise ValueError(f'{domain} has one document only, and validation takes it: add more')
     if not any(counts[split, domain] for domain in plan.shares):
         raise ValueError(

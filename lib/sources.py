@@ -102,7 +102,7 @@ def find_units(source, revision, weights, seed, column='text'):
         )
 
     # Those of SlimPajama, whose rows name their domains.
-    units = domains.pop('', [])
+    units = with_validation(domains.pop('', []))
     natural = TABLE_2 if units else natural_weights(domains)
     weights = weights or natural
     for domain in weights:
@@ -110,21 +110,23 @@ def find_units(source, revision, weights, seed, column='text'):
             raise ValueError(
                 f'--weights names {domain!r}, which the source lacks: it has {", ".join(natural)}'
             )
-        units += domains.get(domain, [])
-
-    splits = {unit.split for unit in units}
-    if 'train' not in splits:
+        units += with_validation(domains.get(domain, []))
+    if all(unit.split == 'validation' for unit in units):
         raise ValueError(
             f'{source} has no training file: wanted .jsonl, .ndjson or .json.gz, .zst of them, '
             '.parquet, or in a folder plain text'
         )
-    if 'validation' not in splits:
-        units = [unit._replace(split='hash') for unit in units]
-
     # Validation first, and the files of each split in an order that the seed decides.
     units.sort(key=lambda unit: (unit.split != 'validation', *seeded_place(seed, unit.name)))
     total = sum(weights.values())
     return units, {domain: weight / total for domain, weight in weights.items()}, commit
+
+
+def with_validation(units):
+    """Units of which some are validation: where no name says so, each document's hash decides."""
+    if any(unit.split == 'validation' for unit in units):
+        return units
+    return [unit._replace(split='hash') for unit in units]
 
 
 def natural_weights(domains):

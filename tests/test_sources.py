@@ -93,7 +93,11 @@ def write_texts(folder, names):
     'train, validation, left_out',
     [
         (['a.txt', 'de/b.train.txt'], ['holdout.md', 'de/Dev/c.txt'], ['de/test_set.txt']),
-        (['training/de/a.txt', 'training/b.txt'], ['hold-out/de/c.txt'], ['TEST/de/d.txt']),
+        (
+            ['training/de/a.txt', 'training/b.txt'],
+            ['hold-out/de/c.txt', 'hold-out/e.txt'],
+            ['TEST/de/d.txt'],
+        ),
         (['de/a.txt', 'de/b.txt', 'c.txt', 'd.txt'], [], ['myTest.log']),
     ],
 )
@@ -114,6 +118,13 @@ def test_plain_text_that_a_path_holds_out_is_never_trained_on(train, validation,
 def test_where_nothing_else_is_to_be_trained_on_the_names_of_splits_are_domains():
     write_texts('raw', ['dev/a.txt', 'test/a.txt'])
     assert set(sources.find_units('raw', '', {}, 1)[1]) == {'dev', 'test'}
+
+
+def test_a_domain_without_a_file_for_validation_gives_some_documents():
+    write_texts('raw', ['de/a.txt', 'de/dev.txt', *(f'en/{n}.txt' for n in range(9))])
+    prepare(settings(tokens=0))
+    assert texts_of('out/validation/de.bin') == ['de/dev.txt']
+    assert len(texts_of('out/validation/en.bin')) == 1 and len(texts_of('out/train/en.bin')) == 8
 
 
 @pytest.mark.parametrize(
