@@ -110,6 +110,12 @@ def find_units(source, revision, weights, seed, column='text'):
             raise ValueError(
                 f'--weights names {domain!r}, which the source lacks: it has {", ".join(natural)}'
             )
+        if not natural[domain]:
+            raise ValueError(
+                f'all files of the domain {domain}, such as {domains[domain][0].name}, are named as '
+                'validation: move them to the folder of the domain that they belong to, rename them, '
+                'or choose domains with --weights'
+            )
         units += with_validation(domains.get(domain, []))
     if all(unit.split == 'validation' for unit in units):
         raise ValueError(
@@ -130,16 +136,11 @@ def with_validation(units):
 
 
 def natural_weights(domains):
-    """{domain: bytes for training}. Raises ValueError for a domain that has none."""
-    natural = {}
+    """{domain: bytes for training}"""
+    weights = {}
     for domain, units in domains.items():
-        natural[domain] = sum(unit.size for unit in units if unit.split == 'train')
-        if not natural[domain]:
-            raise ValueError(
-                f'all files of the domain {domain}, such as {units[0].name}, are named as validation: '
-                'move them to the folder of the domain that they belong to, or rename them'
-            )
-    return natural
+        weights[domain] = sum(unit.size for unit in units if unit.split == 'train')
+    return weights
 
 
 def is_here(source):
@@ -246,13 +247,12 @@ def folder_units(source, seed, column):
     It is one of rows if a file is named so, or if what its other files hold is rows for the most part.
     """
     sizes = list_folder(source)
-    named = [name for name in sizes if ROWS.search(name)]
     kinds = collections.defaultdict(dict)
     for name, size in sizes.items():
-        kind = 'rows' if name in named else kind_of(Path(source, name), column)
+        kind = 'rows' if ROWS.search(name) else kind_of(Path(source, name), column)
         kinds[kind][name] = size
-    total = {kind: sum(files.values()) for kind, files in kinds.items()}
-    is_rows = named or total.get('rows', 0) > total.get('text', 0)
+    is_named = any(map(ROWS.search, kinds['rows']))
+    is_rows = is_named or sum(kinds['rows'].values()) > sum(kinds['text'].values())
     tell_unread(kinds['binary'], 'binary')
     tell_unread(kinds['text' if is_rows else 'rows'], 'rows and plain text are not mixed')
     if is_rows:
