@@ -14,6 +14,7 @@ export's own.
 
 import os
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def check_empty(to):
 def export(model, tokenizer, to):
     """Write `model` and its tokenizer as a Hugging Face folder, whole or not at all.
 
-    Raises ValueError, before anything is written, if one of its weights would be lost or `to` holds
-    anything, and OSError if the folder cannot be written.
+    Raises ValueError if one of its weights would be lost or `to` holds anything, and OSError if the
+    folder cannot be written. `to` is then as it was.
     """
     check_empty(to)
     config = model.config
@@ -66,18 +67,20 @@ def export(model, tokenizer, to):
     settings['bos_token_id'] = settings['eos_token_id'] = tokenizer.eot
 
     to = Path(to).resolve()
-    half = to.with_name(f'{to.name}.half')
-    shutil.rmtree(half, ignore_errors=True)  # of an export that was killed
-    try:
-        half.mkdir(parents=True)
-        write_json(half / 'config.json', settings)
-        write_tokenizer(half, tokenizer, config.block_size)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f'{to.name}.', dir=to.parent) as ours:
+        whole = Path(ours, 'whole')  # `ours` itself only its owner may read
+        whole.mkdir()
+        write_json(whole / 'config.json', settings)
+        write_tokenizer(whole, tokenizer, config.block_size)
         for path in code:
-            shutil.copy(path, half)
-        write_weights(half / 'model.safetensors', state)
-        os.replace(half, to)
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
+            shutil.copy(path, whole)
+        write_weights(whole / 'model.safetensors', state)
+        try:
+            os.replace(whole, to)
+        except OSError:
+            check_empty(to)  # something came there in the meantime
+            raise
 
 
 def is_plain(config):
@@ -173,6 +176,8 @@ def write_tokenizer(folder, tokenizer, block_size):
         'eos_token': eot,
         'model_max_length': block_size,
         'clean_up_tokenization_spaces': False,
+        # transformers 4 would add token_type_ids, which generate() refuses.
+        'model_input_names': ['input_ids', 'attention_mask'],
     }
     write_json(folder / 'tokenizer_config.json', settings)
 

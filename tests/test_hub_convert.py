@@ -1,5 +1,6 @@
 """hub/convert.py: what goes out is a plain model of transformers, or a variant with its code."""
 
+import os
 from unittest.mock import Mock
 
 import checkpoints
@@ -155,6 +156,9 @@ def test_the_exported_tokenizer_is_ours(which, tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.eos_token_id == theirs.bos_token_id == known.eot and len(theirs) == known.n_vocab
     assert theirs.model_max_length == 24
+    assert (
+        theirs.init_kwargs['model_input_names'] == [*theirs('a')] == ['input_ids', 'attention_mask']
+    )
     for text in TEXTS:
         ids = known.encode(text).tolist()
         assert theirs(text)['input_ids'] == ids, repr(text)
@@ -202,10 +206,37 @@ def test_an_export_that_stops_half_way_leaves_nothing(trained, tmp_path, monkeyp
             assert_one_line(exported(trained, to)[0], 'No space left')
         assert not contents(tmp_path)
 
-    (tmp_path / 'to.half').mkdir()  # as a killed export leaves it
-    (tmp_path / 'to.half' / 'model.safetensors').write_bytes(b'half')
     assert exported(trained, to)[0] == 0
     assert load(to).config.v_residual and list(tmp_path.iterdir()) == [to]
+
+
+def test_an_export_touches_only_the_folder_that_it_writes(trained, tmp_path):
+    for name in ('to.half', 'to.tmp', '.to', 'to.1'):  # as others may call their own
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'model.safetensors').write_bytes(b'mine')
+    before = contents(tmp_path)
+    assert exported(trained, tmp_path / 'to')[0] == 0
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert {name.partition('/')[0] for name in after} == {*os.listdir(tmp_path)}
+    assert (tmp_path / 'to').stat().st_mode == (tmp_path / 'to.tmp').stat().st_mode
+
+
+def test_of_two_exports_into_one_folder_at_once_the_first_to_end_is_there(tmp_path, monkeypatch):
+    models = {name: ours(**changes) for name, changes in {'one': {}, 'other': SV}.items()}
+    write = convert.write_weights
+
+    def write_later(path, state):
+        """The other export begins and ends while this one writes."""
+        monkeypatch.setattr(convert, 'write_weights', write)
+        export(models['other'], BYTES, tmp_path / 'to')
+        write(path, state)
+
+    monkeypatch.setattr(convert, 'write_weights', write_later)
+    with raises_one_line(f'--to={tmp_path}/to'):
+        export(models['one'], BYTES, tmp_path / 'to')
+    assert_same_weights(load(tmp_path / 'to'), models['other'])
+    assert os.listdir(tmp_path) == ['to']
 
 
 def test_a_mistake_is_one_line_and_without_a_command_the_usage_is_told(tmp_path):
