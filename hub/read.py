@@ -18,20 +18,22 @@ import torch
 from configurator import convert, first_line
 from model import GPT, GPTConfig, rope_tables
 
-# The files of a checkpoint's weights, which may be shards; the first kind that is there is read. Other
-# files, such as Mistral's consolidated.safetensors, hold the same weights once more.
-FILES = ('model*.safetensors', 'pytorch_model*.bin')
+# A checkpoint's weights are in the first of these files that is there or, without it, in the shards
+# that its index names: what transformers reads.
+FILES = ('model.safetensors', 'pytorch_model.bin')
 
 # --- a checkpoint --------------------------------------------------------------------------------
 
 
 def holds_weights(path):
     """Whether a path is a folder with a checkpoint of Hugging Face."""
-    return path.is_dir() and any(any(path.glob(pattern)) for pattern in FILES)
+    return path.is_dir() and bool(weight_files(path))
 
 
-def load(path_or_hub_id):
+def load(path_or_hub_id, warn=print):
     """A GPT with a checkpoint's weights, in fp32. One tensor at a time is in memory twice.
+
+    Weights that lie beside them, such as shards of an earlier save, are not read; `warn` names them.
 
     Raises ValueError for models that GPT does not compute and for files that are damaged or missing,
     OSError for a hub id that cannot be downloaded.
@@ -41,9 +43,15 @@ def load(path_or_hub_id):
     model = GPT.without_weights(config)
     shapes = {name: t.shape for name, t in model.state_dict().items()}
 
-    tensors = read_tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.')
+    tensors = read_tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.', warn)
+    places = layout(kind, config)
+    head = head_name(kind)
+    if config.tie_embeddings:
+        (embedding,) = places['transformer.wte.weight']
+        if embedding not in tensors and head in tensors:  # stored by one of its two names
+            tensors[embedding] = tensors.pop(head)
     state = {}
-    for name, parts in layout(kind, config).items():
+    for name, parts in places.items():
         flips = is_flipped(kind, name)
         pieces = []
         for theirs, rows in parts.items():
@@ -53,7 +61,7 @@ def load(path_or_hub_id):
         state[name] = weight.t().contiguous() if flips else weight
     if config.tie_embeddings:
         state['lm_head.weight'] = state['transformer.wte.weight']
-    check_leftover(folder, tensors, state['lm_head.weight'])
+    check_leftover(folder, tensors, head, state['lm_head.weight'])
 
     model.load_state_dict(state, assign=True)
     if config.tie_embeddings:
@@ -72,10 +80,11 @@ def fetch(path_or_hub_id):
     try:
         from huggingface_hub import snapshot_download
 
-        for pattern in FILES:
-            folder = Path(snapshot_download(name, allow_patterns=['*.json', pattern]))
-            if any(folder.glob(pattern)):
-                break
+        for file in FILES:
+            folder = Path(snapshot_download(name, allow_patterns=['*.json', file]))
+            shards = [path.name for path in weight_files(folder)]
+            if shards:
+                return Path(snapshot_download(name, allow_patterns=['*.json', *shards]))
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
             f'{name} is not a folder, and it could not be downloaded from the hub ({first_line(error)}); '
@@ -97,18 +106,18 @@ def take(folder, tensors, name, shape):
     return t
 
 
-def check_leftover(folder, tensors, head):
-    """Refuse weights that no place was found for. A tied head may be there, too, if it is one."""
+def check_leftover(folder, tensors, head, weight):
+    """Refuse tensors that no place was found for. A head that is tied, to `weight`, may be there, too."""
     # Tables that old checkpoints carry along are not weights.
     tables = ('.rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias')
     for name, t in tensors.items():
-        if name == 'lm_head.weight' and not torch.equal(t.float(), head):
+        if name == head and not torch.equal(t.float(), weight):
             raise ValueError(
                 f'{folder}: {name} is not the embedding, though config.json ties them; which one '
                 'counts depends on the version of transformers. If it is the head, write '
                 '"tie_word_embeddings": false there'
             )
-        if name != 'lm_head.weight' and not name.endswith(tables):
+        if name != head and not name.endswith(tables):
             raise ValueError(f'{folder} has a weight that this model has no place for: {name}')
 
 
@@ -147,12 +156,17 @@ ROPE_SCALING = (
     'original_max_position_embeddings',
 )
 
-# Fields that a config.json may leave out, and transformers' defaults where they are not ours.
+# Fields that a config.json may leave out, and transformers' defaults where ours are others or none.
 OPTIONAL = ('n_kv_head', 'n_inner', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 DEFAULTS = {
-    'llama': {'rms_norm_eps': 1e-6},
-    'mistral': {'rms_norm_eps': 1e-6, 'num_key_value_heads': 8, 'sliding_window': 4096},
-    'gpt2': {'tie_word_embeddings': True},
+    'llama': {'max_position_embeddings': 2048, 'rms_norm_eps': 1e-6},
+    'mistral': {
+        'max_position_embeddings': 131072,
+        'rms_norm_eps': 1e-6,
+        'num_key_value_heads': 8,
+        'sliding_window': 4096,
+    },
+    'gpt2': {'n_positions': 1024, 'tie_word_embeddings': True},
 }
 
 # The only values of these that GPT computes; the first is transformers' default. Biases, cross
@@ -162,6 +176,7 @@ COMPUTED = {
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
+    'transformers_weights': (None,),  # files of other names
 }
 
 # The model_type of a variant that hub/convert.py exports.
@@ -274,6 +289,10 @@ def layout(kind, config):
     return names
 
 
+def head_name(kind):
+    return 'model.lm_head.weight' if kind == VARIANT else 'lm_head.weight'
+
+
 def is_flipped(kind, name):
     """Whether transformers keeps a weight of ours transposed: GPT-2's linear layers in its blocks."""
     return kind == 'gpt2' and name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))
@@ -282,13 +301,22 @@ def is_flipped(kind, name):
 # --- its tensors ---------------------------------------------------------------------------------
 
 
-def read_tensors(folder, prefix):
+def read_tensors(folder, prefix, warn):
     """A checkpoint's tensors by name, {name: tensor}. The pages of its files are mapped, not read.
 
     Names without `prefix` get it: some checkpoints of GPT-2 have none.
     """
+    paths = weight_files(folder)
+    if not paths:
+        raise ValueError(f'{folder} has neither {" nor ".join(FILES)}, nor an index of shards')
+    others = {
+        path for kind in ('*.safetensors', 'pytorch_model*.bin') for path in folder.glob(kind)
+    }
+    others = sorted(path.name for path in others - set(paths))
+    if others:
+        warn(f'note: of the weights in {folder}, these are not read: {", ".join(others)}')
     tensors = {}
-    for path in weight_files(folder):
+    for path in paths:
         with file_named(path):
             for name, t in read_file(path).items():
                 has_prefix = name.startswith((prefix, 'lm_head.'))
@@ -297,12 +325,16 @@ def read_tensors(folder, prefix):
 
 
 def weight_files(folder):
-    """The files that hold a checkpoint's weights. Weights of a shard that is missing are missed later."""
-    for pattern in FILES:
-        paths = sorted(folder.glob(pattern))
-        if paths:
-            return paths
-    raise ValueError(f'{folder} has neither {" nor ".join(FILES)}')
+    """The files that hold a checkpoint's weights, shards of which may be missing; [] without any."""
+    for name in FILES:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f'{name}.index.json'
+        if index.exists():
+            with file_named(index):
+                shards = set(json.loads(index.read_text())['weight_map'].values())
+                return [folder / shard for shard in sorted(shards)]
+    return []
 
 
 def read_file(path):

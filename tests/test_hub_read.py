@@ -22,6 +22,7 @@ from huggingface_hub.utils import filter_repo_objects
 from programs import BYTES, MALICE, Evil, cut, ours, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from variants import SV
 
 from hub.convert import export, load
 
@@ -108,6 +109,68 @@ def test_every_file_format_gives_the_same_weights(form, tmp_path):
     assert_same_weights(load(tmp_path), expected)
 
 
+@pytest.mark.parametrize('form', FORMATS)
+def test_what_lies_beside_a_checkpoint_is_named_and_not_read(form, tmp_path, capsys):
+    """Weights of another model, under names that come first, last, or as a shard of another save."""
+    model = written(tmp_path / 'new')
+    FORMATS[form](tmp_path / 'new', model)
+    others = ['a.safetensors', 'model-00009-of-00009.safetensors', 'model.fp16.safetensors']
+    others += ['pytorch_model-00002-of-00002.bin', 'pytorch_model.ema.bin']
+    if form == 'sharded safetensors':  # which come first
+        others += ['pytorch_model.bin']
+    older = {name: t + 1 for name, t in model.state_dict().items()}
+    for name in others:
+        write = save_file if name.endswith('.safetensors') else torch.save
+        write(older, tmp_path / 'new' / name)
+    assert_equal_logits(load(tmp_path / 'new'), model)
+    assert_equal_logits(
+        load(tmp_path / 'new'), AutoModelForCausalLM.from_pretrained(tmp_path / 'new')
+    )
+    notes = capsys.readouterr().out.splitlines()
+    assert len(notes) == 2 and all(name in notes[0] for name in others)
+
+
+def test_an_index_that_names_no_files_is_refused_by_name(tmp_path):
+    FORMATS['sharded bin'](tmp_path, written(tmp_path))
+    for text in ('[]', '{"weight_map": {"a": 1}}', '{"weight_map"'):
+        (tmp_path / 'pytorch_model.bin.index.json').write_text(text)
+        assert_refused(tmp_path, 'pytorch_model.bin.index.json')
+
+
+@pytest.mark.parametrize('which', ['embedding', 'head', 'both'])
+@pytest.mark.parametrize('kind', ['gpt2', 'mistral', 'SVFormer'])
+def test_tied_weights_are_read_by_either_name_or_both(kind, which, tmp_path):
+    if kind == 'SVFormer':
+        model = ours(**SV, tie_embeddings=True)
+        export(model, BYTES, tmp_path)
+        expected = model(tokens())[0]
+    else:
+        expected = written(tmp_path, kind, tie_word_embeddings=True)(tokens()).logits
+    embedding, head = {
+        'gpt2': ('transformer.wte.weight', 'lm_head.weight'),
+        'mistral': ('model.embed_tokens.weight', 'lm_head.weight'),
+        'SVFormer': ('model.transformer.wte.weight', 'model.lm_head.weight'),
+    }[kind]
+    path = tmp_path / 'model.safetensors'
+    state = load_file(path)
+    weight = state.pop(embedding)
+    names = {'embedding': [embedding], 'head': [head], 'both': [embedding, head]}[which]
+    save_file({**state, **{name: weight.clone() for name in names}}, path)
+    gpt = load(tmp_path)
+    torch.testing.assert_close(gpt(tokens())[0], expected, atol=1e-4, rtol=0)
+    assert gpt.lm_head.weight is gpt.transformer.wte.weight
+
+
+@pytest.mark.parametrize('kind', ['llama', 'mistral', 'gpt2'])
+def test_a_config_that_lacks_its_length_has_that_of_transformers(kind, tmp_path):
+    name = 'n_positions' if kind == 'gpt2' else 'max_position_embeddings'
+    lengths = {'n_positions': 1024} if kind == 'gpt2' else {}  # a table has one
+    written(tmp_path, kind, **lengths)
+    edit(tmp_path, **{name: None})
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert load(tmp_path).config.block_size == getattr(config, name)
+
+
 def test_a_checkpoint_in_half_precision_is_read_exactly(tmp_path):
     theirs().to(torch.bfloat16).save_pretrained(tmp_path)
     gpt = load(tmp_path)
@@ -173,6 +236,7 @@ NOT_COMPUTED = [
     ('llama', dict(num_attention_heads=5), ['n_head=5']),
     ('gpt2', dict(scale_attn_weights=False), ['scale_attn_weights']),
     ('gpt2', dict(activation_function='relu'), ["'relu'"]),
+    ('mistral', dict(transformers_weights='other.safetensors'), ["'other.safetensors'"]),
 ]
 
 
@@ -212,13 +276,13 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped_where_the_config_ties_t
 
 def test_missing_files_are_refused_by_name(tmp_path):
     FORMATS['sharded bin'](tmp_path, written(tmp_path))
-    shards = sorted(tmp_path.glob('*-of-*'))
-    missing = list(torch.load(shards[0]))
-    shards[0].unlink()
-    assert any(name in assert_refused(tmp_path) for name in missing)
-    for path in shards[1:]:
-        path.unlink()
-    assert_refused(tmp_path, 'model*.safetensors', 'pytorch_model*.bin')
+    for shard in sorted(tmp_path.glob('*-of-*')):
+        whole = shard.read_bytes()
+        shard.unlink()
+        assert_refused(tmp_path, shard.name)
+        shard.write_bytes(whole)
+    (tmp_path / 'pytorch_model.bin.index.json').unlink()
+    assert_refused(tmp_path, 'model.safetensors', 'pytorch_model.bin', 'index')
     (tmp_path / 'config.json').unlink()
     assert_refused(tmp_path, 'config.json')
 
