@@ -459,9 +459,9 @@ def open_checkpoint(settings, machine):
     if settings.init_from == 'scratch':
         return None
     path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
-    if not holds_weights(path):
+    if checkpoints(path) or not holds_weights(path):
         return load_checkpoint(path, machine.warn)
-    theirs = load_hub(path)
+    theirs = load_hub(path, machine.warn)
     return {'model': theirs.state_dict(), 'model_config': asdict(theirs.config), 'path': path}
 
 
@@ -488,8 +488,7 @@ def take_over(checkpoint, start, settings, config, warn):
     path = checkpoint['path']
     resumes = settings.init_from == 'resume'
     with name_misfits(path):
-        if 'data' in checkpoint:  # a Hugging Face folder does not say what it was trained on
-            compare_tokenizers(checkpoint, start.dataset)
+        compare_tokenizers(checkpoint, start.dataset)
         if resumes:
             start.changed = check_resume(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from configurator import first_line
-from lib.files import as_json, locked, named, whole_file, write_whole
+from lib.files import as_json, locked, named, sha256_of, whole_file, write_whole
 from model import SHAPE, GPTConfig
 
 # Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
@@ -262,11 +262,18 @@ def check_tokenizer(user, sha256, other_sha256, owner):
 
 
 def compare_tokenizers(checkpoint, dataset):
-    """ValueError where a checkpoint was trained with another tokenizer than a dataset's."""
-    ours, theirs = checkpoint['data']['tokenizer'], dataset.meta['tokenizer']
-    check_tokenizer(
-        checkpoint['path'], ours['sha256'], theirs['sha256'], f'that of {dataset.folder}'
-    )
+    """ValueError where a checkpoint was trained with another tokenizer than a dataset's. A Hugging Face
+    folder does not say with which one, unless a tokenizer.json is in it."""
+    path = checkpoint['path']
+    if 'data' in checkpoint:
+        ours = checkpoint['data']['tokenizer']['sha256']
+    else:
+        file, copy = path / 'tokenizer.json', dataset.folder / 'tokenizer.json'
+        if not file.exists() or (copy.exists() and file.read_bytes() == copy.read_bytes()):
+            return
+        ours = sha256_of(file)
+    theirs = dataset.meta['tokenizer']['sha256']
+    check_tokenizer(path, ours, theirs, f'that of {dataset.folder}')
 
 
 def compare_data(checkpoint, dataset, advice=''):

@@ -34,6 +34,8 @@ def load_run(path, tokenizer=''):
     if weights.is_dir():
         model = load_hub(path)
         encoder = tokenizers.load(tokenizer or path)
+        if tokenizer and (path / 'tokenizer.json').exists():
+            check_tokenizer(path, tokenizers.load(path).sha256, encoder.sha256, tokenizer)
     else:
         checkpoint = load_checkpoint(weights)
         with name_misfits(path):

@@ -1,16 +1,20 @@
 """train.py --init_from=FOLDER: training goes on from a checkpoint of transformers."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import checkpoints
 import pytest
 from checkpoints import SCALING, written
-from programs import BYTES
+from conftest import raises_one_line
+from programs import BYTES, small_bpe
 from runs import evaluations, good, here, newest, refused
 
 import hub.convert
 from lib.rundir import checkpoints as checkpoints_of
+from lib.trained import load_run
 from model import GPT, GPTConfig
 
 quiet = checkpoints.quiet
@@ -26,6 +30,19 @@ SOURCE = dict(
 )
 GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
 LLAMA3 = {**SCALING, 'rope_theta': 500000.0}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def tokenizer_file(work):
+    """data/tiny says that its tokenizer is the one that exports here have."""
+    (work / 'data/tiny/tokenizer.json').write_bytes(BYTES.as_file())
+
+
+def model_of(run):
+    checkpoint = newest(run)
+    model = GPT(GPTConfig(**checkpoint['model_config']))
+    model.load_state_dict(checkpoint['model'])
+    return model
 
 
 def evaluated(init_from, **options):
@@ -49,10 +66,7 @@ def test_training_from_a_folder_begins_with_its_loss_and_goes_on(work, name):
     changes = EXPORTS[name]
     first, folder, second = f'out/{name}', f'from/{name}', f'out/{name}, on'
     good(first, **changes, max_iters=2)
-    checkpoint = newest(first)
-    model = GPT(GPTConfig(**checkpoint['model_config']))
-    model.load_state_dict(checkpoint['model'])
-    hub.convert.export(model, BYTES, folder)
+    hub.convert.export(model_of(first), BYTES, folder)
     line = evaluated(folder, **changes)
     assert line == evaluated(checkpoints_of(first)[0], **changes)
 
@@ -61,6 +75,44 @@ def test_training_from_a_folder_begins_with_its_loss_and_goes_on(work, name):
     assert f'{logged[0]:.4f}' in line and logged[-1] < logged[0]
     if name == 'SVFormer':
         refused(folder, 'c_attn', init_from=folder)
+
+
+def other_dataset(name, encoder):
+    """data/tiny, as if it had been prepared with another tokenizer."""
+    folder = Path('data', name)
+    shutil.copytree('data/tiny', folder)
+    meta = json.loads((folder / 'meta.json').read_text())
+    meta['tokenizer']['sha256'] = encoder.sha256
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    (folder / 'tokenizer.json').write_bytes(encoder.as_file())
+    return folder
+
+
+def test_an_export_is_refused_on_data_of_another_tokenizer_as_its_run_is(work):
+    good('out/first', max_iters=1)
+    model = model_of('out/first')
+    hub.convert.export(model, BYTES, 'from/export')
+    encoder = small_bpe(work / 'bpe')
+    dataset = other_dataset('other', encoder)
+    for source in ('out/first', 'from/export'):
+        refused(source, 'another tokenizer', 'data/other', init_from=source, dataset='other')
+    hub.convert.export(model, encoder, 'from/bpe')
+    refused('from/bpe', 'another tokenizer', 'data/tiny', init_from='from/bpe')
+    evaluated('from/bpe', dataset='other')
+    with raises_one_line('from/bpe', 'another tokenizer', 'bytes'):
+        load_run('from/bpe', 'bytes')
+    (dataset / 'tokenizer.json').unlink()  # meta.json still says which one it was
+    evaluated('from/bpe', dataset='other')
+    refused('from/export', 'another tokenizer', init_from='from/export', dataset='other')
+    Path('from/export/tokenizer.json').unlink()  # now it does not say
+    evaluated('from/export', dataset='other')
+
+
+def test_a_run_goes_on_from_its_checkpoint_whatever_weights_lie_beside_it(work):
+    good('out/both', max_iters=1)
+    written(Path('out/both'))
+    for init_from in ('out/both', 'resume'):
+        good('out/both', init_from=init_from, eval_only=True)
 
 
 OTHERS = [
