@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from comparison.arms import contrast_name, lead, parse_contrasts
+from comparison.compute import multipliers
 from comparison.curves import measure_curves, smoothing
 from comparison.plan import TEXT, changes
 from comparison.record import read_plan
@@ -95,6 +96,7 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         each = [describe(dict(enumerate(one))) for one in zip(*pairs[key].values(), strict=True)]
         losses = [(numbers['mean'], numbers['sd']) for numbers in each]
         verdicts[key] |= {'ours': ours, 'theirs': theirs, 'losses': losses}
+    numbers = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
     return {
         'title': title,
         'plan': None,
@@ -103,7 +105,8 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         'provenance': origins(states),
         'code': Counter(state.code for state in states if state.config and state.code),
         'baseline': baseline,
-        'arms': {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()},
+        'arms': numbers,
+        'multipliers': multipliers(arms, numbers, baseline),
         'contrasts': verdicts,
         'evaluation': describe_evaluation(arms[baseline].facts),
         'curves': curves_of_arms(arms, baseline),

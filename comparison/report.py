@@ -251,7 +251,24 @@ def tuning_table(comparison):
     return title, ['arm', *(f'{rate:g}' for rate in rates)], rows
 
 
-TABLES = (arm_table, cost_table, tuning_table)
+def multiplier_table(comparison):
+    """How much more compute the baseline needs for an arm's loss, and in how much more time."""
+    head = ['arm', 'FLOPs', '95% interval', 'throughput, as logged', 'time']
+    rows = []
+    for name, numbers in comparison['multipliers'].items():
+        mean, ratio = numbers['mean'], numbers['speed']
+        row = [name, numbers['reason'] if mean is None else f'{TIMES}{mean:.3f}', '', '', '']
+        if numbers['low'] is not None:
+            row[2] = f'{TIMES}{numbers["low"]:.3f} to {TIMES}{numbers["high"]:.3f}'
+        if ratio:
+            row[3] = f'{TIMES}{ratio:.3f}'
+            row[4] = '' if mean is None else f'{TIMES}{mean * ratio:.3f}'
+        rows.append(row)
+    title = f'Compute multiplier: what {comparison["baseline"]} needs for the loss of an arm'
+    return title, head, rows
+
+
+TABLES = (arm_table, cost_table, multiplier_table, tuning_table)
 
 
 def sections(comparison):

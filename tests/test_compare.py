@@ -576,6 +576,34 @@ def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
     assert skipped == {'vanilla': '0', 'resformer': '26', 'svformer': '0'}
 
 
+def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
+    """At 30, 60 and 120 steps; an arm that ends as vanilla would after 90 of them, at half the speed."""
+    arms = (
+        'vanilla; v30: max_iters=30; v120: max_iters=120; mine: v_residual=True; far: share_v=True'
+    )
+    plan = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3')
+    steps = {'vanilla': 60, 'v30': 30, 'v120': 120, 'mine': 90, 'far': 500}
+    pretend_all(plan, lambda run: 3 - 0.1 * math.log(steps[run.arm]) + scatter(run.seed))
+    for folder in folders_of(plan):
+        log = Path(folder, 'log.jsonl')
+        if '/mine' in folder:
+            log.write_text(log.read_text().replace('"tok_per_s": 1000.0', '"tok_per_s": 500.0'))
+    comparison = collect(plan)
+    found = comparison['multipliers']
+    assert list(found) == ['mine', 'far']
+    # Between 60 and 120 steps, a line over the logarithm is the curve itself.
+    assert [found['mine'][name] for name in ('mean', 'low', 'high')] == pytest.approx([1.5] * 3)
+    assert found['mine']['speed'] == pytest.approx(0.5)
+    (row,) = re.findall(r'\| mine \| ×1\.500 .*', report.markdown(comparison))
+    assert row.endswith('| ×0.500 | ×0.750 |')
+    assert found['far']['mean'] is None and 'beyond' in found['far']['reason']
+
+    not_falling = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3', '--name=b')
+    pretend_all(not_falling, lambda run: 2.0 + scatter(run.seed) + 0.1 * (run.arm == 'v120'))
+    assert 'does not fall' in collect(not_falling)['multipliers']['mine']['reason']
+    assert collect(make_plan(ARMS, '--seeds=3', '--name=c'))['multipliers'] == {}
+
+
 @pytest.fixture
 def page(place):
     """(what is shown, report.md, report.html) of a comparison with a longer arm and a given rate."""

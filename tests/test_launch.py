@@ -162,7 +162,9 @@ def without_times(folder):
     text = (folder / 'report.md').read_text()
     text = re.sub(r'## Cost.*?##', '##', text, flags=re.S)
     return re.sub(
-        r'written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d|- code: .*\n|- training and .*\n', '', text
+        r'plan: \w+, written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d|- code: .*\n|- training and .*\n',
+        '',
+        text,
     )
 
 

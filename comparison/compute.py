@@ -1,0 +1,77 @@
+"""
+The compute multiplier: how much more compute the baseline needs for the loss of an arm.
+
+Where a comparison has the baseline's model at several sizes or numbers of tokens, each of its seeds gives
+a curve, the loss over training FLOPs. Between two points it is a line over the FLOPs' logarithm; beyond
+them nothing is said. No law with constants to be fitted is assumed. The FLOPs at which the curve has an
+arm's loss, divided by the arm's own FLOPs, are the multiplier. Times the ratio of throughputs in FLOPs a
+second, as logged, the arm's to that of the baseline's model of its size, it is one of time.
+"""
+
+import math
+
+import numpy as np
+
+from comparison.runs import ROUNDING, difference
+from comparison.verdict import describe
+from model import GPTConfig
+
+# Facts in which one model at two sizes or numbers of tokens may differ.
+LADDER = {
+    *GPTConfig().shape(),
+    *'max_iters lr_decay_iters warmup_iters learning_rate seed resumed data'.split(),
+    *'batch_size gradient_accumulation_steps'.split(),
+    *ROUNDING,
+}
+
+
+def multipliers(arms, numbers, baseline):
+    """{arm: multiplier()} of the arms of other models than the baseline's; {} without a curve.
+
+    arms: {name: ArmRuns} of assemble.py. numbers: {name: its line in the tables}.
+    """
+    curve = [
+        name
+        for name, arm in arms.items()
+        if not difference(arm.facts, arms[baseline].facts, LADDER)
+    ]
+    curve.sort(key=lambda name: numbers[name]['flops'])
+    if len({numbers[name]['flops'] for name in curve}) < 2:
+        return {}
+    result = {}
+    for name in arms:
+        if name not in curve:
+            shape = arms[name].config.shape()
+            alike = [numbers[other] for other in curve if arms[other].config.shape() == shape]
+            result[name] = multiplier(numbers[name], [numbers[other] for other in curve])
+            result[name]['speed'] = speed(numbers[name]) / speed(alike[0]) if alike else None
+    return result
+
+
+def speed(numbers):
+    """FLOPs a second, as logged."""
+    milliseconds = numbers['ms_per_step'] or math.nan
+    return 1e3 * numbers['flops'] / numbers['steps'] / milliseconds
+
+
+def multiplier(numbers, curve):
+    """{'mean', 'low', 'high': the multiplier of FLOPs and its 95% interval over seeds, or None,
+    'reason': why there is none}. curve: the baseline's numbers, from few FLOPs to many."""
+    ratios, flops = {}, np.log([point['flops'] for point in curve])
+    nothing = {'mean': None, 'low': None, 'high': None}
+    for seed, loss in numbers['losses'].items():
+        losses = [point['losses'].get(seed) for point in curve]
+        if None in losses:
+            continue
+        if (np.diff(losses) >= 0).any():
+            return nothing | {'reason': f"the baseline's loss does not fall in seed {seed}"}
+        if not losses[-1] <= loss <= losses[0]:
+            return nothing | {'reason': f"beyond the baseline's losses in seed {seed}"}
+        # np.interp wants rising losses.
+        needed = np.interp(loss, losses[::-1], flops[::-1])
+        ratios[seed] = float(needed - math.log(numbers['flops']))
+    if not ratios:
+        return nothing | {'reason': 'no seed has finished at every point'}
+    described = describe(ratios)
+    logs = {name: described[name] for name in nothing}
+    return {name: None if x is None else math.exp(x) for name, x in logs.items()} | {'reason': ''}
