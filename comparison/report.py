@@ -57,10 +57,15 @@ def state(comparison):
         words.append(f'{name} ({changes})' if changes else name)
     finished = 'Not finished' if comparison['problems'] else 'Finished'
     text = f'{finished}. Arms: {"; ".join(words)}. The first is the baseline.'
-    if len(comparison['code']) > 1:
-        parts = [f'{count} of {code}' for code, count in comparison['code'].items()]
-        text += f' The runs are of different code: {"; ".join(parts)}.'
-    return text
+    return f'{text} {code_text(comparison["code"])}'.strip()
+
+
+def code_text(codes):
+    """Which code how many runs are of, {code: runs}; '' where it is one."""
+    if len(codes) < 2:
+        return ''
+    parts = [f'{count} of {code}' for code, count in codes.items()]
+    return f'The runs are of different code: {"; ".join(parts)}.'
 
 
 def sentences(comparison, contrast):

@@ -44,7 +44,7 @@ from train import INCIDENTAL, NOT_FINITE, TrainConfig
 # --- files ----------------------------------------------------------------------------------------
 
 
-def read_text(run, name):
+def text_of_run(run, name):
     """The text of a file of a run, from its folder or from a pack beside it; None where there is none."""
     path = Path(run, name)
     if path.exists():
@@ -95,7 +95,7 @@ def read_run_config(run, *needed):
     """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
     of those `needed` is missing or no number."""
     path = Path(run, 'config.json')
-    text = read_text(run, 'config.json')
+    text = text_of_run(run, 'config.json')
     if text is None and needed:
         raise FileNotFoundError(f'there is no {path}')
     with unreadable(f'{path} does not say {", ".join(needed) or "settings"}'):
@@ -308,8 +308,8 @@ def read_state(folder, wanted=None, but=()):
     """The State of a run. wanted: the facts that it must have. Those named in `but` do not count as its
     facts."""
     folder = Path(folder)
-    failed = (read_text(folder, 'failed.txt') or '').strip()
-    log = read_text(folder, 'log.jsonl')
+    failed = (text_of_run(folder, 'failed.txt') or '').strip()
+    log = text_of_run(folder, 'log.jsonl')
     if log is None:
         return State(folder, 'failed' if failed else 'missing', failed)
     state = State(folder, 'unfinished', but=tuple(but))

@@ -207,7 +207,7 @@ NAMES = {
 }
 
 
-def arms_of(models, **at):
+def arms_at(models, **at):
     """[Arm] of some models, 'vanilla resformer', at each value of a setting: length=LENGTHS."""
     places = [dict(zip(at, values, strict=True)) for values in itertools.product(*at.values())]
     return [Arm(model, **place) for place in places for model in models.split()]
@@ -223,7 +223,7 @@ class Panel:
 
     def __init__(self, how, models, title='', **at):
         self.how = how
-        self.arms = arms_of(models, **at)
+        self.arms = arms_at(models, **at)
         self.title = title
 
     def runs(self):
@@ -382,7 +382,7 @@ def statement(figure, where, says, contrasts, metric='final loss', caveat='', **
     claims = []
     for contrast in contrasts.split(';'):
         ours, sign, theirs = contrast.split()
-        for pair in zip(arms_of(ours, **at), arms_of(theirs, **at), strict=True):
+        for pair in zip(arms_at(ours, **at), arms_at(theirs, **at), strict=True):
             claims.append(Claim(figure, where, says, pair[0], sign, pair[1], metric, caveat))
     return claims
 
@@ -566,7 +566,7 @@ CLAIMS = [
             longer,
             'critical step',
         )
-        for shorter, longer in itertools.pairwise(arms_of('svformer', length=LENGTHS))
+        for shorter, longer in itertools.pairwise(arms_at('svformer', length=LENGTHS))
     ],
     *[
         Claim(
@@ -578,7 +578,7 @@ CLAIMS = [
             larger,
             'lead',
         )
-        for larger, smaller in itertools.pairwise(arms_of('svformer', rate=(0, 1, 2)))
+        for larger, smaller in itertools.pairwise(arms_at('svformer', rate=(0, 1, 2)))
     ],
     *statement(
         'fig13',

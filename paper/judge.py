@@ -16,6 +16,7 @@ paper.analyze says of the inside of runs: {analysis: {name of a run's folder: re
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from comparison import charts
 from comparison.charts import seeds_text
+from comparison.report import code_text
 from comparison.runs import ROUNDING, difference, disagreement, finished_runs
 from comparison.verdict import describe, half_width, judge, paired
 from lib.files import unreadable
@@ -169,7 +171,7 @@ INSIDE = {
 }
 
 
-def measure(claim, seed, pair, pool, reports):
+def claim_difference(claim, seed, pair, pool, reports):
     """The difference of one seed; None where runs or reports are missing."""
     if claim.metric in OF_RUNS:
         return OF_RUNS[claim.metric](*pair)
@@ -189,7 +191,7 @@ def measure(claim, seed, pair, pool, reports):
 
 
 @dataclass
-class Row:
+class ClaimRow:
     """A contrast, all places where the paper prints it, and what the runs say."""
 
     figure: str  # of the claim that first prints it, or a version of the paper. Its family for Holm
@@ -229,7 +231,7 @@ MISSING = 'no such runs, or none with the same seeds, or no analyses of them'
 
 
 def rows_of(claims, pool, reports):
-    """[Row] of the claims, tested by a pool."""
+    """[ClaimRow] of the claims, tested by a pool."""
     groups = {}
     for claim in claims:
         key = str(claim.ours), str(claim.theirs), measure_of(claim.metric)
@@ -238,12 +240,14 @@ def rows_of(claims, pool, reports):
     for key, group in groups.items():
         claim, (ours, theirs, _) = group[0], key
         where, says = [each.where for each in group], [each.says for each in group]
-        rows[key] = Row(
+        rows[key] = ClaimRow(
             claim.figure, ours, claim.sign, theirs, claim.metric, where, says, claim.caveat
         )
         is_testable = claim.metric in (*OF_RUNS, *INSIDE, 'lead')
         pairs[key] = pairs_of(pool, claim.ours, claim.theirs) if is_testable else {}
-        each = {s: measure(claim, s, pair, pool, reports) for s, pair in pairs[key].items()}
+        each = {
+            s: claim_difference(claim, s, pair, pool, reports) for s, pair in pairs[key].items()
+        }
         values[key] = {seed: value for seed, value in each.items() if value is not None}
         if not values[key]:
             rows[key].reason = why_larger(claim) or MISSING
@@ -293,8 +297,12 @@ def in_order(rows):
     return sorted(rows, key=lambda row: list(VERDICTS).index(row.verdict))
 
 
-def claims_table(rows):
-    """A table of the tested claims, what its numbers are of, and a list of the others."""
+def claims_table(rows, pool=()):
+    """A table of the tested claims, what its numbers are of, and a list of the others.
+
+    pool: the runs, of which it says first whether one code has trained them all.
+    """
+    codes = Counter(run.code for arm in pool for run in pool[arm].values() if run.code)
     tested = [row for row in in_order(rows) if row.numbers]
     cells = []
     for row in tested:
@@ -317,8 +325,9 @@ def claims_table(rows):
         'seeds',
         'verdict',
     ]
+    first = f'{claims_headline(rows)}. {code_text(codes)}'.rstrip()
     lines = [
-        f'{claims_headline(rows)}.',
+        first,
         '',
         markdown_table(head, cells, (0, 1, len(head) - 1)),
         '',

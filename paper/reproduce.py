@@ -261,7 +261,7 @@ def draw_kept(name, pool, settings):
 def write_claims(pool, settings):
     """The verdict on every claim, from runs that exist, and all differences of their losses."""
     rows = judge.rows_of(CLAIMS, pool, judge.read_reports(settings.analyses))
-    table, picture = judge.claims_table(rows), judge.claims_plot(rows)
+    table, picture = judge.claims_table(rows, pool), judge.claims_plot(rows)
     numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
     out = Path(settings.out or 'verdicts')
     write_json(out.with_suffix('.json'), numbers)

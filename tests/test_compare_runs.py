@@ -8,7 +8,7 @@ from comparison.runs import (
     facts,
     origin_of,
     read_run_config,
-    read_text,
+    text_of_run,
 )
 
 
@@ -34,7 +34,7 @@ def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
     text = f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}'
     (tmp_path / 'log.jsonl').write_text(text, encoding='latin-1')  # in which \xff is no UTF-8
     with pytest.raises(ValueError, match=f'{tmp_path}/log.jsonl, line 2: not '):
-        entries_of(read_text(tmp_path, 'log.jsonl'), tmp_path / 'log.jsonl')
+        entries_of(text_of_run(tmp_path, 'log.jsonl'), tmp_path / 'log.jsonl')
 
 
 def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
