@@ -233,6 +233,7 @@ class Port:
         return self.model(torch.tensor(ids), use_cache=False).logits.detach().numpy()
 
     def gradients(self, ids, targets):
+        self.model.zero_grad()
         logits = self.model(torch.tensor(ids), use_cache=False).logits
         F.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten()).backward()
         joined = {ours: torch.cat([p.grad for p in parts]) for ours, parts in self.parts.items()}

@@ -1,5 +1,5 @@
 """
-Makes tests/conform.npz: what tests/reference.py computes for each variant of the conformance kit, in
+Makes hub/conform.npz: what tests/reference.py computes for each variant of the conformance kit, in
 float64, and what it computes with each of the mistakes.
 
 $ python tests/make_conform.py
@@ -91,6 +91,30 @@ def detached_layers(part):
         right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
 
     return mix_and_rotate
+
+
+def unmixed(config, weights, n, h, x, sources, own):
+    return own
+
+
+def summed(config, weights, n, h, x, sources, own):
+    return own + sum(sources)
+
+
+def divided(config, weights, n, h, x, sources, own):
+    """The paper's layer n, counted from 1, divides by n."""
+    if config.residual_learned or config.residual_lambda:
+        return right.mixture(config, weights, n, h, x, sources, own)
+    return summed(config, weights, n, h, x, sources, own) / (n + 1)
+
+
+def normalized(config, weights, n, h, x, sources, own):
+    total = right.mixture(config, weights, n, h, x, [1.0] * len(sources), 1.0)
+    return right.mixture(config, weights, n, h, x, sources, own) / total
+
+
+def previous_of(config, n):
+    return [n - 1] if right.sources_of(config, n) == [0] else right.sources_of(config, n)
 
 
 def turned(config, weights):
@@ -193,6 +217,11 @@ def gate_of_the_last_channels(config, weights, n, h, x):
 
 
 MISTAKES = {
+    'unmixed': dict(mixture=unmixed, gated=unmixed),
+    'summed': dict(mixture=summed),
+    'divided': dict(mixture=divided),
+    'normalized': dict(mixture=normalized),
+    'previous': dict(sources_of=previous_of),
     'detached': dict(mix_and_rotate=detached_layers('v')),
     'keys detached': dict(mix_and_rotate=detached_layers('k')),
     'swapped': dict(mixture=swapped_mixture, gated=swapped_gated),
@@ -212,7 +241,10 @@ OF_DECODING = {
     'RoPE offset': dict(mix_and_rotate=mixing_without_offset),
 }
 # Those that a mixing can make.
-OF_MIXING = ('detached', 'swapped', 'own weighted', 'gate sign', 'gate channels')
+OF_MIXING = (
+    *('unmixed', 'summed', 'normalized', 'detached', 'swapped', 'own weighted', 'gate sign'),
+    'gate channels',
+)
 
 # --- what the reference gives ---------------------------------------------------------------------
 
@@ -251,14 +283,21 @@ def observe(config, shapes, mistake=''):
     result["gradient of layer 1's W_V"] = torch.cat(rows[-kv:])
     if config.k_residual or config.share_k or config.share_k_from:
         result["gradient of layer 1's W_K"] = torch.cat(rows[-2 * kv : -kv])
-    mixing = [name for name in weights if is_of_mixing(name)]
-    result |= {f'gradient of {name}': weights[name].grad for name in mixing}
+    gradients = gradients_of(weights)
+    result |= {check: gradient for check, gradient in gradients.items() if is_whole(check)}
     if mistake in OF_DECODING:
         logits, _ = run(config, weights, **OF_DECODING[mistake])
     result['logits decoded with a cache'] = logits
     heads = [reference.own_heads(config, part, n) for part in 'kv' for n in range(config.n_layer)]
     result['numbers in the cache'] = torch.tensor(B * T * config.head_size * sum(heads))
-    return result
+    return result | {
+        check: gradient for check, gradient in gradients.items() if not is_whole(check)
+    }
+
+
+def is_whole(check):
+    """Whether the file has all numbers of a check, and what mistakes give. Of others, it has a sample."""
+    return is_of_mixing(check) or not check.endswith('.weight')
 
 
 def is_of_mixing(name):
@@ -284,10 +323,17 @@ def observe_mixing(config, shapes, mistake=''):
     values = torch.stack(heads).view(shape)
     values.backward(torch.tensor(formula('gradient', shape)))
     result = {'values': values}
-    for name, t in (inputs | weights).items():
-        if name != 'x' or config.residual_gate:
-            result[f'gradient of {name}'] = torch.zeros_like(t) if t.grad is None else t.grad
+    result |= gradients_of(inputs | weights)
+    if not config.residual_gate:
+        del result['gradient of x']
     return result
+
+
+def gradients_of(leaves):
+    return {
+        f'gradient of {name}': torch.zeros_like(t) if t.grad is None else t.grad
+        for name, t in leaves.items()
+    }
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -300,7 +346,7 @@ LEVELS = {
 
 
 def make_case(level, name, mistakes):
-    """(what the index says of a variant, its numbers, those of each mistake that shows)."""
+    """What the index says of a variant, and its numbers."""
     config = GPTConfig(**SIZE | VARIANTS[name])
     parameters = GPT.without_weights(config).named_parameters()
     shapes = {name: tuple(p.shape) for name, p in parameters}
@@ -314,43 +360,44 @@ def make_case(level, name, mistakes):
             constant = config.residual_lambda or (() if config.residual_gate else (0.5, 0.5))
     observe = LEVELS[level][1]
 
-    def numbers(*mistake):
+    def arrays(*mistake):
         return {check: t.detach().numpy() for check, t in observe(config, shapes, *mistake).items()}
 
-    expected = numbers()
-    rows = {}
+    expected = arrays()
+    numbers = [a.ravel() if is_whole(check) else sample(a) for check, a in expected.items()]
+    seen = {}
     for mistake in mistakes:
-        wrong = numbers(mistake)
-        if shows(wrong, expected):
-            rows[mistake] = np.concatenate([sample(array) for array in wrong.values()])
+        wrong = arrays(mistake)
+        checks = [c for c in filter(is_whole, expected) if shows(wrong[c], expected[c])]
+        if checks:
+            seen[mistake] = checks
+            numbers += [sample(wrong[check]) for check in checks]
     case = {
         'config': vars(config) | {'n_kv_head': config.kv_heads},
         'weights': shapes,
         'constant': constant,
         'checks': {check: array.shape for check, array in expected.items()},
-        'mistakes': list(rows),
+        'mistakes': seen,
+        'sizes': [len(array) for array in numbers],
     }
-    flat = np.concatenate([array.ravel() for array in expected.values()])
-    return case, flat.astype(np.float32), np.array(list(rows.values()), dtype=np.float32)
+    # Of 16 bits each, so that the file is small.
+    mantissas, exponents = np.frexp(np.concatenate(numbers))
+    return case, np.ldexp(np.round(mantissas * 2**16) / 2**16, exponents).astype(np.float32)
 
 
 def shows(wrong, expected):
-    """Whether a mistake can be told from what is right, by far."""
-    return any(
-        abs(sample(wrong[check]) - sample(array)).max() > 10 * TOLERANCE * abs(array).max()
-        for check, array in expected.items()
-    )
+    """Whether what a mistake gives can be told from what is right, by far."""
+    return abs(sample(wrong) - sample(expected)).max() > 10 * TOLERANCE * abs(expected).max()
 
 
 def main():
+    torch.set_num_threads(1)  # the matrices are tiny: more threads take ten times as long
     index, arrays = {}, {}
     for level, (names, _, mistakes) in LEVELS.items():
         index[level] = {}
         for name in names:
-            case, numbers, rows = make_case(level, name, mistakes)
+            case, arrays[f'{level}/{name}'] = make_case(level, name, mistakes)
             index[level][name] = case
-            arrays[f'{level}/{name}'] = numbers
-            arrays[f'{level}/{name}/mistakes'] = rows
             print(f'{level} {name}: {", ".join(case["mistakes"])}')
     np.savez_compressed(FIXTURE, index=json.dumps(index), **arrays)
 
