@@ -48,7 +48,7 @@ The rows of c_attn are q, k, v, of the heads that a layer projects: a layer has 
 Linear weights are (out, in); of c_fc the rows are gate, then up. RoPE rotates halves. The kit counts
 layers from 1; names of weights count them from 0.
 
-A mixing, of four arguments, for projects whose blocks differ (some 20 lines):
+A mixing, of four arguments, for projects whose blocks differ (20 to 40 lines):
 
     def mix(own, source, x, weights):
         # own, source (B, n_kv_head, T, head size): the values of a layer and what is mixed into them,
