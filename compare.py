@@ -26,10 +26,10 @@ from pathlib import Path
 from comparison import charts, launch, report
 from comparison.arms import parse_arms, parse_contrasts
 from comparison.assemble import compare_plan, compare_runs
+from comparison.logs import named_runs
 from comparison.plan import Plan, check_training
 from comparison.record import write_plan
 from comparison.results import Results, train_plan
-from comparison.runs import named_runs
 from comparison.verdict import distributions
 from configurator import configure, one_line_errors, sort_arguments
 from lib.files import as_json, locked, write_json, write_whole

@@ -15,7 +15,8 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison.runs import read_pack, read_state, read_text
+from comparison.logs import read_pack, text_of_run
+from comparison.runs import read_state
 from configurator import configure, one_line_errors
 from lib.files import locked, write_whole
 
@@ -49,7 +50,7 @@ def add(runs, to):
     packs = {path: read_pack(path) for path in to.glob('runs_*.tar.xz')}
     for run, (path, files) in itertools.product(runs, packs.items()):
         for name in FILES:
-            if files.get(f'{run.name}/{name}') not in (None, read_text(run, name)):
+            if files.get(f'{run.name}/{name}') not in (None, text_of_run(run, name)):
                 raise ValueError(f'{path} holds another run of the name {run.name}; rename {run}')
     numbers = [int(number) for path in packs for number in re.findall(r'\d+', path.name)]
     for number, contents in enumerate(compress(runs), max(numbers, default=0) + 1):

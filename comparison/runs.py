@@ -12,9 +12,6 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
 
     difference(a.facts, b.facts, but=('seed',))     None, or the first (name, value, other value)
 
-A run that has no folder any more is read from a pack beside where its folder was: runs_1.tar.xz,
-runs_2.tar.xz, ..., which comparison/pack.py has made, with the same files under the same names.
-
 Facts are the decisive settings of TrainConfig and GPTConfig, those of a fork that this code does not
 know, `origin` (scratch, or whose weights the run began with), `resumed` (how its settings changed on
 the way), and, in runs that record them, `code` (lib.rundir.code_fingerprint(); of an older run, its
@@ -27,91 +24,16 @@ still to be trained has facts, too: facts(asdict(settings) | asdict(config)).
 """
 
 import functools
-import io
-import json
-import lzma
 import math
-import tarfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from comparison.logs import entries_of, read_run_config, text_of_run
 from configurator import first_line
-from lib.files import as_json, unreadable
+from lib.files import as_json
 from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
 from model import GPTConfig
 from train import INCIDENTAL, NOT_FINITE, TrainConfig
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def text_of_run(run, name):
-    """The text of a file of a run, from its folder or from a pack beside it; None where there is none."""
-    path = Path(run, name)
-    if path.exists():
-        return path.read_text(errors='replace')
-    files = {}
-    for pack in path.parent.parent.glob('runs_*.tar.xz'):
-        files |= read_pack(pack)
-    return files.get(f'{path.parent.name}/{name}')
-
-
-@functools.cache  # a pack is never rewritten
-def read_pack(path):
-    """{run/file: text} of a pack. ValueError where it is damaged."""
-    try:
-        contents = lzma.decompress(path.read_bytes())  # all of it, which checks its sum
-        with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
-            # Whoever packs by hand packs folders, too.
-            files = [m for m in pack if m.isfile()]
-            return {m.name: pack.extractfile(m).read().decode(errors='replace') for m in files}
-    except (lzma.LZMAError, tarfile.TarError) as error:
-        raise ValueError(f'{path} is damaged: {first_line(error)}') from error
-
-
-def named_runs(words):
-    """The folders of the runs that words of a command line name; a pack stands for all its runs."""
-    runs = []
-    for path in map(Path, words):
-        files = read_pack(path) if path.name.endswith('.tar.xz') else {}
-        logs = [path.parent / name for name in files if name.endswith('log.jsonl')]
-        runs += [log.parent for log in logs] or [path]
-    return tuple(map(str, runs))
-
-
-def entries_of(log, path):
-    """The lines of a log.jsonl, its text, as [{'step': ...}]. ValueError names a damaged line."""
-    entries = []
-    for number, line in enumerate(log.splitlines(), 1):
-        with unreadable(f'{path}, line {number}: not a line of a training log'):
-            entry = json.loads(line)
-            kinds = {'step': int, 'loss': int | float | None, 'changed': dict | None}
-            if not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
-                raise TypeError(f'not {", ".join(kinds)}')
-            entries.append(entry)
-    return entries
-
-
-def read_run_config(run, *needed):
-    """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
-    of those `needed` is missing or no number."""
-    path = Path(run, 'config.json')
-    text = text_of_run(run, 'config.json')
-    if text is None and needed:
-        raise FileNotFoundError(f'there is no {path}')
-    with unreadable(f'{path} does not say {", ".join(needed) or "settings"}'):
-        config = dict(json.loads(text or '{}'))
-        for name in needed:
-            float(config[name])
-    return config
-
-
-def gpt_config(settings, run):
-    """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
-    fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
-    path = Path(run, 'config.json')
-    with name_misfits(path):
-        return build_config(fields, path)
-
 
 # --- facts ----------------------------------------------------------------------------------------
 
@@ -243,6 +165,14 @@ def same_value(a, b):
 
 
 # --- what a run's folder holds --------------------------------------------------------------------
+
+
+def gpt_config(settings, run):
+    """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
+    fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
+    path = Path(run, 'config.json')
+    with name_misfits(path):
+        return build_config(fields, path)
 
 
 @dataclass

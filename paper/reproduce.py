@@ -32,9 +32,9 @@ import evaluate
 from comparison import launch
 from comparison.charts import curves_picture, looks
 from comparison.curves import measure_curves
+from comparison.logs import named_runs
 from comparison.plan import Plan, check_training
 from comparison.results import Results, train_plan
-from comparison.runs import named_runs
 from configurator import choose, one_line_errors
 from lib.files import as_json, unreadable, write_json, write_whole
 from lib.machine import Machine

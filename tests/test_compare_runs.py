@@ -1,15 +1,9 @@
-"""comparison/runs.py: what is read of a run's folder, its facts, and what tells two runs apart."""
+"""comparison/logs.py and runs.py: what is read of a run's folder, its facts, and what tells two runs apart."""
 
 import pytest
 
-from comparison.runs import (
-    difference,
-    entries_of,
-    facts,
-    origin_of,
-    read_run_config,
-    text_of_run,
-)
+from comparison.logs import entries_of, read_run_config, text_of_run
+from comparison.runs import difference, facts, origin_of
 
 
 def write_log(tmp_path, text):

@@ -10,7 +10,8 @@ import runs
 from conftest import assert_one_line, contents
 
 from comparison import pack
-from comparison.runs import named_runs, read_pack, read_state
+from comparison.logs import named_runs, read_pack
+from comparison.runs import read_state
 from lib.files import locked
 
 NAMES = ('a_seed1', 'a_seed2', 'b_seed1')

@@ -19,7 +19,8 @@ import scipy.stats
 from conftest import ROOT
 from programs import program
 
-from comparison.runs import named_runs, read_state
+from comparison.logs import named_runs
+from comparison.runs import read_state
 from paper import losses, reproduce
 from paper.figures import NAMES
 

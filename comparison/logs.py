@@ -1,0 +1,78 @@
+"""
+The files of a run as they are: config.json and log.jsonl, from its folder or from a pack.
+
+A run that has no folder any more is read from a pack beside where its folder was: runs_1.tar.xz,
+runs_2.tar.xz, ..., which comparison/pack.py has made, with the same files under the same names. What the
+files say of a run is in runs.py; nothing here needs torch, or knows a setting.
+"""
+
+import functools
+import io
+import json
+import lzma
+import tarfile
+from pathlib import Path
+
+from configurator import first_line
+from lib.files import unreadable
+
+
+def text_of_run(run, name):
+    """The text of a file of a run, from its folder or from a pack beside it; None where there is none."""
+    path = Path(run, name)
+    if path.exists():
+        return path.read_text(errors='replace')
+    files = {}
+    for pack in path.parent.parent.glob('runs_*.tar.xz'):
+        files |= read_pack(pack)
+    return files.get(f'{path.parent.name}/{name}')
+
+
+@functools.cache  # a pack is never rewritten
+def read_pack(path):
+    """{run/file: text} of a pack. ValueError where it is damaged."""
+    try:
+        contents = lzma.decompress(path.read_bytes())  # all of it, which checks its sum
+        with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
+            # Whoever packs by hand packs folders, too.
+            files = [m for m in pack if m.isfile()]
+            return {m.name: pack.extractfile(m).read().decode(errors='replace') for m in files}
+    except (lzma.LZMAError, tarfile.TarError) as error:
+        raise ValueError(f'{path} is damaged: {first_line(error)}') from error
+
+
+def named_runs(words):
+    """The folders of the runs that words of a command line name; a pack stands for all its runs."""
+    runs = []
+    for path in map(Path, words):
+        files = read_pack(path) if path.name.endswith('.tar.xz') else {}
+        logs = [path.parent / name for name in files if name.endswith('log.jsonl')]
+        runs += [log.parent for log in logs] or [path]
+    return tuple(map(str, runs))
+
+
+def entries_of(log, path):
+    """The lines of a log.jsonl, its text, as [{'step': ...}]. ValueError names a damaged line."""
+    entries = []
+    for number, line in enumerate(log.splitlines(), 1):
+        with unreadable(f'{path}, line {number}: not a line of a training log'):
+            entry = json.loads(line)
+            kinds = {'step': int, 'loss': int | float | None, 'changed': dict | None}
+            if not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
+                raise TypeError(f'not {", ".join(kinds)}')
+            entries.append(entry)
+    return entries
+
+
+def read_run_config(run, *needed):
+    """The settings of a run, {} where it has no config.json. Raises OSError or ValueError if one
+    of those `needed` is missing or no number."""
+    path = Path(run, 'config.json')
+    text = text_of_run(run, 'config.json')
+    if text is None and needed:
+        raise FileNotFoundError(f'there is no {path}')
+    with unreadable(f'{path} does not say {", ".join(needed) or "settings"}'):
+        config = dict(json.loads(text or '{}'))
+        for name in needed:
+            float(config[name])
+    return config
