@@ -51,6 +51,7 @@ class CompareConfig:
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
     gpus: int = 1  # GPUs of each training, by torchrun
     print: bool = False  # write the commands still to be run, one per line, and train nothing
+    judgement: str = 'paired'  # or dunnett: arms with seeds of their own, all against the first
     mixed_code: bool = False  # let runs of different code share a verdict
     runs: tuple = ()  # folders or packs of runs that exist; the model of the first is the baseline
 
@@ -91,6 +92,7 @@ def plan_of(options, argv):
         options.tuning_seeds,
         parse_contrasts(options.contrasts, arms),
         options.mixed_code,
+        options.judgement,
     )
 
 

@@ -20,7 +20,7 @@ from comparison.plan import TEXT, changes
 from comparison.record import read_plan
 from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, by_seed, disagreement, read_state, same_but_seeds
-from comparison.verdict import describe, judge, paired
+from comparison.verdict import describe, judge, judge_together, paired
 from model import GPT, GPTConfig
 
 # --- the comparison -------------------------------------------------------------------------------
@@ -62,7 +62,8 @@ def compare_plan(results, record):
     states = [results.state(run) for run in results.all_runs()]
     tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
     name = plan.folder.name
-    comparison = assemble(name, arms, plan.contrasts, missing, problems, states, tuning)
+    parts = (arms, plan.contrasts, missing, problems, states, tuning)
+    comparison = assemble(name, *parts, judgement=plan.judgement)
     return comparison | {'plan': record}
 
 
@@ -73,11 +74,12 @@ def unfinished(*arms):
     return reasons[0] if reasons else ''
 
 
-def assemble(title, arms, contrasts, missing, problems, states, tuning):
+def assemble(title, arms, contrasts, missing, problems, states, tuning, judgement='paired'):
     """Losses, verdicts, costs and curves of arms, {name: ArmRuns}.
 
     missing(arm, arm): why their contrast has no verdict, or ''. problems: {run or arm: why it has not
     finished}. states: of all runs, also of those that no arm has. tuning: {arm: results.sweep()}.
+    judgement: one of verdict.RULES.
     """
     baseline = next(iter(arms))
     # Of an arm its losses, of a lead the differences of its contrast, which stands before.
@@ -90,12 +92,17 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning):
         values[lead(ours, theirs)] = differences[key]
         of_leads = (incomplete[name[1:-1]] for name in (ours, theirs) if name not in arms)
         incomplete[key] = missing(ours, theirs) if ours in arms else max(of_leads)
-    verdicts = judge(differences, incomplete)
+    by = 'after Holm'
+    if judgement == 'dunnett':
+        losses = {name: list(values[name].values()) for name in arms}
+        verdicts, by = judge_together(differences, losses, incomplete), "by Dunnett's test"
+    else:
+        verdicts = judge(differences, incomplete)
     for ours, theirs in contrasts:
         key = contrast_name(ours, theirs)
         each = [describe(dict(enumerate(one))) for one in zip(*pairs[key].values(), strict=True)]
         losses = [(numbers['mean'], numbers['sd']) for numbers in each]
-        verdicts[key] |= {'ours': ours, 'theirs': theirs, 'losses': losses}
+        verdicts[key] |= {'ours': ours, 'theirs': theirs, 'losses': losses, 'by': by}
     numbers = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
     return {
         'title': title,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from comparison.arms import ArmPlan, all_contrasts, check_given, check_names, of_arm
 from comparison.runs import ROUNDING, difference, differences, facts
+from comparison.verdict import RULES
 from lib.data import Dataset
 from lib.rundir import code_fingerprint
 from train import check_rates, share_of_micro_steps
@@ -47,7 +48,7 @@ class Plan:
     arms: {name: {setting: value}}. common: {setting: value} of all arms, on top of config `files`.
     seeds: of the test, or how many (5: 1 to 5). rates: learning rates that every arm tries on the
     tuning seeds; (): untuned. contrasts: of parse_contrasts(), besides each arm against the first.
-    mixed_code: whether runs of different code may share a verdict.
+    mixed_code: whether runs of different code may share a verdict. judgement: one of verdict.RULES.
     Values may be as text, too. Raises ValueError or OSError for everything that can be refused before training.
     """
 
@@ -62,8 +63,10 @@ class Plan:
         tuning_seeds=(101, 102),
         contrasts=(),
         mixed_code=False,
+        judgement='paired',
     ):
         self.folder = Path(folder)
+        self.judgement = judgement
         self.mixed_code, self.code = mixed_code, code_fingerprint()
         self.seeds = seeds_of(seeds)
         self.rates = tuple(rates)
@@ -85,6 +88,7 @@ class Plan:
                 self.arms[name] = ArmPlan.of(own, common, files)
         check_arms(self)
         check_seeds(self)
+        check_judgement(self)
 
     # --- what train.py is told ---
 
@@ -237,6 +241,25 @@ def check_seeds(plan):
             raise ValueError(
                 f'arms {one} and {other}: with seed_offset={offsets[0]} and {offsets[1]}, a seed '
                 'would belong to two pairs; put the offsets further apart than the seeds'
+            )
+
+
+def check_judgement(plan):
+    """Refuse what Dunnett's test cannot judge: other contrasts, and arms that are not independent."""
+    if plan.judgement not in RULES:
+        raise ValueError(f'judgement={plan.judgement!r} is not one of {", ".join(RULES)}')
+    if plan.judgement != 'dunnett':
+        return
+    for ours, theirs in plan.contrasts:
+        if theirs != plan.baseline:
+            raise ValueError(
+                f'judgement=dunnett is of arms against {plan.baseline}; drop {ours}-{theirs} of --contrasts'
+            )
+    for one, other in itertools.combinations(plan.arms, 2):
+        if plan.arms[one].seed_offset == plan.arms[other].seed_offset:
+            raise ValueError(
+                f'judgement=dunnett takes arms for independent, but {one} and {other} share seeds, and so '
+                f'weights and batches; give each arm others: "{other}: seed_offset=1000"'
             )
 
 

@@ -13,7 +13,7 @@ import json
 from comparison.arms import contrast_name
 from comparison.plan import changes
 from comparison.runs import MIXED_CODE, ROUNDING, difference
-from comparison.verdict import LEVEL, RULE
+from comparison.verdict import LEVEL, RULES
 from lib.files import as_json, unreadable, write_json
 from lib.rundir import commit_of, git
 
@@ -40,7 +40,8 @@ def contents_of(plan):
             'rates': plan.rates,
             'tuning_seeds': plan.tuning_seeds,
             'level': LEVEL,
-            'rule': RULE,
+            'judgement': plan.judgement,
+            'rule': RULES[plan.judgement],
             'settings': {name: base[name] for name in base if name not in VARYING},
         }
     )
@@ -115,7 +116,7 @@ def decisive(contents):
     values = {'arms': list(arms)}
     for name, arm in arms.items():
         values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
-    names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
+    names = ('contrasts', 'judgement', 'rates', 'seeds', 'tuning_seeds')
     return values | contents['settings'] | {name: contents[name] for name in names}
 
 

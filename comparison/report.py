@@ -112,7 +112,7 @@ def evidence(contrast):
     text += f', difference {signed(contrast["mean"])}'
     if contrast['p_holm'] is not None:
         text += f', 95% interval {interval(contrast)} and p {p_text(contrast["p_holm"])}'
-        text += ', both after Holm'
+        text += f', both {contrast["by"]}'
     if contrast['p_flip'] is not None:
         text += f', p {p_text(contrast["p_flip"])} by flips of signs alone'
     return f'{text}, {seeds_text(contrast["seeds"])}.'

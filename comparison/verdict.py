@@ -42,6 +42,14 @@ RULE = (
     'standard deviations (results/verdict/README.md).'
 )
 
+DUNNETT = (
+    "Every arm against the baseline by Dunnett's test: two-sided, the variance between seeds pooled over "
+    f'all arms, p and intervals for all of them together, verdict at {LEVEL:.0%}; none with fewer than '
+    f'{LEAST_SEEDS} seeds, none before every test seed of every arm has finished. It takes the arms for '
+    'independent, and their losses for normal with one variance.'
+)
+RULES = {'paired': RULE, 'dunnett': DUNNETT}
+
 
 def distributions():
     """scipy.stats, or one line that says how to get it."""
@@ -222,6 +230,34 @@ def judge(contrasts, incomplete=None, families=None):
         for name, p_holm, factor in zip(names, *holm(p), strict=True):
             reason = incomplete.get(name, '')
             results[name] |= verdict_of(results[name], reason, p_holm, factor, len(names))
+    return results
+
+
+def judge_together(contrasts, losses, incomplete):
+    """As judge(), of contrasts with one baseline by Dunnett's test, which needs all arms: its p and its
+    intervals stand in the place of those after Holm.
+
+    losses: {arm: its losses}, the baseline first, the others in the order of the contrasts.
+    """
+    results = judge(contrasts, incomplete)
+    control, *others = losses.values()
+    unfinished = next(filter(None, incomplete.values()), '')
+    test = None
+    if not unfinished and len(control) >= LEAST_SEEDS:
+        test = distributions().dunnett(*others, control=control, random_state=0)
+        ends = test.confidence_interval(1 - LEVEL)
+    for n, result in enumerate(results.values()):
+        unknown = ('p_holm', 'low_holm', 'high_holm', 'p_flip', 'smallest', 'seeds_needed')
+        reason = result['reason'] or unfinished
+        result |= dict.fromkeys(unknown) | {
+            'verdict': 'undecided',
+            'rests_on': [],
+            'reason': reason,
+        }
+        if test and not reason:
+            p, low, high = (float(x[n]) for x in (test.pvalue, ends.low, ends.high))
+            verdict = str(decide(result['mean'], p, result['seeds']))
+            result |= {'p_holm': p, 'low_holm': low, 'high_holm': high, 'verdict': verdict}
     return results
 
 

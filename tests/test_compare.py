@@ -11,6 +11,7 @@ from pathlib import Path
 import comparisons
 import pytest
 import runs
+import scipy.stats
 from comparisons import (
     ARMS,
     collect,
@@ -113,6 +114,12 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         (['--arms=vanilla; a: seed_offset=100', RATES, '--seeds=3'], '101, 102'),
         (['--arms=v; a: seed_offset=50; b: seed_offset=51'], 'seed_offset=50 and 51'),
         (['--arms=vanilla; a: seed_offset=x'], 'seed_offset=x'),
+        ([ARMS, '--judgement=dunnet'], "judgement='dunnet'"),
+        ([ARMS, '--judgement=dunnett'], 'vanilla and resformer share seeds'),
+        (
+            [ARMS, '--judgement=dunnett', '--contrasts=svformer-resformer'],
+            'drop svformer-resformer',
+        ),
         ([ARMS, '--name=../../../evil'], '../../../evil'),
         ([ARMS, '--name=/evil'], '/evil'),
         ([ARMS, '--dataset=nothing'], 'data/nothing'),
@@ -422,6 +429,31 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
     assert (
         contrast['verdict'] == 'undecided' and 'norm_lr0.02_seed2 is missing' in contrast['reason']
     )
+
+
+def test_many_independent_arms_are_judged_together_where_the_plan_says_so(place):
+    """By Dunnett's test, as scipy has it."""
+    arms = [f'a{i}: neutreno=0.{i} seed_offset={100 * i}' for i in range(1, 6)]
+    words = (f'--arms=vanilla; {"; ".join(arms)}', '--seeds=4', '--judgement=dunnett')
+    plan = make_plan(*words)
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm) - 0.05 * (run.arm == 'a3'))
+    comparison = collect(plan)
+    losses = [list(arm['losses'].values()) for arm in comparison['arms'].values()]
+    expected = scipy.stats.dunnett(*losses[1:], control=losses[0], random_state=0)
+    contrasts = list(comparison['contrasts'].values())
+    assert [c['p_holm'] for c in contrasts] == pytest.approx(expected.pvalue)
+    ends = expected.confidence_interval(0.95)
+    assert [c['high_holm'] for c in contrasts] == pytest.approx(ends.high)
+    better = [c['ours'] for c in contrasts if c['verdict'] == 'better']
+    assert better == ['a3']
+    text = report.markdown(comparison)
+    assert "both by Dunnett's test" in text and 'rule: Every arm against' in text
+    status, _ = compare_command(words[0], '--seeds=4')
+    assert_one_line(status, 'judgement was dunnett, not paired')
+
+    shutil.rmtree(plan.run_folder(Run('a5', 0.02, 503)))
+    for contrast in collect(plan)['contrasts'].values():
+        assert contrast['verdict'] == 'undecided' and 'a5_lr0.02_seed503' in contrast['reason']
 
 
 def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
