@@ -21,7 +21,7 @@ SEEDS = (3, 5, 8)
 COMPARISONS = 200_000
 
 
-def normal(random, shape):
+def gaussian(random, shape):
     return random.normal(size=shape)
 
 
@@ -34,7 +34,7 @@ def sticking(random, shape):
     return random.normal(size=shape) + 5 * sticks - 1
 
 
-DISTRIBUTIONS = (normal, lognormal, sticking)
+DISTRIBUTIONS = {'normal': gaussian, 'lognormal': lognormal, 'sticking': sticking}
 
 
 def false_verdicts(distribution, seeds, comparisons=COMPARISONS):
@@ -47,8 +47,8 @@ def false_verdicts(distribution, seeds, comparisons=COMPARISONS):
 
 def main():
     rows = []
-    for distribution in DISTRIBUTIONS:
-        row = [distribution.__name__]
+    for name, distribution in DISTRIBUTIONS.items():
+        row = [name]
         for seeds in SEEDS:
             better, worse = false_verdicts(distribution, seeds)
             row.append(f'{better + worse:.1%} (better {better:.1%}, worse {worse:.1%})')

@@ -80,7 +80,7 @@ def read_plan(path):
     advice = 'move it away, to write the plan again'
     with unreadable(f'{path} is damaged', advice):
         record = json.loads(path.read_text())
-        decisive(record['plan'])
+        deciding_values(record['plan'])
         stated = record['hash']
     if stated != hash_of(record):
         raise ValueError(
@@ -101,7 +101,7 @@ def check_same_plan(old, new, path, but=()):
     but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
     if set(old['seeds']) <= set(new['seeds']):
         but.add('seeds')
-    other = difference(decisive(old), decisive(new), but)
+    other = difference(deciding_values(old), deciding_values(new), but)
     if other:
         name, before, now = other
         mixed = f', or {MIXED_CODE}' if name == 'code' else ''
@@ -110,7 +110,7 @@ def check_same_plan(old, new, path, but=()):
         )
 
 
-def decisive(contents):
+def deciding_values(contents):
     """{name: value} of all in a plan that decides its results."""
     arms = contents['arms']
     values = {'arms': list(arms)}

@@ -11,6 +11,8 @@ before the first result:
     verdict     `better` or `worse` where p after Holm is at most 0.05, else `undecided`
     nothing     is decided by two seeds or fewer, or before every planned seed has finished
 
+Where a plan says so, Dunnett's test judges many independent arms against one baseline instead.
+
 The t test takes the differences for symmetric. What it costs where they are not is in
 results/verdict/README.md, by comparison/false_verdicts.py. From six seeds on, the p value of a test
 that takes them for symmetric but not for normal (all flips of their signs) stands beside.

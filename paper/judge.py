@@ -230,7 +230,7 @@ def measure_of(metric):
 MISSING = 'no such runs, or none with the same seeds, or no analyses of them'
 
 
-def rows_of(claims, pool, reports):
+def claim_rows(claims, pool, reports):
     """[ClaimRow] of the claims, tested by a pool."""
     groups = {}
     for claim in claims:

@@ -230,7 +230,7 @@ def reproduce(name, pool, settings, machine):
     write_json(path, {'figure': name, **provenance(machine), 'panels': entries})
     redraw(name, scale)
     claims = [claim for claim in CLAIMS if claim.figure == name]
-    print('\n'.join(f'{name}: {row}' for row in judge.rows_of(claims, pool, reports)))
+    print('\n'.join(f'{name}: {row}' for row in judge.claim_rows(claims, pool, reports)))
 
 
 def redraw(name, scale):
@@ -260,7 +260,7 @@ def draw_kept(name, pool, settings):
 
 def write_claims(pool, settings):
     """The verdict on every claim, from runs that exist, and all differences of their losses."""
-    rows = judge.rows_of(CLAIMS, pool, judge.read_reports(settings.analyses))
+    rows = judge.claim_rows(CLAIMS, pool, judge.read_reports(settings.analyses))
     table, picture = judge.claims_table(rows, pool), judge.claims_plot(rows)
     numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
     out = Path(settings.out or 'verdicts')

@@ -158,7 +158,7 @@ def test_a_verdict_says_on_which_seed_it_rests():
 
 def test_the_rule_names_the_false_verdicts_that_a_simulation_finds():
     for distribution, shares in zip(
-        DISTRIBUTIONS, ((5, 5, 5), (16, 18, 17), (10, 14, 12)), strict=True
+        DISTRIBUTIONS.values(), ((5, 5, 5), (16, 18, 17), (10, 14, 12)), strict=True
     ):
         a, b, c = shares
         assert f'{a}, {b} and {c}%' in RULE

@@ -41,7 +41,7 @@ def alternating(mean, noise=0.001):
 
 
 def rows_of(claims, folders, reports=()):
-    return judge.rows_of(claims, judge.read_pool(folders, CLAIMS_SIZE), dict(reports))
+    return judge.claim_rows(claims, judge.read_pool(folders, CLAIMS_SIZE), dict(reports))
 
 
 # --- claims and figures as data -------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_lead_is_a_difference_of_differences_of_each_seed(tmp_path):
         for arm, runs in judge.read_pool(folders, CLAIMS_SIZE).items():
             pool[Arm(arm.model, rate=rate)] = runs
     lead = Claim('fig12a', '', '', Arm(S, rate=1), '<', Arm(S), metric='lead')
-    (row,) = judge.rows_of([lead], pool, {})
+    (row,) = judge.claim_rows([lead], pool, {})
     assert row.numbers['differences'] == pytest.approx(dict.fromkeys(SEEDS, -0.1))
 
 
