@@ -104,7 +104,7 @@ def check_same_plan(old, new, path, but=()):
     other = difference(deciding_values(old), deciding_values(new), but)
     if other:
         name, before, now = other
-        mixed = f', or {MIXED_CODE}' if name == 'code' else ''
+        mixed = f'; {MIXED_CODE}' if name == 'code' else ''
         raise ValueError(
             f'{path} is another plan: {name} was {before}, not {now}; give another --name{mixed}'
         )
