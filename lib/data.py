@@ -9,6 +9,7 @@ A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.
 import contextlib
 import hashlib
 import json
+import os
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,8 @@ def dataset_folder(name):
 class Dataset:
     """A prepared dataset, its files checked against meta.json.
 
-    Raises FileNotFoundError where there is none, ValueError where it is damaged.
+    It reads the files that it has opened at its start, even where others take their places. Raises
+    FileNotFoundError where there is none, ValueError where it is damaged.
     """
 
     def __init__(self, name):
@@ -48,7 +50,8 @@ class Dataset:
             self.meta = json.loads(path.read_bytes())
             self.check_meta()
         self.check_splits()
-        self.check_sizes()
+        self.opened = {}  # {path: file}
+        self.open_files()
 
     def check_meta(self):
         if self.meta['format'] != DATASET_FORMAT:
@@ -73,9 +76,10 @@ class Dataset:
                 f'{" and ".join(names) or "none"} with text: prepare it from more, or add what is missing'
             )
 
-    def check_sizes(self):
+    def open_files(self):
         for path, entry in self.files():
-            size, expected = path.stat().st_size, 2 * entry['tokens']
+            self.opened[path] = open(path, 'rb')
+            size, expected = os.fstat(self.opened[path].fileno()).st_size, 2 * entry['tokens']
             if size != expected:
                 raise ValueError(f'{path} has {size:,} bytes, not {expected:,}; {self.advice}')
 
@@ -132,7 +136,8 @@ class Dataset:
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
         path = self.folder / split / f'{domain}.bin'
         # Read, not mapped: whatever is read through a memory map stays in its resident size.
-        tokens = np.fromfile(path, dtype='<u2', count=count, offset=2 * start)
+        data = os.pread(self.opened[path].fileno(), 2 * count, 2 * start)
+        tokens = np.frombuffer(data, dtype='<u2')
         available = self.meta['splits'][split][domain]['tokens'] - start
         if len(tokens) < min(count, available):
             raise ValueError(f'{path} was cut off while it was in use')
@@ -251,11 +256,12 @@ class TrainingRows:
 
 
 def check_weights(weights, domains, folder):
-    numbers = [w for w in weights.values() if type(w) in (int, float) and 0 <= w < float('inf')]
-    if len(numbers) < len(weights) or not any(numbers) or not weights.keys() <= domains.keys():
+    numbers = [w for w in weights.values() if type(w) in (int, float) and w >= 0]
+    is_complete = len(numbers) == len(weights) and weights.keys() <= domains.keys()
+    if not is_complete or not 0 < sum(numbers) < float('inf'):
         raise ValueError(
-            f'domain_weights={weights} must be numbers of 0 or more, one of them above, for domains '
-            f'of {folder}: {", ".join(domains)}'
+            f'domain_weights={weights} must be numbers of 0 or more, of a sum above 0 and finite, for '
+            f'domains of {folder}: {", ".join(domains)}'
         )
 
 

@@ -220,6 +220,7 @@ def test_a_damaged_memory_of_verification_is_replaced(tiny, text):
         ({'A': -1}, ['A', '-1']),
         ({'A': 'much'}, ['A', "'much'"]),
         ({'A': float('nan')}, ['A', 'nan']),
+        ({'A': 1.7e308, 'C': 1e308}, ['A', '1.7e+308', 'finite']),
     ],
 )
 def test_domain_weights_that_name_no_domain_or_no_weight_are_refused(tiny, weights, words):

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,31 @@ def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
     os.truncate('data/cut/train/A.bin', 4000)
     with pytest.raises(ValueError, match='data/cut/train/A.bin was cut off'):
         TrainingRows(dataset, 32, seed=1).batch(200)
+
+
+def test_a_dataset_exchanged_under_a_running_job_is_read_as_it_was_opened(tmp_path, monkeypatch):
+    """By a link that is moved, or prepared again in its place."""
+    monkeypatch.chdir(tmp_path)
+    splits = {'train': {'A': 300}, 'validation': {'A': 90}}
+    for seed, name in enumerate(('ours', 'theirs')):
+        write_dataset(Path('data', name), splits, seed=seed)
+    Path('data/now').symlink_to('ours')
+    dataset = Dataset('now')
+
+    def read():
+        return {split: dataset.read(split, 'A', 8, 50).tolist() for split in splits}
+
+    before = read()
+    Path('data/now').unlink()
+    Path('data/now').symlink_to('theirs')
+    assert (
+        read()
+        == before
+        != {split: Dataset('now').read(split, 'A', 8, 50).tolist() for split in splits}
+    )
+    shutil.rmtree('data/ours')
+    write_dataset(Path('data/ours'), splits, seed=2)
+    assert read() == before
 
 
 # --- hostile files -------------------------------------------------------------------------------
