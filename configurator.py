@@ -199,8 +199,12 @@ def plain_value(value, where):
         return items if isinstance(value, list) else tuple(items)
     if hasattr(value, 'item'):  # NumPy's
         value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
+    # Not str(value), which is the name of an Enum's value.
+    for kind, plain in ((int, int), (float, float), (str, str.__str__)):
+        if isinstance(value, kind):
+            return plain(value)
     raise ValueError(f'{where} holds {value!r}, which is neither a number nor a string')
 
 
@@ -267,5 +271,5 @@ def one_line_errors(everywhere=False, interrupts=True):
             raise
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError) as error:
-        speaks = everywhere or os.environ.get('LOCAL_RANK', '0') == '0'
+        speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
         sys.exit(f'error: {error}' if speaks else 1)

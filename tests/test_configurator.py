@@ -195,6 +195,18 @@ name = np.str_('b')
     values = [settings.rate, settings.name, *settings.pair[0], *settings.pair[1]]
     values += [*settings.weights, *settings.weights.values()]
     assert {type(value) for value in values} == {int, float, str}
+    enums = """
+from enum import Enum, IntEnum
+class Name(str, Enum): best = 'b'
+class Count(IntEnum): two = 2
+class Rate(float): pass
+class Text(str): pass
+name, rate, pair = Name.best, Rate(2.5), (Count.two, Text('c'))
+"""
+    settings = toy(write('enums.py', enums))
+    assert settings == Toy(name='b', rate=2.5, pair=(2, 'c'))
+    values = [settings.name, settings.rate, *settings.pair]
+    assert [type(value) for value in values] == [str, float, int, str]
     counts = 'import collections\nweights = collections.Counter("aab")'
     assert type(toy(write('counts.py', counts)).weights) is dict
     assert 'pair in set.py holds {1}, which is neither a number' in refusal(
