@@ -70,7 +70,7 @@ class TasksConfig(EvaluateConfig):
         for name in self.tasks.split(','):
             if name not in TASKS:
                 raise ValueError(f'there is no task {name!r}; the tasks are {", ".join(TASKS)}')
-        if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        if int(os.environ.get('WORLD_SIZE') or 1) > 1:
             raise ValueError('evaluate.py tasks is one process: start it without torchrun')
 
 

@@ -55,10 +55,11 @@ class Machine:
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
-        self.distributed = 'RANK' in os.environ  # under torchrun
-        self.rank = int(os.environ.get('RANK', 0))
-        self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
-        self.world_size = int(os.environ.get('WORLD_SIZE', 1))
+        # Some schedulers set these to nothing.
+        self.distributed = bool(os.environ.get('RANK'))  # under torchrun
+        self.rank = int(os.environ.get('RANK') or 0)
+        self.local_rank = int(os.environ.get('LOCAL_RANK') or 0)
+        self.world_size = int(os.environ.get('WORLD_SIZE') or 1)
         self.is_first = self.rank == 0
 
         self.kind, self.device = self.choose_device(device)
@@ -103,7 +104,7 @@ class Machine:
             )
         number = self.local_rank if self.distributed else int(index or 0)
         # Under torchrun, in all processes alike.
-        needed = int(os.environ.get('LOCAL_WORLD_SIZE', number + 1))
+        needed = int(os.environ.get('LOCAL_WORLD_SIZE') or number + 1)
         count = torch.cuda.device_count()
         if needed > count:
             raise ValueError(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from configurator import one_line_errors
 from lib.machine import Machine, check_compiler
 
 
@@ -119,6 +120,15 @@ def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch):
         ((1, 8, 128, 64), (1, 2, 128, 64), True, True),
         ((1, 8, 128, 64), (1, 8, 128, 64), True, False),
     ]
+
+
+def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+        monkeypatch.setenv(name, '')
+    machine = Machine('cpu')
+    assert (machine.distributed, machine.rank, machine.world_size) == (False, 0, 1)
+    with pytest.raises(SystemExit, match='error: ours'), one_line_errors():
+        raise ValueError('ours')
 
 
 @pytest.mark.parametrize(
