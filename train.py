@@ -121,6 +121,11 @@ class TrainConfig:
                 refuse(not low <= value <= high, f'{name}={value} is not between {low} and {high}')
         refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
         refuse(
+            self.out_dir != self.out_dir.encode(errors='replace').decode(),
+            f'out_dir={self.out_dir!r} is not UTF-8, and torch would not read its checkpoints; name '
+            'another folder',
+        )
+        refuse(
             self.optimizer not in ('adamw', 'muon'),
             f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
         )
@@ -170,6 +175,11 @@ INCIDENTAL = frozenset(
     'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
     'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
+
+# What may change when a run is resumed, and yet leave it the same run: where its data are, how its
+# steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
+# Every other setting of TrainConfig acts while steps are taken.
+HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
 def own_settings(values):
@@ -476,13 +486,6 @@ def check_memory(config, machine):
     )
 
 
-# Settings that act while steps are taken, and never after the last one.
-OF_STEPS = set(
-    'learning_rate min_lr warmup_iters lr_decay_iters decay_lr table_rate weight_decay beta1 beta2 '
-    'grad_clip'.split()
-)
-
-
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
     path = checkpoint['path']
@@ -490,6 +493,10 @@ def take_over(checkpoint, start, settings, config, warn):
     with name_misfits(path):
         compare_tokenizers(checkpoint, start.dataset)
         if resumes:
+            # What a run was told to keep it keeps.
+            told = checkpoint['settings'].get('save_steps', ())
+            passed = {step for step in told if step <= checkpoint['step']}
+            settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
             start.changed = check_resume(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
         if resumes:
@@ -512,7 +519,7 @@ def take_over(checkpoint, start, settings, config, warn):
 
     changes = {name: old for name, (old, _) in start.changed.items()}
     if start.step == settings.max_iters:
-        for name in OF_STEPS & changes.keys():
+        for name in changes.keys() - HARMLESS - {'max_iters'}:
             raise ValueError(
                 f'{path} was trained to its end with {name}={changes[name]!r}, so another {name} would '
                 'do nothing; raise max_iters, or start another out_dir'

@@ -240,6 +240,6 @@ def last_step(folder):
     """The last step that a run's log tells of; 0 where there is none."""
     with contextlib.suppress(OSError):
         for line in reversed((folder / 'log.jsonl').read_bytes().splitlines()):
-            with contextlib.suppress(ValueError, LookupError, TypeError):
+            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
                 return int(json.loads(line)['step'])
     return 0

@@ -33,7 +33,7 @@ from configurator import first_line
 from lib.files import as_json
 from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
 from model import GPTConfig
-from train import INCIDENTAL, NOT_FINITE, TrainConfig
+from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig
 
 # --- facts ----------------------------------------------------------------------------------------
 
@@ -43,10 +43,6 @@ ROUNDING = ('dtype', 'compile', 'attention')
 RECORDED = ('code', 'data', *ROUNDING)
 
 MIXED_CODE = '--mixed_code=True lets runs of different code share a verdict'
-
-# What may change when a run is resumed, and yet leave it the same run: where its data are, how its
-# steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
-HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
 def facts(values, entries=()):

@@ -164,13 +164,16 @@ def load_checkpoint(path, warn=print):
     """
     path = Path(path)
     candidates = checkpoints(path) if path.is_dir() else [path]
-    if not candidates or not candidates[0].exists():
+    if not candidates or not path.exists():
         raise FileNotFoundError(no_checkpoint(path))
 
     damaged = {}
     for candidate in candidates:
         try:
             checkpoint = read_checkpoint(candidate)
+        except FileNotFoundError:
+            damaged[candidate] = f'{candidate} is a link that leads nowhere'
+            continue
         except (OSError, MemoryError):
             # The file may be whole: no permission, a network disk that fails, too little memory.
             raise
@@ -180,6 +183,11 @@ def load_checkpoint(path, warn=print):
                 f'{candidate} is not a checkpoint of train.py, or damaged ({type(error).__name__})'
             )
             continue
+        if step_of(candidate) not in (None, checkpoint['step']):
+            raise ValueError(
+                f'{candidate} holds step {checkpoint["step"]}; name it ckpt_{checkpoint["step"]}.pt, or '
+                'delete it'
+            )
         for message in damaged.values():
             warn(f'warning: {message}; going on from {candidate}, step {checkpoint["step"]}')
         return {**checkpoint, 'path': candidate, 'damaged': list(damaged)}
@@ -193,7 +201,7 @@ def read_checkpoint(path):
         raise ValueError
     # weights_only: a file from a stranger must not run code.
     checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    if checkpoint['step'] < 0:
+    if type(checkpoint['step']) is not int or checkpoint['step'] < 0:
         raise ValueError
     return checkpoint
 
@@ -361,7 +369,7 @@ def read_log(path, step=math.inf, warn=lambda message: None):
             stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
             if 'val' in entry and not has_its_mean(entry['val']):
                 raise ValueError
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             # It may be half a line, written when the run died.
             warn(f'warning: {path} had a damaged line, left out now: {line[:60]}')
             continue

@@ -3,7 +3,7 @@
 import os
 import pickle
 import shutil
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -137,6 +137,18 @@ def test_resuming_as_another_run_is_refused(whole, options, words):
     refused(*words, out_dir=whole, init_from='resume', **options)
 
 
+def test_a_setting_of_a_fork_is_refused_too_where_the_run_has_finished(whole, monkeypatch):
+    """Without a word of it in any list."""
+
+    @dataclass
+    class Fork(TrainConfig):
+        rate_of_my_idea: float = 1.0  # it acts while steps are taken
+
+    monkeypatch.setattr(train, 'TrainConfig', Fork)
+    words = ['rate_of_my_idea=1.0', 'ckpt_12.pt']
+    refused(*words, out_dir=whole, init_from='resume', rate_of_my_idea=2.0)
+
+
 def test_resuming_on_other_data_or_tokens_is_refused(whole):
     other = data_copy('otherwise', seed=1)
     refused('data/otherwise', out_dir=whole, init_from='resume', dataset=other)
@@ -172,6 +184,7 @@ def test_weights_that_do_not_fit_are_refused(whole):
     [
         (dict(init_from='scrach'), ["init_from='scrach'", "'resume'"]),
         (dict(out_dir=''), ["out_dir=''"]),
+        (dict(out_dir='out/caf\udce9'), ['out_dir', 'UTF-8']),
         (dict(n_embd=10_000_000), ['n_embd=10000000', 'memory']),
         (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
         (dict(device='cuda:x'), ["'cuda:x'"]),

@@ -166,11 +166,12 @@ def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(whole, capsys
     shutil.copytree(whole, 'out/lines')
     path = Path('out/lines/log.jsonl')
     lines = path.read_text().splitlines()
-    strange = ['{"step": 1, "lo', '3', '[]', 'null', '{"stdp": 3}', '{"step": "3"}', '\x00']
+    nested = '[' * 200_000
+    strange = ['{"step": 1, "lo', '3', nested, '[]', 'null', '{"stdp": 3}', '{"step": "3"}', '\x00']
     path.write_text('\n'.join([*lines[:3], *strange, *lines[3:], '{"step": 12, "los']))
     good('out/lines', init_from='resume', max_iters=14)
     assert log('out/lines')[: len(lines)] == log(whole)
-    assert capsys.readouterr().err.count('damaged line') == 8
+    assert capsys.readouterr().err.count('damaged line') == 9
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -184,6 +185,14 @@ def test_the_newest_checkpoints_stay_and_those_of_save_steps_and_the_best(work, 
     assert steps_of_checkpoints('out/keep') == [5, 4, 2, 1]
     good('out/keep', max_iters=6, keep_checkpoints=1, init_from='resume', **options)
     assert steps_of_checkpoints('out/keep') == [6, 1]
+
+
+def test_what_a_run_was_told_to_keep_stays_when_it_is_resumed_with_other_save_steps(work):
+    options = dict(eval_interval=0, save_interval=1, keep_checkpoints=1)
+    good('out/told', max_iters=4, save_steps=(1, 2, 7), **options)
+    for max_iters in (6, 9):
+        good('out/told', max_iters=max_iters, save_steps=(5,), init_from='resume', **options)
+    assert steps_of_checkpoints('out/told') == [9, 5, 2, 1]
 
 
 def damaged(content, kind):
@@ -216,6 +225,23 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
     assert_one_line(status, f'{name}/ckpt_12.pt')
 
 
+def test_a_link_that_leads_nowhere_hides_no_checkpoint_before_it(half, whole, capsys):
+    name = half('out/linked')
+    Path(name, 'ckpt_9.pt').symlink_to('/unmounted/ckpt_9.pt')
+    good(name, init_from='auto')
+    assert 'ckpt_9.pt' in capsys.readouterr().err
+    assert Path(name, 'ckpt_9.pt.damaged').is_symlink()
+    assert_same_run(name, whole)
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(half):
+    name = half('out/renamed')
+    shutil.copy(f'{name}/ckpt_6.pt', f'{name}/ckpt_11.pt')
+    status, _ = here(name, init_from='resume')
+    assert_one_line(status, f'{name}/ckpt_11.pt', 'step 6', 'ckpt_6.pt')
+    assert steps_of_checkpoints(name) == [6, 6]
+
+
 def test_an_older_runs_checkpoint_is_found_by_the_step_inside_it(half, whole):
     name = half('out/old')
     Path(name, 'ckpt_6.pt').rename(f'{name}/ckpt.pt')
@@ -230,6 +256,7 @@ SMALL_MOMENTS = {0: {'step': torch.ones(()), 'exp_avg': ONE, 'exp_avg_sq': ONE}}
 FOREIGN = {
     'no step': dict(step=None),
     'negative step': dict(step=-3),
+    'half a step': dict(step=6.5),
     'no scaler': dict(scaler=None),
     'settings': dict(settings=[1]),
     'data': dict(data={'tokenizer': 3}),
