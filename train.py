@@ -158,14 +158,13 @@ class TrainConfig:
 
 # {(lowest, highest value): settings}
 RANGES = {
-    (1, math.inf): (
-        'gradient_accumulation_steps batch_size max_iters log_interval keep_checkpoints'
-    ),
+    (1, math.inf): ('gradient_accumulation_steps batch_size log_interval keep_checkpoints'),
     (0, math.inf): (
         'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr '
         'warmup_iters lr_decay_iters max_skipped table_rate'
     ),
     (0, 1): 'activation_memory_budget',
+    (1, 10**9): 'max_iters',
 }
 
 # Settings that say where a run happens and how it is watched. Two runs that differ only in these
@@ -477,12 +476,15 @@ def open_checkpoint(settings, machine):
 
 def check_memory(config, machine):
     """Refuse a model whose weights alone do not fit, before torch tries for a minute."""
-    size = 4 * GPT.without_weights(config).num_params(non_embedding=False)
+    size = math.inf
+    with contextlib.suppress(RuntimeError, OverflowError, TypeError):  # more than torch can count
+        size = 4 * GPT.without_weights(config).num_params(non_embedding=False)
     memory = machine.memory()
     refuse(
         size > memory,
-        f'n_embd={config.n_embd}, n_layer={config.n_layer} and vocab_size={config.vocab_size} make '
-        f'weights of {size / 1e9:,.0f} GB; there are {memory / 1e9:,.0f} GB of memory',
+        f'n_embd={config.n_embd}, n_inner={config.ffn_width}, n_layer={config.n_layer} and '
+        f'vocab_size={config.vocab_size} make weights of {size / 1e9:,.0f} GB; there are '
+        f'{memory / 1e9:,.0f} GB of memory',
     )
 
 

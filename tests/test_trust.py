@@ -405,7 +405,8 @@ def test_an_out_dir_that_is_no_folder_is_refused_and_a_refused_start_leaves_none
     Path('given').mkdir()
     assert here('given', dataset='nope')[0].startswith('error: ') and Path('given').is_dir()
     Path('dangling').symlink_to('nowhere')
-    for out_dir in ('dangling', 'data/tiny/meta.json', '/proc/no such run'):
+    Path('round').symlink_to('round')
+    for out_dir in ('dangling', 'round', 'round/run', 'data/tiny/meta.json', '/proc/no such run'):
         status, _ = here(out_dir)
         assert_one_line(status, out_dir)
         assert 'Errno 17' not in status
