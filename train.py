@@ -5,7 +5,13 @@ $ python train.py config/demo.py                                # one process: G
 $ torchrun --nproc_per_node=8 train.py config/resformer_82m.py  # 8 GPUs
 $ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468m.py   # see below
 $ python train.py config/demo.py --init_from=resume             # go on where it stopped
+$ python train.py --init_from=out/run/ckpt_5000.pt --cooldown_iters=1000 --max_iters=6000 --out_dir=out/end
 $ python train.py --help                                        # every setting
+
+The last but one forks a run: with cooldown_iters, a checkpoint of train.py as init_from is carried on in
+another folder, with its own settings, data position, optimizer and log, while its run goes on as it is.
+So one training at a constant rate has an end at several lengths. Without cooldown_iters, init_from takes
+the weights alone.
 
 SIGTERM, Ctrl-C and a hang-up end a run after its step, and save it. A run whose output nobody can read
 any more, as after `| head`, goes on to its end.
@@ -84,9 +90,12 @@ class TrainConfig:
     optimizer: str = 'adamw'  # or muon: for the matrices of attention and MLP, AdamW for the rest
     max_iters: int = 10000  # steps
     learning_rate: float = 6e-4  # after warm-up
-    min_lr: float = 6e-5  # at the end of the cosine
+    min_lr: float = 6e-5  # at the end
     warmup_iters: int = 120  # linear warm-up from 1e-7
     lr_decay_iters: int = 0  # where the cosine ends; 0: max_iters
+    cooldown_iters: int = (
+        0  # last steps, linear to min_lr, constant before; 0: cosine. Forks: above
+    )
     decay_lr: bool = True  # False: learning_rate throughout, without warm-up
     table_rate: float = 1.0  # times the learning rate, for token tables (residual_from)
     weight_decay: float = 0.1  # on matrices and embeddings
@@ -129,9 +138,8 @@ class TrainConfig:
             self.optimizer not in ('adamw', 'muon'),
             f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
         )
-        starts = ('scratch', 'resume', 'auto')
         refuse(
-            self.init_from not in starts and not os.path.exists(self.init_from),
+            self.init_from not in STARTS and not os.path.exists(self.init_from),
             f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
             'or a Hugging Face folder',
         )
@@ -156,12 +164,14 @@ class TrainConfig:
         return min(step for step in steps if step > 0)
 
 
+STARTS = ('scratch', 'resume', 'auto')  # values of init_from that are no path
+
 # {(lowest, highest value): settings}
 RANGES = {
     (1, math.inf): ('gradient_accumulation_steps batch_size log_interval keep_checkpoints'),
     (0, math.inf): (
         'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr '
-        'warmup_iters lr_decay_iters max_skipped table_rate'
+        'warmup_iters lr_decay_iters cooldown_iters max_skipped table_rate'
     ),
     (0, 1): 'activation_memory_budget',
     (1, 10**9): 'max_iters',
@@ -181,12 +191,21 @@ INCIDENTAL = frozenset(
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
+def forks(init_from, cooldown_iters):
+    """Whether a run carries on another one's checkpoint, for a cooldown of its own."""
+    path = Path(init_from)
+    is_checkpoint = init_from not in STARTS and path.exists() and not holds_weights(path)
+    return is_checkpoint and cooldown_iters > 0
+
+
 def own_settings(values):
-    """What a run that is resumed was trained with; files and options, `values`, come on top."""
-    if values.get('init_from') != 'resume':
-        return {}
+    """What a run that is carried on was trained with; files and options, `values`, come on top."""
     out_dir = values.get('out_dir', TrainConfig.out_dir)
-    checkpoint = load_checkpoint(out_dir, warn=lambda message: None)  # said when it is resumed
+    init_from = values.get('init_from', TrainConfig.init_from)
+    if init_from != 'resume' and not forks(init_from, values.get('cooldown_iters', 0)):
+        return {}
+    path = out_dir if init_from == 'resume' else init_from
+    checkpoint = load_checkpoint(path, warn=lambda message: None)  # said when it is carried on
     with name_misfits(checkpoint['path']):
         return checkpoint['settings'] | checkpoint['model_config'] | {'out_dir': out_dir}
 
@@ -264,12 +283,16 @@ def distribute(model, machine):
 
 
 def learning_rate(step, settings):
-    """Linear from 1e-7 at step 0 to learning_rate at warmup_iters, cosine to min_lr at lr_decay_iters."""
+    """Linear from 1e-7 at step 0 to learning_rate at warmup_iters, then cosine to min_lr at
+    lr_decay_iters, or constant and, in the last cooldown_iters, linear to min_lr at max_iters."""
     if not settings.decay_lr:
         return settings.learning_rate
     warmup = settings.warmup_iters
     if step < warmup:
         return 1e-7 + (settings.learning_rate - 1e-7) * step / warmup
+    if settings.cooldown_iters:
+        fallen = max(0.0, 1 - (settings.max_iters - step) / settings.cooldown_iters)
+        return settings.learning_rate - fallen * (settings.learning_rate - settings.min_lr)
     end = settings.lr_decay_iters or settings.max_iters
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
@@ -287,6 +310,8 @@ def check_rates(settings, config):
         f'table_rate={settings.table_rate} does nothing with residual_from={config.residual_from!r}, '
         'which has no table; drop it',
     )
+    if settings.cooldown_iters:
+        check_cooldown(settings)
     if not settings.decay_lr or settings.eval_only:
         return
     refuse(
@@ -299,6 +324,24 @@ def check_rates(settings, config):
         settings.warmup_iters >= getattr(settings, end),
         f'warmup_iters={settings.warmup_iters} is not before {end}={getattr(settings, end)}, so the '
         f'rate would not decay after its warm-up; raise {end} or lower warmup_iters',
+    )
+
+
+def check_cooldown(settings):
+    """Refuse a cooldown beside another schedule, and one that begins before the end of the warm-up."""
+    for name, is_other in (
+        ('lr_decay_iters', settings.lr_decay_iters),
+        ('decay_lr', not settings.decay_lr),
+    ):
+        refuse(
+            is_other,
+            f'cooldown_iters={settings.cooldown_iters} is another schedule than '
+            f'{name}={getattr(settings, name)}; drop one of them',
+        )
+    refuse(
+        settings.warmup_iters + settings.cooldown_iters > settings.max_iters,
+        f'warmup_iters={settings.warmup_iters} and cooldown_iters={settings.cooldown_iters} overlap in '
+        f'max_iters={settings.max_iters}; lower one of them, or raise max_iters',
     )
 
 
@@ -382,8 +425,9 @@ class Start:
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
     origin: str = 'scratch'  # or the file or folder that the run's first weights came from
     wandb_id: str | None = None
-    # Of a run that is resumed: settings that differ from before, what made the part before, and the
+    # Of a run that is carried on: settings that differ from before, what made the part before, and the
     # entries of its log.
+    goes_on: bool = False
     changed: dict = field(default_factory=dict)
     before: dict = field(default_factory=dict)
     entries: list = field(default_factory=list)
@@ -489,21 +533,22 @@ def check_memory(config, machine):
 
 
 def take_over(checkpoint, start, settings, config, warn):
-    """Fill `start` from a checkpoint: its weights and, on resume, everything else."""
+    """Fill `start` from a checkpoint: its weights and, where its run goes on, everything else."""
     path = checkpoint['path']
-    resumes = settings.init_from == 'resume'
+    forked = forks(settings.init_from, settings.cooldown_iters)
+    start.goes_on = forked or settings.init_from == 'resume'
     with name_misfits(path):
         compare_tokenizers(checkpoint, start.dataset)
-        if resumes:
+        if start.goes_on:
             # What a run was told to keep it keeps.
             told = checkpoint['settings'].get('save_steps', ())
             passed = {step for step in told if step <= checkpoint['step']}
             settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
             start.changed = check_resume(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
-        if resumes:
+        if start.goes_on:
             load_state(start.model, start.optimizer, start.scaler, checkpoint)
-    if not resumes:
+    if not start.goes_on:
         start.origin = settings.init_from
         # Settings without which the same weights compute something else, changed on purpose.
         for name, (before, now) in differences(checkpoint, config).items():
@@ -512,8 +557,14 @@ def take_over(checkpoint, start, settings, config, warn):
         return
 
     start.step = checkpoint['step']
-    start.entries = read_log(Path(settings.out_dir, 'log.jsonl'), start.step, warn)
-    start.wandb_id = checkpoint.get('wandb_id')
+    begins = settings.max_iters - settings.cooldown_iters
+    refuse(
+        forked and begins < start.step,
+        f'the cooldown would begin at step {begins}, and {path} is past it; raise '
+        f'max_iters={settings.max_iters}, which counts the steps before, too',
+    )
+    start.entries = read_log(path.parent / 'log.jsonl', start.step, warn)
+    start.wandb_id = None if forked else checkpoint.get('wandb_id')
     # Older checkpoints do not say these.
     start.skipped = checkpoint.get('skipped', (0, 0))
     start.origin = checkpoint.get('origin', 'unknown')
@@ -564,13 +615,12 @@ class Reporter:
         out = Path(settings.out_dir)
         self.log = Log(out / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
-        resumes = settings.init_from == 'resume'
         self.facts = {}
-        if not resumes or start.step < settings.max_iters or 'max_iters' in start.changed:
+        if not start.goes_on or start.step < settings.max_iters or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
             self.facts = everything
             write_json(out / 'config.json', everything)
-            if resumes:
+            if start.goes_on:
                 parts = {'before': start.before, 'provenance': self.provenance}
                 self.log.write({'step': start.step, 'changed': start.changed, **parts})
         self.tracker = self.start_wandb(everything) if settings.wandb_log else None
@@ -706,7 +756,8 @@ def train(settings, config, machine, micro_steps, closing):
         stop = machine.any(signals.stop)
 
         # Save first: what is saved cannot be lost while it is evaluated.
-        is_due = step > 0 and at_interval(step, settings.save_interval)
+        # A fork's first step is in no file of its own.
+        is_due = step > 0 and (step == start.step or at_interval(step, settings.save_interval))
         if step != saved and (is_due or step in settings.save_steps or stop or last):
             if reporter:
                 reporter.checkpoint(step, (skipped, in_a_row))

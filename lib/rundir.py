@@ -246,8 +246,8 @@ def check_resume(checkpoint, settings, config, dataset):
     for name, (before, now) in forbidden.items():
         if before != now:
             raise ValueError(
-                f'{path} is a run with {name}={before!r}, not {now!r}; resume with its own settings, '
-                'or start another out_dir'
+                f'{path} is a run with {name}={before!r}, not {now!r}; carry it on with its own '
+                'settings, or start another out_dir'
             )
     compare_data(checkpoint, dataset)
     if checkpoint['step'] > settings.max_iters:

@@ -149,6 +149,15 @@ def test_a_setting_of_a_fork_is_refused_too_where_the_run_has_finished(whole, mo
     refused(*words, out_dir=whole, init_from='resume', rate_of_my_idea=2.0)
 
 
+def test_a_fork_that_is_no_cooldown_of_its_run_is_refused(whole):
+    path = f'{whole}/ckpt_6.pt'
+    fork = dict(init_from=path, lr_decay_iters=0, cooldown_iters=2)
+    refused('step 5', path, 'max_iters=7', **fork, max_iters=7)
+    refused('past max_iters=5', path, **fork, max_iters=5)
+    refused('n_layer=2', path, **fork, n_layer=3)
+    refused('already holds a run', out_dir=whole, **fork)
+
+
 def test_resuming_on_other_data_or_tokens_is_refused(whole):
     other = data_copy('otherwise', seed=1)
     refused('data/otherwise', out_dir=whole, init_from='resume', dataset=other)
@@ -198,6 +207,12 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(learning_rate=3e-5), ['min_lr=6e-05', 'learning_rate=3e-05']),
         (dict(lr_decay_iters=3), ['lr_decay_iters=3', 'warmup_iters=3']),
         (dict(lr_decay_iters=0, max_iters=3), ['max_iters=3', 'warmup_iters=3']),
+        (dict(cooldown_iters=2), ['cooldown_iters=2', 'lr_decay_iters=12']),
+        (dict(cooldown_iters=2, lr_decay_iters=0, decay_lr=False), ['decay_lr=False']),
+        (
+            dict(cooldown_iters=10, lr_decay_iters=0),
+            ['warmup_iters=3', 'cooldown_iters=10', 'max_iters=12'],
+        ),
         (dict(attention='fast'), ["attention='fast'", 'auto', 'flash', 'cudnn']),
         (dict(activation_memory_budget=0.9), ['activation_memory_budget=0.9', 'compile=False']),
     ],
@@ -221,7 +236,7 @@ def test_without_a_compiler_compile_is_refused(work, monkeypatch):
 # Each is argued for: a page uses it, or the paper needs it. What is added here is added to a page.
 OPTIONS = """
 out_dir init_from seed dataset domain_weights verify_data gradient_accumulation_steps batch_size
-optimizer max_iters learning_rate min_lr warmup_iters lr_decay_iters decay_lr table_rate
+optimizer max_iters learning_rate min_lr warmup_iters lr_decay_iters cooldown_iters decay_lr table_rate
 weight_decay beta1 beta2 grad_clip eval_interval eval_iters eval_only log_interval save_interval
 keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype compile
 attention activation_memory_budget activation_checkpointing backend block_size vocab_size n_layer

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from runs import (
     TINY,
     assert_close_losses,
     assert_same_run,
+    call,
     command_line,
     evaluations,
     good,
@@ -219,6 +221,31 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     assert resumed['provenance']['commit'] == read_config('out/weights')['commit']
     assert {'started', 'load', 'commit'} <= resumed['before'].keys()
     assert all(first_part[name] == value for name, value in resumed['before'].items())
+
+
+def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(work):
+    options = dict(lr_decay_iters=0, dropout=0.2, dtype='float16', seed=3, v_residual=True)
+    good('out/trunk', **options, cooldown_iters=2)
+    good('out/straight', **options, cooldown_iters=4, max_iters=10)
+    before = snapshot('out/trunk')
+    words = ['--init_from=out/trunk/ckpt_6.pt', '--cooldown_iters=4', '--max_iters=10']
+    status, _ = call(train.main, *words, '--out_dir=out/fork')
+    assert status == 0
+    assert_same_run('out/fork', 'out/straight')
+    assert snapshot('out/trunk') == before
+
+    rates = [entry['lr'] for entry in training_steps('out/fork')]
+    assert rates[3:7] == [1e-2] * 4 and steps_of_checkpoints('out/fork') == [10, 6]
+    falling = [1e-2 - share * (1e-2 - 6e-5) for share in (0.25, 0.5, 0.75)]
+    assert rates[7:] == pytest.approx(falling)
+    (changed,) = (entry['changed'] for entry in log('out/fork') if 'changed' in entry)
+    assert changed['cooldown_iters'] == [2, 4] and changed['max_iters'] == [12, 10]
+    assert read_config('out/fork')['origin'] == 'scratch'
+
+    # It goes on by itself.
+    Path('out/fork/ckpt_10.pt').unlink()
+    assert call(train.main, '--init_from=resume', '--out_dir=out/fork')[0] == 0
+    assert_same_run('out/fork', 'out/straight')
 
 
 # --- memory --------------------------------------------------------------------------------------
