@@ -52,9 +52,9 @@ from lib.machine import (
 from lib.muon import Muon
 from lib.rundir import (
     Log,
-    check_resume,
     check_unused,
     checkpoints,
+    compare_data,
     compare_tokenizers,
     differences,
     load_checkpoint,
@@ -93,9 +93,7 @@ class TrainConfig:
     min_lr: float = 6e-5  # at the end
     warmup_iters: int = 120  # linear warm-up from 1e-7
     lr_decay_iters: int = 0  # where the cosine ends; 0: max_iters
-    cooldown_iters: int = (
-        0  # last steps, linear to min_lr, constant before; 0: cosine. Forks: above
-    )
+    cooldown_iters: int = 0  # linear to min_lr in as many last steps, constant before; 0: cosine
     decay_lr: bool = True  # False: learning_rate throughout, without warm-up
     table_rate: float = 1.0  # times the learning rate, for token tables (residual_from)
     weight_decay: float = 0.1  # on matrices and embeddings
@@ -158,6 +156,11 @@ class TrainConfig:
         return self.gradient_accumulation_steps * self.batch_size
 
     @property
+    def forks(self):
+        """Whether the run carries on another one's checkpoint, for a cooldown of its own."""
+        return is_fork(self.init_from, self.cooldown_iters)
+
+    @property
     def first_save(self):
         """The step of its first checkpoint."""
         steps = (self.save_interval, *self.save_steps, self.max_iters)
@@ -191,8 +194,8 @@ INCIDENTAL = frozenset(
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
-def forks(init_from, cooldown_iters):
-    """Whether a run carries on another one's checkpoint, for a cooldown of its own."""
+def is_fork(init_from, cooldown_iters):
+    """TrainConfig.forks, of these of its settings."""
     path = Path(init_from)
     is_checkpoint = init_from not in STARTS and path.exists() and not holds_weights(path)
     return is_checkpoint and cooldown_iters > 0
@@ -202,7 +205,7 @@ def own_settings(values):
     """What a run that is carried on was trained with; files and options, `values`, come on top."""
     out_dir = values.get('out_dir', TrainConfig.out_dir)
     init_from = values.get('init_from', TrainConfig.init_from)
-    if init_from != 'resume' and not forks(init_from, values.get('cooldown_iters', 0)):
+    if init_from != 'resume' and not is_fork(init_from, values.get('cooldown_iters', 0)):
         return {}
     path = out_dir if init_from == 'resume' else init_from
     checkpoint = load_checkpoint(path, warn=lambda message: None)  # said when it is carried on
@@ -534,50 +537,84 @@ def check_memory(config, machine):
 
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, where its run goes on, everything else."""
-    path = checkpoint['path']
-    forked = forks(settings.init_from, settings.cooldown_iters)
-    start.goes_on = forked or settings.init_from == 'resume'
-    with name_misfits(path):
+    start.goes_on = settings.init_from == 'resume' or settings.forks
+    with name_misfits(checkpoint['path']):
         compare_tokenizers(checkpoint, start.dataset)
         if start.goes_on:
-            # What a run was told to keep it keeps.
-            told = checkpoint['settings'].get('save_steps', ())
-            passed = {step for step in told if step <= checkpoint['step']}
-            settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
-            start.changed = check_resume(checkpoint, settings, config, start.dataset)
+            settings.save_steps = steps_to_keep(checkpoint, settings)
+            start.changed = check_same_run(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
         if start.goes_on:
             load_state(start.model, start.optimizer, start.scaler, checkpoint)
-    if not start.goes_on:
-        start.origin = settings.init_from
-        # Settings without which the same weights compute something else, changed on purpose.
-        for name, (before, now) in differences(checkpoint, config).items():
-            if name not in (*SHAPE, 'dropout'):
-                warn(f'note: {path} was trained with {name}={before!r}, not {now!r}')
-        return
+            carry_on(checkpoint, start, settings, warn)
+            return
+    start.origin = settings.init_from
+    # Settings without which the same weights compute something else, changed on purpose.
+    for name, (before, new) in differences(checkpoint, config).items():
+        if name not in (*SHAPE, 'dropout'):
+            warn(f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {new!r}')
 
-    start.step = checkpoint['step']
+
+def check_same_run(checkpoint, settings, config, dataset):
+    """Refuse to go on as another run. Returns the settings that changed, {name: [old, new]}."""
+    path, step = checkpoint['path'], checkpoint['step']
+    old = {**asdict(type(settings)()), **checkpoint['settings']}
+    # gradient_accumulation_steps * batch_size, which may be shared out otherwise.
+    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
+    forbidden = differences(checkpoint, config)
+    # Of these, the optimizer has a state, and the others decide the data order.
+    for name in ('optimizer', 'seed', 'domain_weights', 'rows_per_step'):
+        forbidden[name] = old[name], getattr(settings, name)
+    for name, (before, new) in forbidden.items():
+        refuse(
+            before != new,
+            f'{path} is a run with {name}={before!r}, not {new!r}; carry it on with its own settings, '
+            'or start another out_dir',
+        )
+    compare_data(checkpoint, dataset)
+    refuse(
+        step > settings.max_iters,
+        f'{path} is at step {step}, past max_iters={settings.max_iters}; raise max_iters',
+    )
     begins = settings.max_iters - settings.cooldown_iters
     refuse(
-        forked and begins < start.step,
+        settings.forks and step > begins,
         f'the cooldown would begin at step {begins}, and {path} is past it; raise '
         f'max_iters={settings.max_iters}, which counts the steps before, too',
     )
-    start.entries = read_log(path.parent / 'log.jsonl', start.step, warn)
-    start.wandb_id = None if forked else checkpoint.get('wandb_id')
+
+    changed = {}
+    for name, value in asdict(settings).items():
+        if old[name] != value and name not in ('init_from', 'eval_only'):
+            changed[name] = [old[name], value]
+    is_over = step == settings.max_iters
+    for name in changed.keys() - HARMLESS - {'max_iters'}:
+        refuse(
+            is_over,
+            f'{path} was trained to its end with {name}={changed[name][0]!r}, so another {name} would do '
+            'nothing; raise max_iters, or start another out_dir',
+        )
+    return changed
+
+
+def steps_to_keep(checkpoint, settings):
+    """The save_steps of a run that goes on: what it was told to keep it keeps."""
+    told = checkpoint['settings'].get('save_steps', ())
+    passed = {step for step in told if step <= checkpoint['step']}
+    return tuple(sorted(passed | {*settings.save_steps}))
+
+
+def carry_on(checkpoint, start, settings, warn):
+    """Fill `start` with what a run's checkpoint and its log say beside the weights."""
+    start.step = checkpoint['step']
+    start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
+    start.wandb_id = None if settings.forks else checkpoint.get('wandb_id')
     # Older checkpoints do not say these.
     start.skipped = checkpoint.get('skipped', (0, 0))
     start.origin = checkpoint.get('origin', 'unknown')
     start.before = checkpoint.get('provenance', {})
-
-    changes = {name: old for name, (old, _) in start.changed.items()}
-    if start.step == settings.max_iters:
-        for name in changes.keys() - HARMLESS - {'max_iters'}:
-            raise ValueError(
-                f'{path} was trained to its end with {name}={changes[name]!r}, so another {name} would '
-                'do nothing; raise max_iters, or start another out_dir'
-            )
     # Where a finished run is extended, the rate may jump.
+    changes = {name: old for name, (old, _) in start.changed.items()}
     before = SimpleNamespace(**asdict(settings) | changes)
     old, new = (learning_rate(start.step, one) for one in (before, settings))
     if old != new:
@@ -612,14 +649,14 @@ class Reporter:
         if start.changed:
             print('resumed with other settings:', start.changed)
 
-        out = Path(settings.out_dir)
-        self.log = Log(out / 'log.jsonl', start.entries)
+        self.folder = Path(settings.out_dir)
+        self.log = Log(self.folder / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
         self.facts = {}
         if not start.goes_on or start.step < settings.max_iters or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
             self.facts = everything
-            write_json(out / 'config.json', everything)
+            write_json(self.folder / 'config.json', everything)
             if start.goes_on:
                 parts = {'before': start.before, 'provenance': self.provenance}
                 self.log.write({'step': start.step, 'changed': start.changed, **parts})
@@ -632,7 +669,7 @@ class Reporter:
 
             return wandb.init(
                 project=self.settings.wandb_project,
-                name=self.settings.wandb_run_name or Path(self.settings.out_dir).name,
+                name=self.settings.wandb_run_name or self.folder.name,
                 config=everything,
                 id=self.start.wandb_id,
                 resume='allow',
@@ -710,14 +747,18 @@ class Reporter:
             'wandb_id': self.tracker.id if self.tracker else self.start.wandb_id,
             'provenance': self.provenance,
         }
-        save_checkpoint(Path(self.settings.out_dir), checkpoint)
-        prune_checkpoints(self.settings)
+        save_checkpoint(self.folder, checkpoint)
+        self.prune()
+
+    def prune(self):
+        settings = self.settings
+        prune_checkpoints(self.folder, settings.keep_checkpoints, settings.save_steps)
 
     def finish(self, step, interrupted):
         # The last evaluation may have found a better checkpoint.
-        prune_checkpoints(self.settings)
+        self.prune()
         if self.facts:
-            write_json(Path(self.settings.out_dir, 'config.json'), self.facts | {'ended': now()})
+            write_json(self.folder / 'config.json', self.facts | {'ended': now()})
         if interrupted:
             print(f'interrupted at step {step}; the run is saved')
         else:

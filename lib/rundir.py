@@ -141,16 +141,16 @@ def save_checkpoint(folder, checkpoint):
         raise OSError(f'cannot write {path}: {first_line(reason)}') from error
 
 
-def prune_checkpoints(settings):
-    """Delete a run's checkpoints but for the newest keep_checkpoints, those of save_steps, and the one
-    with the lowest validation loss in its log."""
-    entries = read_log(Path(settings.out_dir, 'log.jsonl'))
+def prune_checkpoints(folder, newest, kept):
+    """Delete a run's checkpoints but for so many of the newest, those of the steps that are `kept`, and
+    the one with the lowest validation loss in its log."""
+    entries = read_log(folder / 'log.jsonl')
     losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
-    steps = steps_of(settings.out_dir)
+    steps = steps_of(folder)
     evaluated = [step for step in steps.values() if losses.get(step) is not None]
     best = min(evaluated, key=losses.get, default=None)
-    for path, step in [*steps.items()][settings.keep_checkpoints :]:
-        if step not in settings.save_steps and step != best:
+    for path, step in [*steps.items()][newest:]:
+        if step not in kept and step != best:
             path.unlink()
 
 
@@ -231,36 +231,6 @@ def differences(checkpoint, config):
 def spelled_out(config):
     """{field: value}, where 0 does not stand for what follows from other fields."""
     return {**asdict(config), 'n_inner': config.ffn_width, 'n_kv_head': config.kv_heads}
-
-
-def check_resume(checkpoint, settings, config, dataset):
-    """Refuse to resume as another run. Returns the settings that changed, {name: [old, new]}."""
-    path = checkpoint['path']
-    old = {**asdict(type(settings)()), **checkpoint['settings']}
-    # gradient_accumulation_steps * batch_size, which may be shared out otherwise.
-    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
-    forbidden = differences(checkpoint, config)
-    # Of these, the optimizer has a state, and the others decide the data order.
-    for name in ('optimizer', 'seed', 'domain_weights', 'rows_per_step'):
-        forbidden[name] = old[name], getattr(settings, name)
-    for name, (before, now) in forbidden.items():
-        if before != now:
-            raise ValueError(
-                f'{path} is a run with {name}={before!r}, not {now!r}; carry it on with its own '
-                'settings, or start another out_dir'
-            )
-    compare_data(checkpoint, dataset)
-    if checkpoint['step'] > settings.max_iters:
-        raise ValueError(
-            f'{path} is at step {checkpoint["step"]}, past max_iters={settings.max_iters}; '
-            'raise max_iters'
-        )
-
-    changed = {}
-    for name, value in asdict(settings).items():
-        if old[name] != value and name not in ('init_from', 'eval_only'):
-            changed[name] = [old[name], value]
-    return changed
 
 
 def check_tokenizer(user, sha256, other_sha256, owner):

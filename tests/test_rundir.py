@@ -9,9 +9,9 @@ from configurator import configure
 from lib import rundir
 from lib.data import Dataset
 from lib.machine import Machine
-from lib.rundir import check_resume, load_checkpoint, name_misfits, provenance
+from lib.rundir import load_checkpoint, name_misfits, provenance
 from model import GPTConfig
-from train import TrainConfig
+from train import TrainConfig, check_same_run
 
 
 @pytest.mark.parametrize('error', [PermissionError(13, 'no'), OSError(5, 'I/O'), MemoryError()])
@@ -39,9 +39,9 @@ def test_a_setting_that_an_older_checkpoint_lacks_has_its_default(whole):
     settings, config = configure(TrainConfig, GPTConfig, argv=command_line(whole, {}))
     checkpoint = load_checkpoint(whole)
     del checkpoint['settings']['max_skipped']
-    assert check_resume(checkpoint, settings, config, Dataset('tiny')) == {}
+    assert check_same_run(checkpoint, settings, config, Dataset('tiny')) == {}
     settings.max_skipped = 3
-    changed = check_resume(checkpoint, settings, config, Dataset('tiny'))
+    changed = check_same_run(checkpoint, settings, config, Dataset('tiny'))
     assert changed == {'max_skipped': [TrainConfig.max_skipped, 3]}
 
 
