@@ -46,7 +46,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from configurator import choose, configure, first_line, one_line_errors
+from configurator import choose, configure
+from lib.files import first_line, one_line_errors
 from lib.machine import ATTENTION, Machine, check_compiler
 from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers

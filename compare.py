@@ -31,8 +31,8 @@ from comparison.plan import Plan, check_training
 from comparison.record import write_plan
 from comparison.results import Results, train_plan
 from comparison.verdict import distributions
-from configurator import configure, one_line_errors, sort_arguments
-from lib.files import as_json, locked, write_json, write_whole
+from configurator import configure, sort_arguments
+from lib.files import as_json, locked, one_line_errors, write_json, write_whole
 from model import GPTConfig
 from train import TrainConfig
 

@@ -12,7 +12,6 @@ A program with several modes, such as `evaluate.py loss` and `evaluate.py tasks`
 """
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -246,30 +245,3 @@ def comments(schema):
     classes = [cls for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)]
     source = '\n'.join(inspect.getsource(cls) for cls in classes)
     return dict(re.findall(r'^    (\w+): .*?  # (.+)$', source, re.MULTILINE))
-
-
-def first_line(error):
-    """The first line of an exception's message, or the name of its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-@contextlib.contextmanager
-def one_line_errors(everywhere=False, interrupts=True):
-    """Turn a mistake of the user's, or a run that diverged, into one line on stderr and exit status 1.
-
-    Where all processes make the same mistake, only the first of each machine prints it; with
-    `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word.
-    """
-    if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
-        # A terminal that knows ASCII only shows a question mark for every other character.
-        sys.stdout.reconfigure(errors='replace')
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not interrupts:
-            raise
-        sys.exit(130)
-    except (ValueError, OSError, FloatingPointError) as error:
-        speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
-        sys.exit(f'error: {error}' if speaks else 1)

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from configurator import choose, one_line_errors
+from configurator import choose
 from lib.data import Dataset, read_windows, windows
+from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
 from lib.rundir import check_tokenizer, compare_data, provenance
 from lib.tables import check_out, markdown_table, save_numbers

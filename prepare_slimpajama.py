@@ -60,11 +60,13 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from configurator import configure, first_line, one_line_errors
+from configurator import configure
 from lib import sources, tokenizer
 from lib.files import (
     DATASET_FORMAT,
+    first_line,
     locked,
+    one_line_errors,
     sha256_of,
     sync_folder,
     unreadable,

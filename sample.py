@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import configure, one_line_errors
+from configurator import configure
+from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
 from lib.trained import load_run
 

@@ -5,13 +5,13 @@ $ python train.py config/demo.py                                # one process: G
 $ torchrun --nproc_per_node=8 train.py config/resformer_82m.py  # 8 GPUs
 $ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468m.py   # see below
 $ python train.py config/demo.py --init_from=resume             # go on where it stopped
-$ python train.py --init_from=out/run/ckpt_5000.pt --cooldown_iters=1000 --max_iters=6000 --out_dir=out/end
 $ python train.py --help                                        # every setting
 
-The last but one forks a run: with cooldown_iters, a checkpoint of train.py as init_from is carried on in
-another folder, with its own settings, data position, optimizer and log, while its run goes on as it is.
-So one training at a constant rate has an end at several lengths. Without cooldown_iters, init_from takes
-the weights alone.
+One training at a constant rate has an end at several lengths: with cooldown_iters, a checkpoint of a run
+as init_from is carried on in another folder, with the run's own settings, data position, optimizer and
+log, and the run stays as it is. Without cooldown_iters, init_from takes the weights alone.
+
+    --init_from=out/run/ckpt_5000.pt --cooldown_iters=1000 --max_iters=6000 --out_dir=out/run_6000
 
 SIGTERM, Ctrl-C and a hang-up end a run after its step, and save it. A run whose output nobody can read
 any more, as after `| head`, goes on to its end.
@@ -36,11 +36,11 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import configure, one_line_errors
+from configurator import configure
 from hub.read import holds_weights
 from hub.read import load as load_hub
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import write_json
+from lib.files import one_line_errors, write_json
 from lib.machine import (
     INTERRUPTED,
     Machine,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from comparison.logs import read_pack, text_of_run
 from comparison.runs import read_state
-from configurator import configure, one_line_errors
-from lib.files import locked, write_whole
+from configurator import configure
+from lib.files import locked, one_line_errors, write_whole
 
 LIMIT = 2**20  # bytes of a pack
 

@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from comparison.logs import entries_of, read_run_config, text_of_run
-from configurator import first_line
-from lib.files import as_json
+from lib.files import as_json, first_line
 from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig

@@ -77,7 +77,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from configurator import choose, first_line, one_line_errors
+from configurator import choose
+from lib.files import first_line, one_line_errors
 
 # Made by tests/make_conform.py, which says what is in it.
 FIXTURE = Path(__file__).with_name('conform.npz')

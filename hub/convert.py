@@ -18,9 +18,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from configurator import choose, one_line_errors
+from configurator import choose
 from hub.read import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout, load
-from lib.files import write_json
+from lib.files import one_line_errors, write_json
 from lib.rundir import spelled_out
 from lib.trained import load_run
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import convert, first_line
+from configurator import convert
+from lib.files import first_line
 from model import GPT, GPTConfig, rope_tables
 
 # A checkpoint's weights are in the first of these files that is there or, without it, in the shards

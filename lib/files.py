@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all, and folders to which one process at a time writes."""
+"""Files that are written whole or not at all, folders to which one process at a time writes, and mistakes
+that are one line."""
 
 import contextlib
 import fcntl
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 # The version of the format of data/<dataset>/meta.json and of the token files beside it.
-# prepare_slimpajama.py writes them, and lib/data.py reads them.
+# prepare_slimpajama.py, which imports no torch, writes them, and lib/data.py reads them.
 DATASET_FORMAT = 1
 
 # What stands beside the domains in logs and results: no domain is called so.
@@ -102,6 +103,15 @@ def locked(folder, activity, setting='--out_dir'):
         os.close(handle)
 
 
+def sha256_of(path):
+    """The hexadecimal sha256 of a file."""
+    with open(path, 'rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+# --- mistakes, in one line -----------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def unreadable(problem, advice=''):
     """Turn whatever contents of a file that are not as they should be raise into a ValueError of one
@@ -114,7 +124,28 @@ def unreadable(problem, advice=''):
         raise ValueError(f'{problem} ({reason}){advice and "; "}{advice}') from error
 
 
-def sha256_of(path):
-    """The hexadecimal sha256 of a file."""
-    with open(path, 'rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
+def first_line(error):
+    """The first line of an exception's message, or the name of its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def one_line_errors(everywhere=False, interrupts=True):
+    """Turn a mistake of the user's, or a run that diverged, into one line on stderr and exit status 1.
+
+    Where all processes make the same mistake, only the first of each machine prints it; with
+    `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word.
+    """
+    if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
+        # A terminal that knows ASCII only shows a question mark for every other character.
+        sys.stdout.reconfigure(errors='replace')
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not interrupts:
+            raise
+        sys.exit(130)
+    except (ValueError, OSError, FloatingPointError) as error:
+        speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
+        sys.exit(f'error: {error}' if speaks else 1)

@@ -16,7 +16,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from configurator import first_line
+from lib.files import first_line
 
 # Exit status after SIGTERM or SIGINT: the run was saved and can be resumed (EX_TEMPFAIL).
 INTERRUPTED = 75

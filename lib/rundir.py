@@ -29,8 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import first_line
-from lib.files import as_json, locked, named, sha256_of, whole_file, write_whole
+from lib.files import as_json, first_line, locked, named, sha256_of, whole_file, write_whole
 from model import SHAPE, GPTConfig
 
 # Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of

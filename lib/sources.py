@@ -22,8 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import first_line
-from lib.files import RESERVED_DOMAINS
+from lib.files import RESERVED_DOMAINS, first_line
 from lib.tokenizer import HUB_ID
 
 # The paper's Table 2, as printed.

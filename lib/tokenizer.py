@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import first_line
-from lib.files import unreadable
+from lib.files import first_line, unreadable
 
 EOT = '<|endoftext|>'
 

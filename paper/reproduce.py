@@ -35,8 +35,8 @@ from comparison.curves import measure_curves
 from comparison.logs import named_runs
 from comparison.plan import Plan, check_training
 from comparison.results import Results, train_plan
-from configurator import choose, one_line_errors
-from lib.files import as_json, unreadable, write_json, write_whole
+from configurator import choose
+from lib.files import as_json, one_line_errors, unreadable, write_json, write_whole
 from lib.machine import Machine
 from lib.rundir import provenance
 from lib.tables import markdown_table

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from comparison.charts import picture
 from comparison.runs import gpt_config, read_run_config
-from configurator import configure, one_line_errors
+from configurator import configure
+from lib.files import one_line_errors
 from model import wire
 from paper.draw import save
 from paper.figures import PAPER, Arm

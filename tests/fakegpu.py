@@ -30,8 +30,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import choose, configure, first_line, one_line_errors  # noqa: E402
-from lib.files import write_whole  # noqa: E402
+from configurator import choose, configure  # noqa: E402
+from lib.files import first_line, one_line_errors, write_whole  # noqa: E402
 from lib.machine import Machine  # noqa: E402
 from lib.tables import markdown_table  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402

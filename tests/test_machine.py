@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configurator import one_line_errors
+from lib.files import one_line_errors
 from lib.machine import Machine, check_compiler
 
 
