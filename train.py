@@ -197,8 +197,8 @@ HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps',
 def is_fork(init_from, cooldown_iters):
     """TrainConfig.forks, of these of its settings."""
     path = Path(init_from)
-    is_checkpoint = init_from not in STARTS and path.exists() and not holds_weights(path)
-    return is_checkpoint and cooldown_iters > 0
+    is_path = init_from not in STARTS and path.exists()
+    return cooldown_iters > 0 and is_path and not is_foreign(path)
 
 
 def own_settings(values):
@@ -515,10 +515,15 @@ def open_checkpoint(settings, machine):
     if settings.init_from == 'scratch':
         return None
     path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
-    if checkpoints(path) or not holds_weights(path):
+    if not is_foreign(path):
         return load_checkpoint(path, machine.warn)
     theirs = load_hub(path, machine.warn)
     return {'model': theirs.state_dict(), 'model_config': asdict(theirs.config), 'path': path}
+
+
+def is_foreign(path):
+    """Whether a path is a Hugging Face folder. In one that is a run, too, the run comes first."""
+    return holds_weights(path) and not checkpoints(path)
 
 
 def check_memory(config, machine):
