@@ -65,17 +65,20 @@ def locked_run(folder):
 def check_unused(folder, run, first_save):
     """ValueError where a new run would write over results, whatever else its folder lacks.
 
-    What the same run left when it died before its first checkpoint is none. run: {name: value} of all
-    in its config.json that decides its numbers. first_save: the step of its first checkpoint.
+    A run that died in its first step, perhaps for lack of memory, left none, nor did the same run when
+    it died before its first checkpoint. run: {name: value} of all in its config.json that decides its
+    numbers. first_save: the step of its first checkpoint.
     """
     advice = 'choose another --out_dir, or delete it'
     if checkpoints(folder):
         raise ValueError(
             f'{folder} already holds a run; continue it with --init_from=resume, {advice}'
         )
-    path = folder / 'config.json'
-    entries = read_log(folder / 'log.jsonl')
-    if not path.exists() and not entries:
+    path, log = folder / 'config.json', folder / 'log.jsonl'
+    entries = read_log(log)
+    lines = log.read_bytes().splitlines() if log.exists() else []
+    took_no_step = len(lines) == sum('val' in entry for entry in entries)
+    if took_no_step and (log.exists() or not path.exists()):
         return
     theirs = {}
     with contextlib.suppress(ValueError, TypeError, OSError):

@@ -108,6 +108,13 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
     refused('beta2=0.95', '0.9', out_dir=fragment, init_from='auto', beta2=0.9)
     weights = f'{whole}/ckpt_6.pt'
     refused("origin='scratch'", weights, out_dir=fragment, init_from=weights)
+    settings = left('out/settings', log_lines=1)
+    Path(settings, 'log.jsonl').unlink()
+    refused('beta2=0.95', out_dir=settings, beta2=0.9)
+    foreign = Path('out/foreign')
+    foreign.mkdir()
+    (foreign / 'log.jsonl').write_text('{"epoch": 1}\n{"epoch": 2}\n')
+    refused(foreign, out_dir=foreign)
     nameless = left('out/no settings', log_lines=4, config=False)
     refused(nameless, out_dir=nameless, init_from='auto')
     model = Path('out/model')
@@ -117,6 +124,7 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
 
     good(fragment, init_from='auto')
     assert_same_run(fragment, whole)
+    good(left('out/first step', log_lines=1), max_iters=1, batch_size=1, warmup_iters=0)
 
 
 @pytest.mark.parametrize(
