@@ -29,6 +29,7 @@ __all__ = ['export', 'llama_settings', 'load']
 # What a variant takes along, as it stands here.
 HERE = Path(__file__).parent
 CODE = (HERE.parent / 'model.py', HERE / 'modeling_nanoresformer.py')
+TRIED_WITH = ['transformers 4.57.6', 'transformers 5.23.0', 'transformers 5.24.0']
 
 # Models of transformers, and the fields of GPTConfig that they can express. Any other field that
 # differs from its default makes a variant. Dropout acts in training only, so an export may lose it:
@@ -126,6 +127,7 @@ def remote_settings(config):
             'AutoConfig': 'modeling_nanoresformer.NanoResFormerConfig',
             'AutoModelForCausalLM': 'modeling_nanoresformer.NanoResFormerForCausalLM',
         },
+        'tried_with': TRIED_WITH,
         'vocab_size': config.vocab_size,
         'tie_word_embeddings': config.tie_embeddings,
     }

@@ -219,12 +219,13 @@ def build_config(values, names, **fields):
     """The GPTConfig of a config.json's values. names: {field: its name there}"""
     hints = typing.get_type_hints(GPTConfig)
     for field, name in names.items():
+        if field not in hints:
+            raise ValueError(f'GPTConfig has no {field}: a field of another model.py')
         if values.get(name) is not None:
-            # GPTConfig refuses fields that it does not have.
-            fields[field] = convert(values[name], hints.get(field, object), name)
+            fields[field] = convert(values[name], hints[field], name)
         elif field not in OPTIONAL:
             raise ValueError(f'it lacks {name!r}')
-    return GPTConfig.saved(fields)
+    return GPTConfig(**fields)
 
 
 def read_rope(values):

@@ -1,14 +1,19 @@
 """hub/modeling_nanoresformer.py: an exported variant does in transformers what it does here."""
 
+import copy
+
 import checkpoints
 import pytest
 import torch
-from checkpoints import assert_equal_logits, assert_same_weights
+from accelerate import init_empty_weights
+from checkpoints import assert_equal_logits, assert_same_weights, transformers
+from conftest import raises_one_line
 from programs import BYTES, ours, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from variants import GPT2, RES, SV
 
 from hub.convert import export, load
+from model import GPT
 
 quiet = checkpoints.quiet
 
@@ -123,11 +128,89 @@ def test_generate_takes_tokenizers_output_and_a_cache_of_its_own_or_an_empty_one
 
 
 def test_candidates_that_generate_rejects_leave_the_cache(svformer):
-    """Prompt lookup guesses tokens ahead, and takes back those that the model would not have said."""
+    """Prompt lookup and an assistant guess tokens ahead, also beyond the last one, and take back those
+    that the model would not have said."""
+    _, theirs, folder = svformer
+    assistant = load_export(folder)
+    greedy = dict(do_sample=False, max_new_tokens=18)  # up to block_size
+    for seed in range(8):
+        idx = tokens(1, T=6, vocabulary=4, seed=seed)
+        expected = theirs.generate(idx, **greedy)
+        for guess in (dict(prompt_lookup_num_tokens=4), dict(assistant_model=assistant)):
+            assert torch.equal(theirs.generate(idx, **greedy, **guess), expected)
+
+
+def test_guidance_and_a_prompt_in_chunks_use_the_cache(svformer):
     _, theirs, _ = svformer
-    idx = torch.tensor([[1, 2, 3, 1, 2, 3]])
+    idx = tokens(T=7)
+    expected = theirs.generate(idx, guidance_scale=2.0, use_cache=False, **GREEDY)
+    assert torch.equal(theirs.generate(idx, guidance_scale=2.0, **GREEDY), expected)
     expected = theirs.generate(idx, **GREEDY)
-    assert torch.equal(theirs.generate(idx, prompt_lookup_num_tokens=3, **GREEDY), expected)
+    assert torch.equal(theirs.generate(idx, prefill_chunk_size=3, **GREEDY), expected)
+
+
+# What one does to a cache of two rows and seven tokens, and whose tokens it then holds.
+CHANGES = {
+    'nothing': (lambda past: None, lambda idx: idx),
+    'a copy continued': (lambda past: copy.deepcopy(past).crop(-3), lambda idx: idx),
+    'cropped by three': (lambda past: past.crop(-3), lambda idx: idx[:, :4]),
+    'rows exchanged': (
+        lambda past: past.reorder_cache(torch.tensor([1, 0])),
+        lambda idx: idx.flip(0),
+    ),
+    'rows repeated': (
+        lambda past: past.batch_repeat_interleave(2),
+        lambda idx: idx.repeat_interleave(2, dim=0),
+    ),
+    'a row selected': (
+        lambda past: past.batch_select_indices(torch.tensor([1])),
+        lambda idx: idx[1:],
+    ),
+    'reset': (lambda past: past.reset(), lambda idx: idx[:, :0]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('name', CHANGES)
+def test_a_cache_can_be_changed_and_continued(svformer, name):
+    _, theirs, _ = svformer
+    change, expected = CHANGES[name]
+    idx = tokens(T=7)
+    past = theirs(idx).past_key_values  # config.use_cache, as for Llama
+    change(past)
+    before = expected(idx)
+    assert past.get_seq_length() == before.shape[1]
+    new = tokens(len(before), T=5, seed=1)
+    logits = theirs(new, past_key_values=past).logits
+    whole = theirs(torch.cat([before, new], dim=1), use_cache=False)
+    assert whole.past_key_values is None
+    torch.testing.assert_close(logits, whole.logits[:, -5:], atol=1e-4, rtol=1e-4)
+
+
+def test_with_a_cache_gradients_are_right_or_missing_never_wrong(svformer):
+    _, theirs, _ = svformer
+    idx = tokens()
+    (expected,) = torch.autograd.grad(
+        theirs(idx, labels=idx, use_cache=False).loss, theirs.model.lm_head.weight
+    )
+    made = theirs(idx[:, :20], labels=idx[:, :20])
+    assert made.past_key_values is not None
+    made = theirs(idx, labels=idx, use_cache=True)
+    (gradient,) = torch.autograd.grad(made.loss, theirs.model.lm_head.weight)
+    assert torch.equal(gradient, expected)
+    past = theirs(idx[:, :5]).past_key_values
+    assert not theirs(idx[:, 5:], past_key_values=past).logits.requires_grad
+
+
+def test_logits_and_outputs_come_in_the_forms_that_llama_gives(svformer):
+    _, theirs, _ = svformer
+    idx = tokens()
+    whole = theirs(idx, use_cache=False).logits
+    for keep, rows in ((2, [-2, -1]), (torch.tensor([0, 5]), [0, 5]), (1, [-1])):
+        torch.testing.assert_close(theirs(idx, logits_to_keep=keep).logits, whole[:, rows])
+    assert torch.equal(theirs(idx, return_dict=False)[0], whole)
+    loss, logits, past = theirs(idx, labels=idx, return_dict=False)
+    assert torch.equal(logits, whole) and past.get_seq_length() == 24
 
 
 # --- refused, not ignored ------------------------------------------------------------------------
@@ -141,17 +224,42 @@ def foreign_cache():
 
 REFUSED = [
     ('padding on the left', dict(attention_mask=torch.tensor([[0] + [1] * 6, [1] * 7]))),
+    ('attention_mask', dict(attention_mask=torch.ones(2, 6))),
+    ('attention_mask', dict(attention_mask=torch.ones(2, 1, 7, 7).tril())),
     ('DynamicCache', dict(past_key_values=foreign_cache())),
+    ('not both', dict(past_key_values=DynamicCache(), cache=DynamicCache())),
+    ('output_hidden_states', dict(output_hidden_states=True)),
+    ('output_attentions', dict(output_attentions=True)),
+    ('inputs_embeds', dict(inputs_embeds=torch.ones(2, 7, 32))),
+    ('cu_seq_lens_q', dict(cu_seq_lens_q=torch.tensor([0, 3, 7]))),
+    ('position_ids', dict(cache_position=torch.arange(1, 8))),
     ('position_ids', dict(position_ids=torch.arange(5, 12)[None])),
     ('position_ids', dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2))),
 ]
 
 
 def test_what_the_model_does_not_compute_is_refused_not_ignored(svformer):
-    _, theirs, _ = svformer
+    model, theirs, folder = svformer
     for word, options in REFUSED:
-        with pytest.raises(ValueError, match=word):
+        with raises_one_line(word):
             theirs(tokens(T=7), **options)
+    with raises_one_line('StaticCache'):
+        theirs.generate(tokens(T=7), cache_implementation='static', **GREEDY)
+    with raises_one_line('vocab_size=260'):
+        theirs.resize_token_embeddings(300)
+    with pytest.raises(ValueError, match='checkpointing'):
+        theirs.gradient_checkpointing_enable()
+    with raises_one_line('output_hidden_states'):
+        load_export(folder, output_hidden_states=True)(tokens(T=7))
+
+    # The model is as it was, and so is a cache with which something was refused.
+    past = theirs(tokens(T=5)).past_key_values
+    for options in (dict(position_ids=torch.tensor([[0]])), dict(output_attentions=True)):
+        with pytest.raises(ValueError):
+            theirs(tokens(T=1), past_key_values=past, **options)
+    assert past.get_seq_length() == 5
+    assert_same_weights(theirs.model, model)
+    assert_equal_logits(model, theirs, tolerance=1e-5)
 
     # After 7 tokens comes position 7.
     past = theirs(tokens(T=7), position_ids=torch.arange(7)[None], use_cache=True).past_key_values
@@ -184,6 +292,23 @@ def test_a_cache_in_training_is_refused_as_it_keeps_no_gradients(svformer):
 
 
 # --- loading -----------------------------------------------------------------------------------
+
+
+def test_an_export_names_the_transformers_that_it_was_tried_with(svformer):
+    _, theirs, _ = svformer
+    assert f'transformers {transformers.__version__}' in theirs.config.tried_with
+
+
+def test_a_gpt_is_made_without_memory_as_other_libraries_do_it():
+    """They make each parameter again, from what it has for attributes."""
+    model = ours(**CODE['the family'])
+    with init_empty_weights():
+        empty = GPT(model.config)
+    assert {p.device.type for p in empty.parameters()} == {'meta'}
+    for name, needs in model.needs.items():
+        assert empty.needs[name].decay == needs.decay and empty.needs[name].rate == needs.rate
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(empty(tokens())[0], model(tokens())[0])
 
 
 def test_a_variant_loads_in_half_precision_with_exact_rope_tables(svformer):
