@@ -13,8 +13,7 @@ import lzma
 import tarfile
 from pathlib import Path
 
-from configurator import first_line
-from lib.files import unreadable
+from lib.files import first_line, unreadable
 
 
 def text_of_run(run, name):
