@@ -37,8 +37,6 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure
-from hub.read import holds_weights
-from hub.read import load as load_hub
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import one_line_errors, write_json
 from lib.machine import (
@@ -50,6 +48,7 @@ from lib.machine import (
     outlives_its_output,
 )
 from lib.muon import Muon
+from lib.outside import holds_weights, load_hub
 from lib.rundir import (
     Log,
     check_unused,

@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from configurator import choose
-from hub.read import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout, load
 from lib.files import one_line_errors, write_json
+from lib.outside import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout
+from lib.outside import load_hub as load
 from lib.rundir import spelled_out
 from lib.trained import load_run
 

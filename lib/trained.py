@@ -6,10 +6,9 @@ A trained model for use: of a run's folder, of one of its checkpoints, or of a H
 
 from pathlib import Path
 
-from hub.read import holds_weights
-from hub.read import load as load_hub
 from lib import tokenizer as tokenizers
 from lib.data import dataset_folder
+from lib.outside import holds_weights, load_hub
 from lib.rundir import (
     build_config,
     check_tokenizer,

@@ -41,10 +41,10 @@ import model as architecture
 from comparison.charts import seeds_text
 from comparison.runs import facts
 from configurator import choose
-from hub.read import load as load_hub
 from lib.data import Dataset
 from lib.files import as_json, first_line, one_line_errors, write_json
 from lib.machine import Machine
+from lib.outside import load_hub
 from lib.rundir import compare_tokenizers, provenance
 from lib.trained import load_run
 from model import attend, attend_cross, to_query_heads

@@ -20,13 +20,12 @@ NEEDED = {
 # From which folders the files of a folder may import, besides the root and their own. Files of the root
 # itself import from folders as named here, and from lib.
 FOLDERS = {
-    'lib': {'hub'},  # a run's weights may come from Hugging Face
+    'lib': set(),
     'hub': {'lib'},
     'comparison': {'lib'},
-    'paper': {'lib', 'hub', 'comparison'},
+    'paper': {'lib', 'comparison'},
 }
 FOLDERS_OF_ROOT = {
-    'train': {'hub'},
     'bench': {'hub'},  # the peer that it times is transformers' Llama
     'compare': {'comparison'},
 }

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import GPT2, SV
 
-from hub import convert, read
+from hub import convert
 from hub.convert import export, load
-from lib import tokenizer
+from lib import outside, tokenizer
 from lib.trained import load_run
 
 quiet = checkpoints.quiet
@@ -104,7 +104,7 @@ def test_a_weight_that_a_fork_adds_goes_out_with_its_code_and_only_there(
     fork = import_file(tmp_path / 'model.py')
     models = {}
     with monkeypatch.context() as patch:
-        patch.setattr(read, 'GPT', fork.GPT)
+        patch.setattr(outside, 'GPT', fork.GPT)
         patch.setattr(convert, 'CODE', (tmp_path / 'model.py', *convert.CODE[1:]))
         for name in ('plain', 'gated'):
             config = fork.GPTConfig(arch=arch, my_gate=name == 'gated', **SIZE)

@@ -1,8 +1,8 @@
 """
-Hugging Face checkpoints in: Llama, Mistral, GPT-2, and every variant that hub/convert.py exports, from
-a folder or a hub id.
+Checkpoints from outside, in Hugging Face's form: Llama, Mistral, GPT-2, and every variant that
+hub/convert.py exports. They come from a folder or a hub id.
 
->>> model = load('folder')
+>>> model = load_hub('folder')
 
 Weights are read as tensors and nothing else, and code that lies beside them is never run.
 """
@@ -31,7 +31,7 @@ def holds_weights(path):
     return path.is_dir() and bool(weight_files(path))
 
 
-def load(path_or_hub_id, warn=print):
+def load_hub(path_or_hub_id, warn=print):
     """A GPT with a checkpoint's weights, in fp32. One tensor at a time is in memory twice.
 
     Weights that lie beside them, such as shards of an earlier save, are not read; `warn` names them.
@@ -191,7 +191,7 @@ def read_config(path):
         kind = values.get('model_type')
         if kind == VARIANT:
             fields = values['gpt']
-            return kind, build_config(fields, {name: name for name in fields})
+            return kind, make_config(fields, {name: name for name in fields})
 
         if kind not in ('llama', 'mistral', 'gpt2'):
             raise ValueError(
@@ -205,9 +205,9 @@ def read_config(path):
                 choice = ' or '.join(map(repr, allowed))
                 raise ValueError(f'{name}={value!r}, but GPT computes only {choice}')
         if kind == 'gpt2':
-            return kind, build_config(values, GPT2, arch='gpt2')
+            return kind, make_config(values, GPT2, arch='gpt2')
 
-        config = build_config(values | read_rope(values), LLAMA)
+        config = make_config(values | read_rope(values), LLAMA)
         if kind == 'mistral' and values['sliding_window'] is not None:
             # Within its window, sliding attention is causal attention.
             window = convert(values['sliding_window'], int, 'sliding_window')
@@ -215,7 +215,7 @@ def read_config(path):
         return kind, config
 
 
-def build_config(values, names, **fields):
+def make_config(values, names, **fields):
     """The GPTConfig of a config.json's values. names: {field: its name there}"""
     hints = typing.get_type_hints(GPTConfig)
     for field, name in names.items():

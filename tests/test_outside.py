@@ -1,4 +1,4 @@
-"""hub/read.py: checkpoints of transformers, from a folder or the hub, become a GPT, or are refused."""
+"""lib/outside.py: checkpoints of transformers, from a folder or the hub, become a GPT, or are refused."""
 
 import shutil
 from dataclasses import asdict
@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from variants import SV
 
-from hub.convert import export, load
+from hub.convert import export
+from lib.outside import load_hub as load
 
 quiet = checkpoints.quiet
 
