@@ -106,14 +106,16 @@ def seeds_text(count):
 @styled
 def contrasts_plot(contrasts, arms):
     """forest() of a comparison's contrasts, each in the color of its first arm."""
-    look, rows = looks(arms), []
+    look, rows, words = looks(arms), [], 'below 0 is better; small dots are seeds'
     for c in contrasts.values():
         if c['seeds']:
-            shade = look[c['ours']]['color'] if c['ours'] in arms else INK  # of a lead
+            shade = look[c['ours']]['color'] if c['ours'] in arms else INK
+            if c['ours'] not in arms:
+                words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
             name = f'{c["ours"]} {MINUS} {c["theirs"]}'
             rows.append((name, shade, c, (c['low_holm'], c['high_holm'])))
     title = 'Difference of validation loss (nats)'
-    return forest(rows, title, 'below 0 is better; small dots are seeds') if rows else ''
+    return forest(rows, title, words) if rows else ''
 
 
 def forest(rows, title, words, width=WIDTH):
@@ -221,7 +223,7 @@ def losses_by_rate(tuning, arms):
     if not known:
         return ''
     drawing, axes = picture('Validation loss by learning rate (dots: runs, diamonds: the best)')
-    ends = []
+    shown = []
     for name, sweep in known.items():
         look = looks(arms)[name]
         rates, means = map(list, (sweep['means'], sweep['means'].values()))
@@ -230,9 +232,10 @@ def losses_by_rate(tuning, arms):
         for rate, losses in sweep['trials'].items():
             dots = {'color': look['color'], 'markersize': 3, 'alpha': 0.6}
             axes.plot([rate] * len(losses), losses, 'o', **dots)
-        ends += means[max(0, best - 1) : best + 2]
+        for rate in rates[max(0, best - 1) : best + 2]:
+            shown += [sweep['means'][rate], *sweep['trials'][rate]]
     # What is further than a step from the best rate, or has diverged, may lie outside.
-    show_all(axes, [loss for loss in ends if math.isfinite(loss)])
+    show_all(axes, [loss for loss in shown if math.isfinite(loss)])
     axes.set_xscale('log')
     rates = sorted({rate for sweep in known.values() for rate in sweep['means']})
     axes.set_xticks(rates, [f'{rate:g}' for rate in rates])

@@ -459,7 +459,7 @@ def figure_of(numbers, title=''):
     usual, y_label, panels = PANELS[kind]
     labels, look = draw.labels_and_looks(reports)
     seeds = max(report.get('seeds', 1) for report in reports.values())
-    over = 'sequences' if seeds == 1 else seeds_text(seeds)
+    over = 'sequences, not over models' if seeds == 1 else seeds_text(seeds)
     title = f'{title or usual}\nbands: one standard error over {over}'
     size = (3.1 * max(len(panels), 2), 4.2)
     # One quantity has one axis.

@@ -121,8 +121,9 @@ class Arm:
 
     def words(self, scale, told=()):
         """Its model, and what is unusual about it at a scale; told: fields to tell anyway."""
+        size = '{n_layer} x {n_embd}'.format(**scale.sizes[self.size])
         words = {
-            'size': self.size.upper(),
+            'size': self.size.upper() if scale is PAPER else size,
             'length': f'{scale.lengths[LENGTHS.index(self.length)]:,} tokens',
             'rate': f'rate {scale.rates[self.rate]:g}',
             'warmup': f'warm-up {scale.warmups[self.warmup]:,}',

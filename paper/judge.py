@@ -419,9 +419,13 @@ def claims_plot(rows):
             sign = -1 if row.sign == '<' else 1
             each = {seed: sign * value for seed, value in row.numbers['differences'].items()}
             name = f'{row.label()}, {seeds_text(row.numbers["seeds"])}: {row.verdict}'
-            numbers = describe(each)
-            interval = numbers['low'], numbers['high']
-            shown.append((name, SHADES[row.verdict], numbers, interval))
+            if row.caveat:
+                name += ' (the table says why)'
+            # Corrected as the verdict is: where it includes 0, nothing is decided.
+            interval = row.numbers['low_holm'], row.numbers['high_holm']
+            if None not in interval:
+                interval = [sign * end for end in interval]
+            shown.append((name, SHADES[row.verdict], describe(each), interval))
     words = 'above 0 is as the paper prints it; small dots are seeds'
-    title = 'Difference of losses (nats)'
+    title = "Difference of losses (nats), intervals after Holm's correction"
     return charts.forest(shown, title, words, width=6) if shown else ''

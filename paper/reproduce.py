@@ -154,6 +154,8 @@ def measure_panel(panel, pool, settings, machine=None):
 def measure_scaling(arms, pool, window):
     """{model: {'parameters', 'loss', 'power_law'}}, from small to large, and what ResFormer saves."""
     models, points = {}, {}
+    # A law through single runs says nothing.
+    is_several = min(len(pool[arm]) for arm in arms) > 1
     for arm in arms:
         runs = list(pool[arm].values())
         size = GPT.without_weights(runs[0].model).num_params(non_embedding=False)
@@ -161,9 +163,11 @@ def measure_scaling(arms, pool, window):
         points.setdefault(arm.model, []).append((size, loss))
     for model, of_model in points.items():
         parameters, loss = zip(*of_model, strict=True)
-        law = losses.power_law(parameters, loss)
+        law = losses.power_law(parameters, loss) if is_several else None
         models[model] = {'parameters': parameters, 'loss': loss, 'power_law': law}
-    saved, why = losses.parameters_saved(points[R], points[V])
+    saved, why = None, 'one run of each size has no power law'
+    if is_several:
+        saved, why = losses.parameters_saved(points[R], points[V])
     pairs = judge.pairs_of(pool, arms[-1], arms[-1].baseline()).values()
     tokens = [losses.tokens_saved(*pair, window) for pair in pairs]
     print(

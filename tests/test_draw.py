@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+from comparisons import write_arm
 from conftest import ROOT
 from runs import write_log, write_run
 
 from comparison import charts
 from comparison.curves import measure_curves
+from comparison.results import sweep
 from comparison.runs import read_state
-from paper import draw, figures, losses
+from comparison.verdict import judge
+from paper import draw, figures, losses, reproduce
 
 pytestmark = pytest.mark.usefixtures('figures_closed')
 
@@ -86,6 +89,26 @@ def test_names_and_colors_are_the_papers_and_no_two_look_alike():
         assert len(set(looks)) == len(looks) == len(models)
 
 
+def test_every_run_at_the_best_rate_and_beside_it_is_seen(monkeypatch):
+    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+    found = sweep({1e-3: [9.0, 9.2], 2e-3: [4.1, 4.2], 4e-3: [4.0, 4.1], 8e-3: [4.05, 5.5]})
+    low, high = charts.losses_by_rate({'mine': found}, ['mine']).axes[0].get_ylim()
+    assert low < 4.0 and 5.5 < high < 9.0
+
+
+def test_a_forest_says_what_below_0_means_for_losses_and_for_leads(monkeypatch):
+    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+    contrasts = {}
+    for ours, theirs in (('b', 'a'), ('(d-c)', '(b-a)')):
+        numbers = judge({'x': {seed: 0.1 * seed for seed in range(3)}})['x']
+        contrasts[ours] = {'ours': ours, 'theirs': theirs, **numbers}
+    words = []
+    for some in ({'b': contrasts['b']}, contrasts):
+        words.append(charts.contrasts_plot(some, list('abcd')).axes[0].get_xlabel())
+    assert all('below 0 is better' in each for each in words)
+    assert ['leads' in each for each in words] == [False, True]
+
+
 # --- loss against size ----------------------------------------------------------------------------
 
 
@@ -94,6 +117,18 @@ def test_a_power_law_is_recovered_and_is_of_three_sizes_with_falling_losses():
     assert losses.power_law(n, 12 * n**-0.07) == pytest.approx((12, 0.07))
     assert losses.power_law(n[:2], 12 * n[:2] ** -0.07) is None
     assert losses.power_law(n, 2 * n**0.01) is None
+
+
+@pytest.mark.parametrize('seeds', [(1,), (1, 2)])
+def test_no_power_law_goes_through_single_runs(tmp_path, seeds):
+    scale, pool = figures.SCALES['claims'], {}
+    arms = figures.arms_of('vanilla resformer', size=figures.SIZES)
+    for arm in arms:
+        values = [3 - 0.1 * figures.SIZES.index(arm.size)] * 20
+        folders = [write_arm(tmp_path, arm, scale, values, seed, max_iters=20) for seed in seeds]
+        pool[arm] = dict(zip(seeds, map(read_state, folders), strict=True))
+    models = reproduce.measure_scaling(arms, pool, 5)
+    assert [bool(model['power_law']) for model in models.values()] == [len(seeds) > 1] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """python -m paper.reproduce: its figures and scales as data, its training, its numbers and pictures."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def test_every_arm_of_every_scale_is_one_that_train_accepts(scale):
         for panel in figure.panels:
             labels = {arm.words(scale) for arm in panel.arms}
             assert len(labels) == len(panel.arms)
+            # The paper's sizes are called so at its own scale alone.
+            assert scale is PAPER or not any(re.search(r'\d+M', label) for label in labels)
 
 
 def test_the_papers_scale_is_its_tables_3_and_4():

@@ -1,7 +1,7 @@
 """The paper's claims as data (paper/figures.py), and what runs say of them (paper/judge.py)."""
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from comparisons import write_arm
@@ -67,13 +67,18 @@ def test_every_claim_is_explained_and_of_arms_that_its_figure_has():
 # --- verdicts -------------------------------------------------------------------------------------
 
 
-def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path):
+def test_the_verdict_is_the_sign_of_a_difference_that_is_decided(tmp_path, monkeypatch):
     folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, alternating(1.9))
     folders += write_runs(tmp_path, S, alternating(2.0, 0.1))
     below, above, not_below = rows_of([BELOW, ABOVE, NOT_BELOW], folders)
     assert (below.verdict, above.verdict) == ('agrees', 'undecided')
     assert below.runs == [f'{model}_lr0.006_seed{seed}' for model in (R, V) for seed in SEEDS]
     assert below.rates == {'ResFormer': [6e-3], 'vanilla': [6e-3]}
+    # In the picture, an interval includes 0 where nothing is decided; uncorrected, it need not.
+    monkeypatch.setattr(judge.charts, 'forest', lambda rows, *_, **__: rows)
+    numbers = above.numbers | {'low': -0.3, 'high': -0.1, 'low_holm': -0.4, 'high_holm': 0.1}
+    drawn = judge.claims_plot([below, replace(above, numbers=numbers)])
+    assert [low > 0 or high < 0 for *_, (low, high) in drawn] == [True, False]
     for sign, verdict in (('>', 'contradicts'), ('>=', 'contradicts'), ('<', 'agrees')):
         (row,) = rows_of([Claim('fig1', '', '', Arm(R), sign, Arm(V))], folders)
         assert row.verdict == verdict
