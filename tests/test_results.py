@@ -254,6 +254,34 @@ def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
         assert re.search(f'^{start}.*{end}$', text, re.M), name
 
 
+def test_what_bad_starts_handicaps_and_too_few_seeds_make_of_the_embeddings_numbers():
+    text, tuning = page('embedding'), (101, 102)
+    both = [embedding_losses(m, 0.006, range(3, 11)) for m in ('vanilla_norm', 'vanilla')]
+    gain = both[1] - both[0]
+    without = np.delete(gain, (3, 6))  # seeds 6 and 9
+    low, high = scipy.stats.ttest_1samp(without, 0).confidence_interval(0.95)
+    for some in (text, (ROOT / 'README.md').read_text()):
+        assert f'{np.median(gain):.3f}' in some
+        assert f'{without.mean():.3f} ± {(high - low) / 2:.3f}' in some
+
+    at_6, at_3 = (embedding_losses('vanilla', rate, tuning).mean() for rate in (0.006, 0.003))
+    lead = at_3 - embedding_losses('resformer', 0.003, tuning).mean()
+    words = '{:.3f} of the {:.3f} by which ResFormer leads there at 3e-3'
+    assert words.format(at_3 - at_6, lead) in page('lasting')
+
+    each = [embedding_losses(m, 0.006, tuning) for m in ('vanilla', 'resformer', 'svformer')]
+    scatter = np.sqrt(2 * np.var(each, axis=1, ddof=1).mean())
+    seeds = np.arange(3, 40)
+    threshold = scipy.stats.t.ppf(1 - 0.05 / 6, seeds - 1)
+    power = scipy.stats.nct.sf(threshold, seeds - 1, 0.0752 / scatter * np.sqrt(seeds))
+    needed = seeds[np.searchsorted(power, 0.9)]
+    assert f'scatters by {scatter:.3f}, and would have asked for {needed}.' in text
+    ours, theirs = (
+        embedding_losses(m, 0.006, range(3, 15)) for m in ('resformer_norm', 'vanilla_norm')
+    )
+    assert f'with the norm scatters by {np.std(ours - theirs, ddof=1):.3f}' in text
+
+
 def test_the_first_layer_of_three_runs_attends_as_no_others_does():
     runs = json.loads((EMBEDDING / 'entropy.json').read_text())['runs']
     first = {Path(run).name: one['series']['entropy']['mean'][0] for run, one in runs.items()}
