@@ -122,7 +122,8 @@ def test_a_power_law_is_recovered_and_is_of_three_sizes_with_falling_losses():
 @pytest.mark.parametrize('seeds', [(1,), (1, 2)])
 def test_no_power_law_goes_through_single_runs(tmp_path, seeds):
     scale, pool = figures.SCALES['claims'], {}
-    arms = figures.arms_of('vanilla resformer', size=figures.SIZES)
+    _, panel, _ = figures.FIGURES['fig5'].panels
+    arms = panel.arms
     for arm in arms:
         values = [3 - 0.1 * figures.SIZES.index(arm.size)] * 20
         folders = [write_arm(tmp_path, arm, scale, values, seed, max_iters=20) for seed in seeds]
