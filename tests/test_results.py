@@ -61,6 +61,13 @@ def rounded(path):
     return number.sub(lambda found: f'{float(found[0]):.9g}', path.read_text())
 
 
+@pytest.mark.parametrize('topic', ['embedding', 'lasting', 'real'])
+def test_what_a_pages_own_program_imports_is_there(topic):
+    (program,) = re.findall(r"python - <<'END'\n(.*?)\nEND\n", page(topic), re.S)
+    for line in re.findall('^(?:from|import) .*', program, re.M):
+        exec(line, {})
+
+
 # --- claims and deep ------------------------------------------------------------------------------
 
 
