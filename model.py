@@ -1,7 +1,14 @@
 """
 A Llama-like GPT in which layers may use the values (or keys, or queries) of earlier layers.
 
-The wiring of a model is three questions per layer, asked separately of q, k and v:
+Layer n of a Transformer projects its values from its input H: V_n = H W_n. The two ideas change that
+in layers 2 and up, and everything else stays as it is:
+
+  ResFormer   V_n = (V_1 + H W_n) / 2    v_residual=True   (Eq. 7)   Part.mix()
+  SVFormer    V_n = V_1                  share_v=True      (Eq. 10)  Part.forward(), "borrowed"
+
+All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and keys can do the same.
+So the wiring of a model is three questions per layer, asked separately of q, k and v:
   1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
   3. What happens at attention? See residual_map and neutreno in GPTConfig.
@@ -16,7 +23,7 @@ Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
 Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are
 raw. *Attended*: mixed and rotated; attention and borrowers read it.
 
-The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897 (ResFormer, SVFormer).
+The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
 
 import collections
@@ -56,68 +63,28 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, and a learned gain of q
     exclusive: bool = False  # a head's output without what lies along its own value (2603.09078)
     # residuals: what is mixed into v, q or k
-    v_residual: bool = False  # ResFormer (Eq. 7): V_n <- (V_1 + V_n) / 2 for n >= 2
-    q_residual: bool = False  # the same mixing on queries, before RoPE (Fig. 6)
-    k_residual: bool = False  # the same mixing on keys, before RoPE (Fig. 6)
-    residual_from: str = 'first'  # the sources, a name in SOURCES (Fig. 8, Eq. 5)
-    residual_lambda: tuple = ()  # weights (each source, own); empty: the mean of all
-    residual_learned: bool = False  # the weights are parameters, which start from these
+    v_residual: bool | str = False  # True: the first layer's; or another name in SOURCES (Fig. 8)
+    q_residual: bool | str = False  # the same mixing on queries, before RoPE (Fig. 6)
+    k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
+    residual_weights: str = 'fixed'  # learned; or of v from x, per token: head (nanochat), channel
+    residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
     residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
     residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
-    residual_gate: str = ''  # weights of v from x, per token: head (nanochat) or channel (RWKV-7)
-    residual_gate_inputs: int = 0  # of head: how many channels of x it reads; 0: all
-    residual_gate_bias: bool = False  # of head: with a bias
-    residual_gate_rank: int = 32  # of channel: its inner width
-    # sharing: what is borrowed
-    share_q: bool = False  # borrow the queries of an earlier layer (Fig. 13)
-    share_k: bool = False  # borrow the keys of an earlier layer (Figs. 4, 13; with share_v: CLA)
-    share_v: bool = False  # SVFormer (Eq. 10): every layer attends with V_1
-    share_q_every: int = 0  # m: each m layers share their first layer's; 0: all share layer 1's
-    share_k_every: int = 0  # likewise for keys
-    share_v_every: int = 0  # likewise for values (Fig. 14)
-    share_q_from: tuple = ()  # instead: for each layer, the layer that owns its queries
-    share_k_from: tuple = ()  # likewise for keys
-    share_v_from: tuple = ()  # likewise for values
+    gate_inputs: int = 0  # of head: how many channels of x it reads; 0: all
+    gate_bias: bool = False  # of head: with a bias
+    gate_rank: int = 32  # of channel: its inner width
+    # sharing: True: all layers use layer 1's; m: each m layers their first one's; or owners, (0, 0, 2)
+    share_q: bool | int | tuple = False  # borrow the queries of an earlier layer (Fig. 13)
+    share_k: bool | int | tuple = False  # the keys (Figs. 4, 13); 2, with share_v=2: CLA
+    share_v: bool | int | tuple = False  # the values: SVFormer (Eq. 10, Fig. 14)
     share_v_heads: int = 0  # borrow this many value heads, the last ones; 0: all (SkipV1Former)
     # the other models that the paper compares with
     neutreno: float = 0.0  # NeuTRENO's lambda: U_n += lambda (V_1 - values attended with) (Eq. 8)
     denseformer: bool = False  # after each block, a learned average of all block outputs
 
     def __post_init__(self):
-        self.prepare()
+        prepare(self)
         check(self)
-
-    @classmethod
-    def saved(cls, values):
-        """The config of a checkpoint or an import, {field: value}. Settings of it may change nothing:
-        other versions of this code accepted them."""
-        config = cls()
-        unknown = values.keys() - vars(config).keys()
-        refuse(
-            unknown, f'GPTConfig has no {", ".join(sorted(unknown))}: a field of another model.py'
-        )
-        vars(config).update(values)
-        config.prepare()
-        return config
-
-    def prepare(self):
-        """Refuse what no model can be made of. Take a value as the default where it equals what the
-        default stands for."""
-        for name, value in vars(self).items():
-            if isinstance(value, list):  # JSON has no tuples
-                setattr(self, name, tuple(value))
-        check_ranges(self)
-        check_contradictions(self)
-        if self.n_kv_head == self.n_head:
-            self.n_kv_head = 0
-        if self.residual_gate_inputs == self.n_embd:
-            self.residual_gate_inputs = 0
-        switches = {f'share_{part}_every': [f'share_{part}'] for part in 'qkv'}
-        switches |= dict.fromkeys(('residual_lambda', 'residual_layers'), RESIDUALS)
-        for name, others in switches.items():
-            is_read = any(getattr(self, other) for other in others)
-            if is_read and not acts(self, name):
-                setattr(self, name, getattr(type(self), name))
 
     def shape(self):
         """{field: value} of the fields that say how large the model is."""
@@ -144,292 +111,66 @@ class GPTConfig:
 
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
-RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
-
-# --- the wiring ----------------------------------------------------------------------------------
-
-# residual_from: the sources of layer n (0-based) in a model of L layers, which are layers before it. A
-# word in place of a layer is a source of another kind: let hidden() put its tensor, (B, heads, T, hs),
-# into raw[part, word].
-SOURCES = {
-    'first': lambda n, L: range(n)[:1],  # ResFormer (Eq. 7)
-    'previous': lambda n, L: range(n)[-1:],  # Fig. 8
-    'all': lambda n, L: range(n),  # Eq. 5
-    # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
-    'token': lambda n, L: [f'token {n}'],
-    'first+token': lambda n, L: [*range(n)[:1], f'token {n}'],
-}
-
-# residual_gate: the settings that each gate reads. See Attention.gated().
-GATES = {
-    '': (),
-    'head': ('residual_gate_inputs', 'residual_gate_bias', 'residual_lambda'),
-    'channel': ('residual_gate_rank',),
-}
-
-
-@dataclass
-class Layer:
-    """How layer n is wired. A key, (part, layer), names a raw or an attended tensor."""
-
-    n: int
-    owner: dict  # {part: the layer whose q, k or v it attends with}; vanilla: itself
-    heads: dict  # {part: the number of heads that it projects}; 0: it borrows them
-    joins: dict  # {part: key of the tensor whose last heads it borrows beside its own}
-    sources: dict  # {part: keys of the raw tensors that are mixed into its own}, such as ('v', 0)
-    weights: list  # of each source in this mixture, then of its own; []: nothing is mixed
-    learned: bool  # whether these weights are parameters, which start there
-    gate: dict  # {setting: value} of what makes the weights of v follow from x; {}: they do not
-    reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
-    added: list  # keys of the raw values whose mean is added to attention's output
-    neutreno: float  # how much of V_1 - V_n is added to it
-    raw_later: list = ()  # keys of the raw tensors that later layers read
-    attended_later: list = ()  # likewise of the attended ones
-
-
-def wire(config):
-    """The wiring of a model as data: a Layer for each layer."""
-    layers = [wire_layer(config, n) for n in range(config.n_layer)]
-    raw, attended = set(), set()
-    for layer in reversed(layers):
-        layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
-        layer.attended_later = sorted(attended)
-        joined = layer.joins.values()
-        raw.update(layer.added, joined, *layer.sources.values())
-        if layer.neutreno:
-            raw.add(('v', 0))
-        attended.update(layer.owner.items(), joined, *layer.reads.values())
-    return layers
-
-
-def wire_layer(config, n):
-    """Layer n, but for what later layers read."""
-    owners = {part: owners_of(config, part) for part in 'qkv'}
-    heads = {'q': config.n_head, 'k': config.kv_heads, 'v': config.kv_heads}
-    heads = {part: heads[part] if owners[part][n] == n else 0 for part in 'qkv'}
-    joins = {}
-    if config.share_v_heads:  # a borrower, too, attends with values of its own
-        if not heads['v']:
-            heads['v'] = config.kv_heads - config.share_v_heads
-            joins['v'] = 'v', owners['v'][n]
-        owners['v'] = {layer: layer for layer in range(config.n_layer)}
-
-    def keys(part, layers):
-        # A source that is no layer has no owner.
-        return [(part, owners[part].get(layer, layer)) for layer in layers]
-
-    sources = {part: sources_of(config, part, n) for part in 'qkv'}
-    of_values = {config.residual_map: sources['v']}
-    sources['v'] = of_values.get('current', [])  # those that are mixed in before attention
-    count = max(len(layers) for layers in sources.values())
-    uniform = 1 / (count + 1)
-    source, own = config.residual_lambda or (uniform, uniform)
-    weights = [float(source)] * count + [float(own)]
-    gate = GATES[config.residual_gate] if sources['v'] and not config.residual_learned else ()
-    # NeuTRENO's V_1 - V_n is zero where nothing is mixed into V_1, and where all layers attend with it.
-    differs = (n > 0 or sources['v']) and any(owners['v'].values())
-    return Layer(
-        n,
-        owner={part: owners[part][n] for part in 'qkv'},
-        heads=heads,
-        joins=joins,
-        sources={part: keys(part, sources[part]) for part in 'qkv'},
-        weights=weights if count else [],
-        learned=config.residual_learned and count > 0,
-        gate={name: getattr(config, name) for name in gate},
-        reads={part: keys(part, (*of_values.get('cross', ()), n)) for part in 'kv'},
-        added=keys('v', of_values.get('identity', ())),
-        neutreno=config.neutreno if differs else 0.0,
-    )
-
-
-def owners_of(config, part):
-    """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
-    every = 1
-    if getattr(config, f'share_{part}'):
-        every = getattr(config, f'share_{part}_every') or config.n_layer
-    owners = {n: n - n % every for n in range(config.n_layer)}
-    return owners | dict(enumerate(getattr(config, f'share_{part}_from')))
-
-
-def sources_of(config, part, n):
-    """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
-    every = () if 'token' in config.residual_from else range(config.n_layer)  # tables are named
-    is_named = n in (config.residual_layers or every)
-    mixes = getattr(config, f'{part}_residual') and owners_of(config, part)[n] == n and is_named
-    # The source's weight is 0 for ever.
-    is_idle = config.residual_lambda == (0, 1) and not config.residual_learned
-    if not mixes or is_idle:
-        return []
-    return list(SOURCES[config.residual_from](n, config.n_layer))
-
 
 # --- the model -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Needs:
-    """What a parameter needs, said where it is made; GPT.needs has it by the parameter's name."""
-
-    # It starts as draw(tensor, generator=...) makes it, seeded by (seed, name, block). None: as made.
-    draw: Callable | None = None
-    blocks: dict = field(default_factory=dict)  # {block: its rows}; {}: all rows are one block
-    drawn: int = 0  # a block of fewer rows than these takes the first of them
-    muon: tuple = ()  # rows of each matrix that Muon updates, if it is chosen; (): AdamW's
-    rate: str = ''  # the setting that multiplies its learning rate
-    decay: bool = False  # weight decay pulls it to zero
-    logged: bool = False  # at every evaluation, for few numbers of interest
-    optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
-
-
-def parameter(data, **needs):
-    """An nn.Parameter and what it needs."""
-    p = nn.Parameter(data)
-    p.needs = Needs(**needs)
-    return p
-
-
-def neutral(numbers):
-    """The parameter of a few weights that start where nothing changes, or as the settings say."""
-    return parameter(torch.tensor(numbers), logged=True, optional=True)
-
-
-def normal(std):
-    return functools.partial(nn.init.normal_, std=std)
-
-
-def make(kind, *shape, draw=None, decay=True, **needs):
-    """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, 0.02) unless
-    `draw` says otherwise, a bias at zero."""
-    module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
-    module.weight = parameter(
-        torch.empty(module.weight.shape), draw=draw or normal(0.02), decay=decay, **needs
-    )
-    if getattr(module, 'bias', None) is not None:
-        module.bias = parameter(torch.zeros(module.bias.shape), **needs | {'muon': ()})
-    return module
-
-
-def make_c_proj(config, width):
-    std = 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
-    C = config.n_embd
-    return make(nn.Linear, width, C, config.arch == 'gpt2', draw=normal(std), muon=(C,))
-
-
-def make_table(config):
-    """A value for each token, (vocab_size, n_kv_head * hs)."""
-    shape = config.vocab_size, config.kv_heads * config.head_size
-    draw = normal(config.n_embd**-0.5)
-    return make(nn.Embedding, *shape, draw=draw, decay=False, rate='table_rate')
-
-
-class Attention(nn.Module):
-    """Causal self-attention of a layer. Rows of c_attn: q, then k, then v, of the heads it projects."""
+class Part(nn.Module):
+    """The queries, keys or values of a layer. A layer that owns them projects them; a borrower has
+    nothing. wiring: a PartWiring."""
 
     def __init__(self, config, wiring):
         super().__init__()
-        self.config = config
-        self.wiring = wiring
-        heads = wiring.heads
-        C, hs, kv_heads = config.n_embd, config.head_size, config.kv_heads
-        self.rows = {part: heads[part] * hs for part in 'qkv' if heads[part]}
-        rows = sum(self.rows.values())
-        self.c_attn = make(
-            nn.Linear,
-            C,
-            rows,
-            config.arch == 'gpt2',
-            blocks=self.rows,
-            drawn=kv_heads * hs,  # also of v where it projects fewer heads
-            muon=(*self.rows.values(),),
-        )
-        self.c_proj = make_c_proj(config, C)
-        if config.qk_norm and heads['q']:
-            self.q_gain = parameter(torch.full((config.n_head,), 1.44))
-        gate = config.residual_gate if wiring.gate else ''
-        if gate == 'head':
-            inputs, bias = config.residual_gate_inputs or C, config.residual_gate_bias
-            self.gate = make(nn.Linear, inputs, kv_heads, bias, draw=normal(0.0), decay=False)
-        if gate == 'channel':
-            rank = config.residual_gate_rank
-            width = kv_heads * hs
-            near_zero = functools.partial(nn.init.orthogonal_, gain=0.1)
-            self.gate_down = make(nn.Linear, C, rank, False, draw=normal(0.0), decay=False)
-            self.gate_up = make(nn.Linear, rank, width, False, draw=near_zero, decay=False)
-            self.gate_bias = parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
-        if wiring.learned:
-            self.residual_lambda = neutral(wiring.weights)
+        self.config, self.wiring = config, wiring
+        if wiring.projects:
+            self.proj = make_proj(config, wiring)
+        if config.qk_norm and wiring.part == 'q' and wiring.heads:
+            parameter(self, 'gain', torch.full((config.n_head,), 1.44))
+        if wiring.sources:
+            add_mixing_weights(self)
 
-    def forward(self, x, raw, attended, rope, cache, mask):
-        """x (B, T, C) -> (B, T, C), and raw and attended as the next layer gets them.
+    def forward(self, x, raw, attended, rope, cache):
+        """x (B, T, C) -> what the layer attends with, (B, heads, T, hs); raw and attended get it, too.
+        Arguments as in Attention.forward()."""
+        wiring, key = self.wiring, self.wiring.key
+        if not wiring.heads:
+            return attended[wiring.part, wiring.owner]  # borrowed
 
-        raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file. rope: (cos, sin),
-        (T, hs) each, or None. cache: a KVCache or None. mask: attend()'s.
-        """
-        B, T, C = x.size()
-        config, wiring, n = self.config, self.wiring, self.wiring.n
-        raw, attended = dict(raw), dict(attended)  # the caller keeps its own
+        # Project, and mix the sources in.
+        own = None
+        if wiring.projects:
+            own = to_heads(self.config, self.proj(x))  # (B, nh or n_kv_head, T, hs)
+            raw[key] = join(own, raw, wiring.joins)
+        t = self.mix(own, [raw[source] for source in wiring.sources], x) if wiring.sources else own
 
-        # Project the parts that this layer owns, and mix their sources into them.
-        projected = self.c_attn(x).split(list(self.rows.values()), dim=2)
-        for part, t in zip(self.rows, projected, strict=True):
-            t = to_heads(config, t)  # (B, nh or n_kv_head, T, hs)
-            raw[part, n] = join(t, raw, wiring.joins.get(part))
-            if wiring.sources[part]:
-                t = self.mix(part, t, [raw[key] for key in wiring.sources[part]], x)
-            if config.qk_norm and part != 'v':
-                gain = self.q_gain[:, None, None] if part == 'q' else 1.0
-                t = (rms_norm(config, t) * gain).to(t.dtype)
-            if part != 'v' and rope is not None:
-                t = rotate(t, *rope)
-            attended[part, n] = join(t, attended, wiring.joins.get(part))
-            if cache is not None:
-                cache.append((part, n), t)
+        if wiring.part != 'v':
+            t = self.norm(t)
+            t = rotate(t, *rope) if rope else t
+        if cache is not None:
+            cache.append(key, t)
+        attended[key] = join(t, attended, wiring.joins)
+        return attended[key]
 
-        # Attend with the owners' tensors: in SVFormer, owner['v'] is layer 0 everywhere.
-        dropout = config.dropout if self.training else 0.0
-        kv = attended if cache is None else cache
-        keys, values = ([kv[key] for key in wiring.reads[part]] for part in 'kv')
-        q = attended['q', wiring.owner['q']]
-        v = attended['v', wiring.owner['v']]  # of this call's tokens alone
-        y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
-
-        if config.exclusive:
-            y = without(y, to_query_heads(v, y))
-
-        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
-        # values that this layer attended with (Eq. 8).
-        if wiring.added:
-            mean = sum(raw[key] for key in wiring.added) / len(wiring.added)
-            y = y + to_query_heads(mean, y)
-        if wiring.neutreno:
-            y = y + to_query_heads(wiring.neutreno * (raw['v', 0] - v), y)
-
-        y = y.transpose(1, 2).reshape(B, T, C)
-        y = F.dropout(self.c_proj(y), config.dropout, self.training)
-        raw = {key: t for key, t in raw.items() if key in wiring.raw_later}
-        attended = {key: t for key, t in attended.items() if key in wiring.attended_later}
-        return y, raw, attended
-
-    def mix(self, part, own, sources, x):
-        """The layer's own projection of a part and its sources, (B, heads, T, hs) each, as their
-        weighted sum (Eq. 7, Eq. 5)."""
+    def mix(self, own, sources, x):
+        """The weighted sum (Eq. 7, Eq. 5) of the sources and the layer's own projection, (B, heads, T,
+        hs) each; own is None where its weight is 0 for ever."""
+        tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and the gradient of one, a sum over all
         # positions, would overflow long before any other. So whatever has weights is multiplied in
         # their type.
-        with torch.autocast(own.device.type, enabled=False):
-            *of_sources, of_own = self.weights(part, x)
-            mixed = of_own * own
-            for weight, source in zip(of_sources, sources, strict=True):
-                mixed = mixed + weight * source  # ResFormer: V_n / 2 + V_1 / 2
-        return mixed.to(own.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            weights = self.weights(x)[: len(tensors)]
+            first, *others = [w * t for w, t in zip(weights, tensors, strict=True)]
+            mixed = sum(others, first)  # ResFormer: V_1 / 2 + V_n / 2
+        return mixed.to(tensors[-1].dtype)
 
-    def weights(self, part, x):
+    def weights(self, x):
         """One weight per source, then the layer's own: numbers, or tensors that broadcast to
         (B, heads, T, hs). x (B, T, C): what the layer projects."""
-        if self.wiring.learned:
+        kind = self.wiring.residual_weights
+        if kind == 'learned':
             return self.residual_lambda[:, None]
-        if part == 'v' and self.wiring.gate:
+        if kind in GATES:
             return self.gated(x)
         return self.wiring.weights
 
@@ -440,51 +181,96 @@ class Attention(nn.Module):
         1 - g, or, with residual_lambda (s, o), each source s g and the layer's own value o.
         channel: g = sigmoid(b + (x A) B) for each channel, of the one source; 1 - g for its own.
         """
-        x = x.to(self.c_attn.weight.dtype)  # autocast is off
-        config = self.config
-        if config.residual_gate == 'head':
+        if self.wiring.residual_weights == 'head':
+            x = x.to(self.gate.weight.dtype)  # autocast is off
             logits = self.gate(x[..., : self.gate.in_features])
         else:
+            x = x.to(self.gate_down.weight.dtype)
             logits = self.gate_up(self.gate_down(x)) + self.gate_bias
-        gates = logits.sigmoid().unflatten(2, (config.kv_heads, -1))
+        gates = logits.sigmoid().unflatten(2, (self.config.kv_heads, -1))
         g = gates.transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
-        count = len(self.wiring.sources['v'])
-        if config.residual_lambda:
-            source, own = config.residual_lambda
-            return [source * g] * count + [own]
+        if self.wiring.weights:
+            *of_sources, of_own = self.wiring.weights
+            return [weight * g for weight in of_sources] + [of_own]
+        count = len(self.wiring.sources)
         return [g / count] * count + [1 - g]
+
+    def norm(self, t):
+        """q or k (B, heads, T, hs) with qk_norm, where it is on."""
+        if not self.config.qk_norm:
+            return t
+        gain = self.gain[:, None, None] if self.wiring.part == 'q' else 1.0
+        return (rms_norm(self.config, t) * gain).to(t.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention of a layer. wiring: a LayerWiring."""
+
+    def __init__(self, config, wiring):
+        super().__init__()
+        self.config, self.wiring = config, wiring
+        self.q = Part(config, wiring.q)
+        self.k = Part(config, wiring.k)
+        self.v = Part(config, wiring.v)
+        self.c_proj = make_c_proj(config, config.n_embd)
+
+    def forward(self, x, raw, attended, rope, cache, mask):
+        """x (B, T, C) -> (B, T, C), and raw and attended as the next layer gets them.
+
+        raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file. rope: (cos, sin),
+        (T, hs) each, or () for gpt2. cache: a KVCache or None. mask: attend()'s.
+        """
+        B, T, C = x.size()
+        raw, attended = dict(raw), dict(attended)  # the caller keeps its own
+        q, _, v = (part(x, raw, attended, rope, cache) for part in (self.q, self.k, self.v))
+
+        # What it attends to: its keys and values, also of the tokens in the cache, and with the cross
+        # map those of its sources.
+        kv = attended if cache is None else cache
+        keys, values = ([kv[key] for key in self.wiring.reads[part]] for part in 'kv')
+        dropout = self.config.dropout if self.training else 0.0
+        y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
+
+        y = self.after(y, raw, v).transpose(1, 2).reshape(B, T, C)
+        y = F.dropout(self.c_proj(y), self.config.dropout, self.training)
+        raw = {key: t for key, t in raw.items() if key in self.wiring.raw_later}
+        attended = {key: t for key, t in attended.items() if key in self.wiring.attended_later}
+        return y, raw, attended
+
+    def after(self, y, raw, v):
+        """What else happens to attention's output y (B, nh, T, hs). v: the values of this call's tokens
+        that the layer attended with."""
+        wiring = self.wiring
+        if self.config.exclusive:
+            y = without(y, to_query_heads(v, y))
+        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
+        # values that this layer attended with (Eq. 8).
+        if wiring.added:
+            mean = sum(raw[key] for key in wiring.added) / len(wiring.added)
+            y = y + to_query_heads(mean, y)
+        if wiring.neutreno:
+            y = y + to_query_heads(wiring.neutreno * (raw['v', 0] - v), y)
+        return y
 
 
 class MLP(nn.Module):
-    """SwiGLU (llama; rows of c_fc: gate, then up) or GELU (gpt2)."""
+    """SwiGLU (llama) or GELU (gpt2)."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        width, bias = config.ffn_width, config.arch == 'gpt2'
-        parts = 2 if config.arch == 'llama' else 1
-        # Muon takes gate and up for two matrices.
-        self.c_fc = make(nn.Linear, config.n_embd, parts * width, bias, muon=(width,) * parts)
+        C, width, bias = config.n_embd, config.ffn_width, config.arch == 'gpt2'
+        if config.arch == 'llama':
+            self.c_gate = make(nn.Linear, C, width, bias, muon=True)
+        self.c_fc = make(nn.Linear, C, width, bias, muon=True)
         self.c_proj = make_c_proj(config, width)
 
     def forward(self, x):
-        x = self.c_fc(x)
         if self.config.arch == 'llama':
-            gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
+            x = F.silu(self.c_gate(x)) * self.c_fc(x)
         else:
-            x = F.gelu(x, approximate='tanh')
+            x = F.gelu(self.c_fc(x), approximate='tanh')
         return F.dropout(self.c_proj(x), self.config.dropout, self.training)
-
-
-def norm(config):
-    kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
-    return kind(config.n_embd, eps=config.norm_eps)
-
-
-def rms_norm(config, x):
-    """x divided by its RMS over the last dimension, without weights."""
-    return F.rms_norm(x, x.shape[-1:], eps=config.norm_eps)
 
 
 class Block(nn.Module):
@@ -508,14 +294,20 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wiring = wire(config)
-        self.table = None, None  # value_table()'s: (what it was made of, the table)
         self.transformer = nn.ModuleDict(
             {
                 'wte': make(nn.Embedding, config.vocab_size, config.n_embd),
                 'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
+                've': nn.ModuleDict(),
+                'vx': nn.ModuleDict(),
                 'ln_f': norm(config),
             }
         )
+        # The sources that are no layers, by their names in `transformer`.
+        of_values = {name for layer in self.wiring for _, name in layer.v.sources}
+        self.outer_sources = sorted(name for name in of_values if isinstance(name, str))
+        for name in self.outer_sources:
+            self.transformer.set_submodule(name, make_outer_source(config, name))
         if config.arch == 'gpt2':
             self.transformer.wpe = make(nn.Embedding, config.block_size, config.n_embd)
         else:
@@ -523,19 +315,14 @@ class GPT(nn.Module):
                 self.register_buffer(name, table, persistent=False)
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
-            averages = [neutral([0.0] * (n + 1) + [1.0]) for n in range(config.n_layer)]
-            self.transformer.dwa = nn.ParameterList(averages)
+            averages = [[0.0] * (n + 1) + [1.0] for n in range(config.n_layer)]
+            self.transformer.dwa = make_weights(averages)
         if config.x0_residual:
-            weights = [neutral([1.0, 0.0]) for _ in range(config.n_layer)]  # r, s
-            self.transformer.x0 = nn.ParameterList(weights)
-        has_tables = 'token' in config.residual_from
-        tables = [layer.n for layer in self.wiring if layer.sources['v'] and has_tables]
-        self.transformer.ve = nn.ModuleDict({str(n): make_table(config) for n in tables})
+            self.transformer.x0 = make_weights([[1.0, 0.0]] * config.n_layer)  # r, s
         self.lm_head = make(nn.Linear, config.n_embd, config.vocab_size, False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        needs = {name: getattr(p, 'needs', Needs()) for name, p in self.named_parameters()}
-        self.needs = collections.defaultdict(Needs, needs)
+        self.needs = needs_of(self)
         self.init_weights(seed)
 
     @classmethod
@@ -548,26 +335,24 @@ class GPT(nn.Module):
     def init_weights(self, seed):
         """Draw what starts random; everything else is as its module made it.
 
-        wte, wpe, lm_head, c_attn, c_fc, c_proj   N(0, 0.02)
-        c_proj of gpt2                            N(0, 0.02 / sqrt(2 n_layer))
-        their biases, gates                       zero; a channel gate as RWKV-7's
-        ve                                        N(0, 1 / sqrt(n_embd))
-        norms, residual_lambda, dwa, x0           one, the given weights, the last block's output
+        wte, wpe, lm_head, proj, c_gate, c_fc, c_proj, vx, anchor   N(0, 0.02)
+        c_proj of gpt2                                     N(0, 0.02 / sqrt(2 n_layer))
+        their biases, gates                                zero; a channel gate as RWKV-7's
+        ve                                                 N(0, 1 / sqrt(n_embd))
+        norms, residual_lambda, dwa, x0                    one, the given weights, the last block's output
 
-        Each block of rows, such as those of q, k and v in c_attn, has a generator of its own, seeded
-        by (seed, name, block). So variants of one size start with the same shared weights.
+        Each parameter has a generator of its own, seeded by (seed, name). So variants of one size start
+        with the same shared weights; a matrix of fewer rows has the first ones.
         """
         for name, p in self.named_parameters():
             needs = self.needs[name]
             if needs.draw is None:
                 continue
-            blocks = needs.blocks or {'': len(p)}
-            for block, rows in zip(blocks, p.split(list(blocks.values())), strict=True):
-                digest = hashlib.sha256(f'{seed}/{name}/{block}'.encode()).digest()
-                number = int.from_bytes(digest[:8], 'little', signed=True)
-                generator = torch.Generator().manual_seed(number)
-                whole = torch.empty(max(needs.drawn, len(rows)), *rows.shape[1:])
-                rows.copy_(needs.draw(whole, generator=generator)[: len(rows)])
+            digest = hashlib.sha256(f'{seed}/{name}'.encode()).digest()
+            number = int.from_bytes(digest[:8], 'little', signed=True)
+            whole = torch.empty(max(needs.rows, len(p)), *p.shape[1:])
+            needs.draw(whole, generator=torch.Generator().manual_seed(number))
+            p.copy_(whole[: len(p)])
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
         """Next-token logits, or the training loss.
@@ -594,27 +379,7 @@ class GPT(nn.Module):
         positions, mask = slice(T), None
         if cache is not None:
             positions, mask = cache.begin(idx)
-
-        x, x0 = self.embed(idx)  # (B, T, C) each
-        rope = None
-        if self.config.arch == 'llama':
-            rope = self.cos[positions], self.sin[positions]
-        else:
-            x = x + self.transformer.wpe.weight[positions]
-        x = F.dropout(x, self.config.dropout, self.training)
-
-        # See the top of this file. Each layer drops the tensors that no later one reads.
-        raw, attended = {}, {}
-        for n, table in self.transformer.ve.items():
-            raw['v', f'token {n}'] = to_heads(self.config, table(idx))
-        outputs = [x]  # of the embedding and the blocks
-        for n, block in enumerate(self.transformer.h):
-            x = self.with_x0(n, x, x0)
-            x, raw, attended = block(x, raw, attended, rope, cache, mask)
-            if self.config.denseformer:
-                outputs.append(x)
-                weights = self.transformer.dwa[n]
-                x = sum(w * output for w, output in zip(weights, outputs, strict=True))
+        x = self.blocks(*self.embed(idx, positions), cache, mask)
         if last_only:
             x = x[:, -1:]
         x = self.transformer.ln_f(x)
@@ -622,46 +387,46 @@ class GPT(nn.Module):
             cache.finish(T)
         return x
 
-    def embed(self, idx):
-        """The embedding of idx, before positions, and x_0, which is its RMSNorm; None if it is not read."""
+    def embed(self, idx, positions):
+        """(x, x_0, raw, rope) as the first block gets them: x and x_0, the embedding's RMSNorm,
+        (B, T, C); raw has the sources that are no layers. rope: see Attention."""
         config = self.config
         x = self.transformer.wte(idx)
-        x0 = rms_norm(config, x) if config.embed_norm or config.x0_residual else None
-        return (x0 if config.embed_norm else x), x0
+        x0 = rms_norm(config, x)
+        if config.embed_norm:
+            x = x0
+        rope = ()
+        if config.arch == 'llama':
+            rope = self.cos[positions], self.sin[positions]
+        else:
+            x = x + self.transformer.wpe.weight[positions]
+        x = F.dropout(x, config.dropout, self.training)
 
-    def with_x0(self, n, x, x0):
-        """What block n reads."""
-        if not self.config.x0_residual:
-            return x
-        r, s = self.transformer.x0[n]
-        return r * x + s * x0
+        # A table is looked up by token, and a projection reads x_0.
+        inputs = {nn.Embedding: idx, nn.Linear: x0}
+        modules = {name: self.transformer.get_submodule(name) for name in self.outer_sources}
+        raw = {('v', name): to_heads(config, m(inputs[type(m)])) for name, m in modules.items()}
+        return x, x0, raw, rope
 
-    def new_cache(self, batch_size, max_len, dtype=None, values='cached'):
-        """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'.
+    def blocks(self, x, x0, raw, rope, cache, mask):
+        """The output of the last block, (B, T, C)."""
+        attended = {}
+        outputs = [x]  # of the embedding and the blocks
+        for n, block in enumerate(self.transformer.h):
+            if self.config.x0_residual:
+                r, s = self.transformer.x0[n]
+                x = r * x + s * x0
+            # Each layer drops the tensors that no later one reads.
+            x, raw, attended = block(x, raw, attended, rope, cache, mask)
+            if self.config.denseformer:
+                outputs.append(x)
+                weights = self.transformer.dwa[n]
+                x = sum(w * output for w, output in zip(weights, outputs, strict=True))
+        return x
 
-        values='token': SVFormer's without values, which are looked up by token in value_table().
-        """
-        return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype, values)
-
-    @torch.no_grad()
-    def value_table(self, dtype):
-        """V_1 of every token, (vocab_size, n_kv_head * hs): of llama it depends on the token alone.
-        Made once, and again when a weight has changed. Raises ValueError for other models."""
-        depends = self.config.arch != 'llama' or self.wiring[0].sources['v']
-        refuse(
-            depends or any(layer.owner['v'] for layer in self.wiring),
-            "values='token' is for llama whose layers all attend with V_1 (share_v over the whole "
-            'depth), and which mixes nothing into it',
-        )
-        refuse(self.training, "values='token' is for decoding: call model.eval() first")
-        versions = [dtype, *((p.data_ptr(), p._version) for p in self.parameters())]
-        if self.table[0] != versions:
-            block, wte = self.transformer.h[0], self.transformer.wte.weight
-            x, x0 = self.embed(torch.arange(len(wte), device=wte.device))
-            x = block.ln_1(self.with_x0(0, x, x0))
-            rows = block.attn.c_attn.weight[-block.attn.rows['v'] :]
-            self.table = versions, F.linear(x, rows).to(dtype)
-        return self.table[1]
+    def new_cache(self, batch_size, max_len, dtype=None):
+        """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'."""
+        return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype)
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, cache=None, **how):
@@ -714,6 +479,304 @@ class GPT(nn.Module):
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         keys = sum(len(layer.reads['v']) * seq_len for layer in self.wiring)
         return 3 * (2 * weights + 4 * keys * self.config.n_embd)
+
+
+# --- the wiring ----------------------------------------------------------------------------------
+
+# The sources of layer n (0-based) in a model of L layers: layers before it, or modules of `transformer`
+# that are no layers (see make_outer_source()), by their names.
+SOURCES = {
+    'first': lambda n, L: range(n)[:1],  # Eq. 7
+    'previous': lambda n, L: range(n)[-1:],  # Fig. 8
+    'all': lambda n, L: range(n),  # Eq. 5
+    # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
+    'token': lambda n, L: [f've.{n}'],
+    'first+token': lambda n, L: [*range(n)[:1], f've.{n}'],
+    'x0': lambda n, L: [f'vx.{n}'],  # the layer's own projection of x_0 (slowrun)
+    'anchor': lambda n, L: ['anchor'],  # one projection of x_0 for all layers (2601.08131)
+}
+
+# residual_weights: the settings that each kind of weights reads.
+WEIGHTS = {
+    'fixed': ('residual_lambda',),
+    'learned': ('residual_lambda',),
+    'head': ('residual_lambda', 'gate_inputs', 'gate_bias'),
+    'channel': ('gate_rank',),
+}
+GATES = ('head', 'channel')  # of v alone: q and k have fixed weights then
+
+
+@dataclass
+class PartWiring:
+    """How layer n gets its q, k or v. A key, (part, layer), names a raw or an attended tensor."""
+
+    part: str  # q, k or v
+    n: int
+    owner: int  # the layer whose tensor it attends with; vanilla: itself
+    heads: int  # the number of heads that it has itself; 0: it borrows them
+    joins: tuple | None = None  # key of the tensor whose last heads it borrows beside its own
+    sources: list = field(default_factory=list)  # keys of the raw tensors that are mixed in
+    residual_weights: str = ''  # how they are weighted; '': nothing is mixed in
+    weights: list = field(default_factory=list)  # of each source, then its own; []: a gate has them
+    gate: dict = field(default_factory=dict)  # {setting: value} of a gate
+
+    @property
+    def key(self):
+        return self.part, self.n
+
+    @property
+    def projects(self):
+        """Whether it has a projection: a borrower has none, nor has a layer that never reads its own."""
+        is_read = not self.weights or self.weights[-1] != 0 or self.residual_weights == 'learned'
+        return self.heads > 0 and is_read
+
+
+@dataclass
+class LayerWiring:
+    """How layer n is wired."""
+
+    n: int
+    q: PartWiring
+    k: PartWiring
+    v: PartWiring
+    reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
+    added: list  # keys of the raw values whose mean is added to attention's output
+    neutreno: float  # how much of V_1 - V_n is added to it
+    raw_later: list = ()  # keys of the raw tensors that later layers read
+    attended_later: list = ()  # likewise of the attended ones
+
+    @property
+    def parts(self):
+        return self.q, self.k, self.v
+
+    def raw_read(self):
+        """Keys of the raw tensors that the layer reads."""
+        keys = {*self.added}.union(*(part.sources for part in self.parts))
+        keys.update(part.joins for part in self.parts if part.joins)
+        return keys | {('v', 0)} if self.neutreno else keys
+
+    def attended_read(self):
+        """Keys of the attended tensors that the layer reads."""
+        keys = {(part.part, part.owner) for part in self.parts}
+        keys.update(part.joins for part in self.parts if part.joins)
+        return keys.union(*self.reads.values())
+
+
+def wire(config):
+    """The wiring of a model as data: a LayerWiring for each layer."""
+    owners = {part: owners_of(config, part) for part in 'qkv'}
+    layers = [wire_layer(config, owners, n) for n in range(config.n_layer)]
+    raw, attended = set(), set()
+    for layer in reversed(layers):
+        layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
+        layer.attended_later = sorted(attended)
+        raw |= layer.raw_read()
+        attended |= layer.attended_read()
+    return layers
+
+
+def wire_layer(config, owners, n):
+    """Layer n, but for what later layers read. owners: {part: owners_of() it}."""
+    sources = {part: sources_of(config, part, owners[part], n) for part in 'qkv'}
+    # Values may be mapped in another way than mixed before attention.
+    of_values = {config.residual_map: sources['v']}
+    sources['v'] = of_values.get('current', [])
+    q, k, v = (wire_part(config, part, owners[part], n) for part in 'qkv')
+    if config.share_v_heads:  # a borrower, too, attends with values of its own
+        owners = owners | {'v': {}}
+    for part in (q, k, v):
+        add_sources(config, part, keys(part.part, owners, sources[part.part]))
+    # NeuTRENO's V_1 - V_n is zero where nothing is mixed into V_1, and where all layers attend with it.
+    differs = (n > 0 or v.sources) and (config.share_v_heads or any(owners['v'].values()))
+    return LayerWiring(
+        n,
+        q,
+        k,
+        v,
+        reads={part: keys(part, owners, (*of_values.get('cross', ()), n)) for part in 'kv'},
+        added=keys('v', owners, of_values.get('identity', ())),
+        neutreno=config.neutreno if differs else 0.0,
+    )
+
+
+def keys(part, owners, layers):
+    """[(part, the owner of a layer)]; a source that is no layer has no owner."""
+    return [(part, owners[part].get(layer, layer)) for layer in layers]
+
+
+def wire_part(config, part, owners, n):
+    """A part of layer n, without its sources."""
+    heads = config.n_head if part == 'q' else config.kv_heads
+    if owners[n] == n:
+        return PartWiring(part, n, n, heads)
+    if part == 'v' and config.share_v_heads:
+        return PartWiring(part, n, n, heads - config.share_v_heads, joins=('v', owners[n]))
+    return PartWiring(part, n, owners[n], heads=0)
+
+
+def add_sources(config, part, sources):
+    """Let the tensors with these keys be mixed into a PartWiring."""
+    if not sources:
+        return
+    kind = config.residual_weights
+    if kind in GATES and part.part != 'v':
+        kind = 'fixed'
+    part.sources, part.residual_weights = sources, kind
+    settings = {name: getattr(config, name) for name in WEIGHTS[kind]}
+    weights = settings.pop('residual_lambda', ())
+    uniform = 1 / (len(sources) + 1)
+    if kind not in GATES:
+        weights = weights or (uniform, uniform)
+    if weights:
+        source, own = weights
+        part.weights = [float(source)] * len(sources) + [float(own)]
+    part.gate = settings
+
+
+def owners_of(config, part):
+    """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
+    share = getattr(config, f'share_{part}')
+    if isinstance(share, tuple):
+        return dict(enumerate(share))
+    every = {True: config.n_layer, False: 1}[share] if isinstance(share, bool) else share
+    return {n: n - n % every for n in range(config.n_layer)}
+
+
+def sources_of(config, part, owners, n):
+    """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
+    residual = getattr(config, f'{part}_residual')
+    if not residual or owners[n] != n:
+        return []
+    # Its sources' weight is 0 for ever.
+    is_idle = config.residual_lambda == (0, 1) and config.residual_weights != 'learned'
+    layers = config.residual_layers or range(config.n_layer)
+    if is_idle or n not in layers:
+        return []
+    return list(SOURCES[source_name(residual)](n, config.n_layer))
+
+
+def source_name(residual):
+    """The name in SOURCES of a value of v_residual, q_residual or k_residual that is on."""
+    return 'first' if residual is True else residual
+
+
+def is_outer(residual):
+    """Whether a value of v_residual names a source that is no layer."""
+    if not residual:
+        return False
+    return any(isinstance(source, str) for source in SOURCES[source_name(residual)](1, 2))
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Needs:
+    """What a parameter needs, said where it is made; GPT.needs has it by the parameter's name."""
+
+    draw: Callable | None = None  # called with a tensor and generator= it fills it; None: as made
+    rows: int = 0  # of the whole matrix, of which it has the first ones
+    decay: bool = False  # weight decay pulls it to zero
+    muon: bool = False  # a matrix that Muon updates, if it is chosen
+    rate: str = ''  # the setting that multiplies its learning rate
+    logged: bool = False  # at every evaluation, for few numbers of interest
+    optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
+
+
+NEUTRAL = dict(logged=True, optional=True)  # a few weights that start where nothing changes
+
+
+def parameter(module, name, data, **needs):
+    """Give a module an nn.Parameter, and say what it needs."""
+    module.register_parameter(name, nn.Parameter(data))
+    # Not an attribute of the parameter, which other libraries may make again without it.
+    module.__dict__.setdefault('needs', {})[name] = Needs(**needs)
+
+
+def needs_of(model):
+    """{parameter: its Needs} of all modules of a model."""
+    needs = collections.defaultdict(Needs)
+    for path, module in model.named_modules():
+        for name, own in getattr(module, 'needs', {}).items():
+            needs[f'{path}.{name}'] = own
+    return needs
+
+
+def normal(std):
+    return functools.partial(nn.init.normal_, std=std)
+
+
+def make(kind, *shape, draw=None, decay=True, muon=False, **needs):
+    """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, 0.02) unless
+    `draw` says otherwise, a bias at zero."""
+    module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
+    weight, bias = module.weight, getattr(module, 'bias', None)
+    draw = draw or normal(0.02)
+    parameter(
+        module, 'weight', torch.empty(weight.shape), draw=draw, decay=decay, muon=muon, **needs
+    )
+    if bias is not None:
+        parameter(module, 'bias', torch.zeros(bias.shape), **needs)
+    return module
+
+
+def make_proj(config, wiring):
+    """The projection of a part, (the heads that it has) * hs rows."""
+    heads = config.n_head if wiring.part == 'q' else config.kv_heads
+    hs = config.head_size
+    return make(
+        nn.Linear,
+        config.n_embd,
+        wiring.heads * hs,
+        config.arch == 'gpt2',
+        rows=heads * hs,
+        muon=True,
+    )
+
+
+def make_c_proj(config, width):
+    std = 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
+    return make(nn.Linear, width, config.n_embd, config.arch == 'gpt2', draw=normal(std), muon=True)
+
+
+def make_outer_source(config, name):
+    """A source that is no layer: a table, (vocab_size, n_kv_head * hs), or a projection of x_0."""
+    width = config.kv_heads * config.head_size
+    if name.startswith('ve.'):
+        draw = normal(config.n_embd**-0.5)
+        return make(
+            nn.Embedding, config.vocab_size, width, draw=draw, decay=False, rate='table_rate'
+        )
+    return make(nn.Linear, config.n_embd, width, False, muon=True)
+
+
+def add_mixing_weights(part):
+    """The parameters of a Part's weights: see Part.weights()."""
+    config, kind = part.config, part.wiring.residual_weights
+    C, width = config.n_embd, config.kv_heads * config.head_size
+    if kind == 'learned':
+        parameter(part, 'residual_lambda', torch.tensor(part.wiring.weights), **NEUTRAL)
+    small = dict(draw=normal(0.0), decay=False)
+    if kind == 'head':
+        inputs = config.gate_inputs or C
+        part.gate = make(nn.Linear, inputs, config.kv_heads, config.gate_bias, **small)
+    if kind == 'channel':
+        near_zero = functools.partial(nn.init.orthogonal_, gain=0.1)
+        part.gate_down = make(nn.Linear, C, config.gate_rank, False, **small)
+        part.gate_up = make(nn.Linear, config.gate_rank, width, False, draw=near_zero, decay=False)
+        parameter(part, 'gate_bias', 0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
+
+
+def make_weights(starts):
+    """Lists of a few numbers, as parameters."""
+    weights = nn.ParameterList(nn.Parameter(torch.tensor(start)) for start in starts)
+    weights.needs = {str(n): Needs(**NEUTRAL) for n in range(len(starts))}
+    return weights
+
+
+def norm(config):
+    kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
+    return kind(config.n_embd, eps=config.norm_eps)
 
 
 def refuse(condition, message):
@@ -795,6 +858,11 @@ def to_query_heads(t, y):
     return t.repeat_interleave(y.size(1) // t.size(1), dim=1)
 
 
+def rms_norm(config, x):
+    """x divided by its RMS over the last dimension, without weights."""
+    return F.rms_norm(x, x.shape[-1:], eps=config.norm_eps)
+
+
 def rotate(x, cos, sin):
     """RoPE, by halves as in Hugging Face's Llama; cos and sin are (T, hs)."""
     x1, x2 = x.chunk(2, dim=-1)
@@ -830,42 +898,30 @@ class KVCache:
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
-    def __init__(self, model, batch_size, max_len, dtype, values):
+    def __init__(self, model, batch_size, max_len, dtype):
         longest = model.config.block_size
         refuse(
             max_len > longest,
             f'max_len={max_len} is more than block_size={longest}: '
             'only without a cache can generation go on, with the last block_size tokens',
         )
-        refuse(values not in ('cached', 'token'), f"values={values!r} is not 'cached' or 'token'")
         self.max_len = self.end = max_len
-        self.config, self.wiring = model.config, model.wiring
+        self.joins = {layer.v.key: layer.v.joins for layer in model.wiring}
         self.tensors = {}
         zeros = model.lm_head.weight.new_zeros
-        parts = 'kv'
-        self.table = zeros(0)
-        self.values = None  # the table's rows of the tokens so far, during a step
-        if values == 'token':
-            parts = 'k'
-            self.table = model.value_table(dtype)
-            self.tensors['ids', 0] = zeros(batch_size, max_len, dtype=torch.int32)
         for layer in model.wiring:
-            for part in parts:
-                shape = batch_size, layer.heads[part], max_len, model.config.head_size
-                if layer.heads[part]:
-                    self.tensors[part, layer.n] = zeros(shape, dtype=dtype)
+            for part in (layer.k, layer.v):
+                shape = batch_size, part.heads, max_len, model.config.head_size
+                if part.heads:
+                    self.tensors[part.key] = zeros(shape, dtype=dtype)
         self.position = zeros(1, dtype=torch.int64)  # tokens so far
         for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     @property
     def nbytes(self):
-        """Bytes of keys and values; of keys and token ids, where values are looked up."""
+        """Bytes of keys and values."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def table_nbytes(self):
-        return self.table.nbytes
 
     def begin(self, idx):
         """Prepare for idx (B, T), more tokens; returns their positions (T,) and the mask for attend()."""
@@ -885,28 +941,19 @@ class KVCache:
             )
         if T not in (1, self.end) or torch.compiler.is_compiling():
             mask = torch.arange(self.end, device=device) <= self.positions[:, None]
-        if len(self.table):
-            ids = self.tensors['ids', 0]
-            ids.index_copy_(1, self.positions, idx.int())
-            self.values = to_heads(self.config, F.embedding(ids[:, : self.end], self.table))
         return self.positions, mask
 
     def finish(self, T):
         self.position += T
-        self.values = None
 
     def append(self, key, t):
-        """Store t (B, heads, T, hs) at the positions that begin() gave, unless it is a query or a value
-        that is looked up."""
+        """Store t (B, heads, T, hs) at the positions that begin() gave, unless it is a query."""
         if key in self.tensors:
             tensor = self.tensors[key]
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
     def __getitem__(self, key):
-        if key not in self.tensors:
-            return self.values
-        part, n = key
-        return join(self.tensors[key][:, :, : self.end], self, self.wiring[n].joins.get(part))
+        return join(self.tensors[key][:, :, : self.end], self, self.joins.get(key))
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -1001,19 +1048,71 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # --- what is refused -----------------------------------------------------------------------------
 
+RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
 # The least value of a setting.
 LEAST = {f.name: min(f.default, 1) for f in fields(GPTConfig) if type(f.default) is int}
 LEAST |= {'rope_theta': 1, 'norm_eps': 0, 'dropout': 0}
-CHOICES = {
-    'arch': ('llama', 'gpt2'),
-    'residual_from': SOURCES,
-    'residual_map': ('current', 'identity', 'cross'),
-    'residual_gate': GATES,
-}
 # Read by wire() alone: what they change is what they change in the wiring.
 WIRED = (*RESIDUALS, 'neutreno') + tuple(
-    f.name for f in fields(GPTConfig) if f.name.startswith(('residual_', 'share_'))
+    f.name for f in fields(GPTConfig) if f.name.startswith(('residual_', 'gate_', 'share_'))
 )
+
+
+def choices(name):
+    """All values of a setting that is one of a few; None for another setting."""
+    if name in RESIDUALS:
+        return False, True, *(s for s in SOURCES if name == 'v_residual' or not is_outer(s))
+    return {
+        'arch': ('llama', 'gpt2'),
+        'residual_map': ('current', 'identity', 'cross'),
+        'residual_weights': tuple(WEIGHTS),
+    }.get(name)
+
+
+def saved_config(values):
+    """The GPTConfig of a checkpoint or an import, {field: value}. Settings of it may change nothing:
+    other versions of this code accepted them."""
+    config = GPTConfig()
+    unknown = values.keys() - vars(config).keys()
+    refuse(unknown, f'GPTConfig has no {", ".join(sorted(unknown))}: a field of another model.py')
+    vars(config).update(values)
+    prepare(config)
+    return config
+
+
+def prepare(config):
+    """Refuse what no model can be made of, and give each value one spelling: the default, where it
+    equals what the default stands for."""
+    for name, value in vars(config).items():
+        if isinstance(value, list):  # JSON has no tuples
+            setattr(config, name, tuple(value))
+    check_ranges(config)
+    for name in RESIDUALS:
+        if getattr(config, name) in ('first', True):
+            setattr(config, name, True)
+    for part in 'qkv':
+        setattr(config, f'share_{part}', spelled(config, part))
+    check_contradictions(config)
+    if config.n_kv_head == config.n_head:
+        config.n_kv_head = 0
+    if config.gate_inputs == config.n_embd:
+        config.gate_inputs = 0
+    for name in ('residual_lambda', 'residual_layers'):
+        is_read = any(getattr(config, residual) for residual in RESIDUALS)
+        if is_read and not acts(config, name):
+            setattr(config, name, getattr(type(config), name))
+
+
+def spelled(config, part):
+    """The value of share_q, share_k or share_v, in the one spelling of its owners."""
+    name, n_layer = f'share_{part}', config.n_layer
+    share = getattr(config, name)
+    if isinstance(share, tuple):
+        owners = owners_of(config, part)
+        simple = (True, *range(2, n_layer))
+        same = [x for x in simple if owners_of(change(config, name, x), part) == owners]
+        return same[0] if same else share
+    return share if isinstance(share, bool) or share < n_layer else True
 
 
 def check(config):
@@ -1054,10 +1153,9 @@ def change(config, name, value):
 
 
 def check_ranges(config):
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        refuse(value not in choices, f'{name}={value!r} is not one of {tuple(choices)}')
     for name, value in vars(config).items():
+        allowed = choices(name)
+        refuse(allowed and value not in allowed, f'{name}={value!r} is not one of {allowed}')
         is_broken = isinstance(value, float) and not math.isfinite(value)
         refuse(is_broken, f'{name}={value} must be finite')
     for name, least in LEAST.items():
@@ -1070,15 +1168,15 @@ def check_ranges(config):
     refuse(n_head % n_kv_head, f'n_head={n_head} is not divisible by n_kv_head={n_kv_head}')
     is_odd = config.arch == 'llama' and config.head_size % 2
     refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
-    inputs, heads = config.residual_gate_inputs, config.share_v_heads
-    refuse(inputs > n_embd, f'residual_gate_inputs={inputs} are more than n_embd={n_embd}')
+    inputs, heads = config.gate_inputs, config.share_v_heads
+    refuse(inputs > n_embd, f'gate_inputs={inputs} are more than n_embd={n_embd}')
     refuse(heads >= n_kv_head, f'share_v_heads={heads} must be fewer than {n_kv_head} value heads')
     for part in 'qkv':
-        owners = getattr(config, f'share_{part}_from')
+        share = getattr(config, f'share_{part}')
         refuse(
-            owners and not is_owner_map(owners, config.n_layer),
-            f'share_{part}_from={owners} must name, for each of the {config.n_layer} layers, itself or '
-            'an earlier layer that names itself',
+            not is_sharing(share, config.n_layer),
+            f'share_{part}={share} must be True, how many layers share (2 or more), or, for each of '
+            f'the {config.n_layer} layers, its owner: itself or an earlier layer that names itself',
         )
     weights, scaling = config.residual_lambda, config.rope_scaling
     refuse(
@@ -1092,9 +1190,12 @@ def check_ranges(config):
     )
 
 
-def is_owner_map(owners, n_layer):
-    are_owners = [type(o) is int and 0 <= o <= n and owners[o] == o for n, o in enumerate(owners)]
-    return all(are_owners) and len(owners) == n_layer
+def is_sharing(share, n_layer):
+    if isinstance(share, bool) or not isinstance(share, tuple):
+        return isinstance(share, bool) or share > 1
+    are_owners = [type(o) is int and 0 <= o <= n and share[o] == o for n, o in enumerate(share)]
+    owns_all = share == tuple(range(n_layer))
+    return all(are_owners) and len(share) == n_layer and not owns_all
 
 
 def are_numbers(values, count):
@@ -1104,46 +1205,56 @@ def are_numbers(values, count):
 
 # {setting=value: what may not be on with it}
 EXCLUDED = {
-    'residual_map=identity': {'residual_lambda'},
-    'residual_map=cross': {'residual_lambda', 'share_v_heads'},
-    'residual_gate=channel': {
-        'residual_lambda',
-        'residual_from=all',
-        'residual_from=first+token',
-    },
-    'residual_from=token': {'q_residual', 'k_residual', 'residual_map'},
-    'residual_from=first+token': {'q_residual', 'k_residual', 'residual_map'},
+    'residual_map=identity': {'residual_lambda', 'residual_weights'},
+    'residual_map=cross': {'residual_lambda', 'residual_weights', 'share_v_heads'},
+    'residual_weights=channel': {'residual_lambda'},
 }
 
 
 def check_contradictions(config):
     """Refuse what wire() has no answer to."""
-    residuals = [name for name in RESIDUALS if getattr(config, name)]
-    refuse(
-        config.residual_learned and len(residuals) > 1,
-        f'residual_learned goes with one residual, not with {" and ".join(residuals)}; keep one',
-    )
     on = {f'{name}={value}' for name, value in config.variant().items()} | config.variant().keys()
     for one in on & EXCLUDED.keys():
         for other in on & EXCLUDED[one]:
             raise ValueError(f'{one} and {other} exclude each other; drop one')
-    refuse(
-        'token' in config.residual_from and not config.residual_layers,
-        f'residual_from={config.residual_from!r} needs residual_layers: the layers that have a table',
-    )
-    for n in range(config.n_layer):
+    residual, layers = f'v_residual={config.v_residual!r}', config.residual_layers
+    if is_outer(config.v_residual):
+        refuse(not layers, f'{residual} needs residual_layers: the layers that have such a source')
         refuse(
-            not any(wire_layer(config, n).heads.values()),
-            f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v, or '
-            'set its share_*_every',
+            config.residual_map != 'current',
+            f'{residual} is no layer, and goes with residual_map=current alone; drop one of them',
         )
-    layers = config.residual_layers
+    wiring = wire(config)
+    made = {part.key for layer in wiring for part in layer.parts if part.projects}
+    for layer in wiring:
+        check_layer(config, layer, made)
     for n in layers:
         is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1
-        for name in residuals:
+        for name in RESIDUALS:
             part = name[0]
             refuse(
-                not is_layer or not sources_of(config, part, n),
+                getattr(config, name)
+                and not (is_layer and sources_of(config, part, owners_of(config, part), n)),
                 f'residual_layers={layers} names {n!r}; name, once each, layers that project their own '
-                f'{part} (share_{part}) and get a source (residual_from={config.residual_from!r})',
+                f'{part} (share_{part}) and get a source ({name}={getattr(config, name)!r})',
             )
+
+
+def check_layer(config, layer, made):
+    """Refuse a layer that cannot compute what it is wired to. made: keys of all projections."""
+    n = layer.n
+    lacking = [key for key in layer.raw_read() - made if isinstance(key[1], int)]
+    for part, source in lacking:
+        raise ValueError(
+            f'layer {n} would read the own {part} of layer {source}, which has none with '
+            f'residual_lambda={config.residual_lambda}; name other sources or residual_layers'
+        )
+    refuse(
+        not any(part.projects for part in layer.parts),
+        f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v',
+    )
+    refuse(
+        layer.v.residual_weights == 'channel' and len(layer.v.sources) > 1,
+        f'residual_weights=channel is for one source, and layer {n} has {len(layer.v.sources)} with '
+        f'v_residual={config.v_residual!r}',
+    )

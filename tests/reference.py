@@ -14,10 +14,13 @@ import math
 
 import torch
 
-# The layers that are mixed into layer n of L, by residual_from; 'token' is a row of the layer's table.
+# The layers that are mixed into layer n of L; 'token' is a row of the layer's table, 'x0' the layer's
+# projection of x_0, 'anchor' one projection of x_0 for all layers.
 SOURCES = {
     'token': lambda n, L: ['token'],
     'first+token': lambda n, L: [0, 'token'] if n else ['token'],
+    'x0': lambda n, L: ['x0'],
+    'anchor': lambda n, L: ['anchor'],
     'first': lambda n, L: [0],
     'previous': lambda n, L: [n - 1],
     'all': lambda n, L: list(range(n)),
@@ -68,7 +71,7 @@ def layers(config, weights, tokens):
             r, s = weights[f'transformer.x0.{n}']
             x = r * x + s * x0
         normed = norm(config, weights, f'{name}.ln_1', x)
-        x = x + attention(config, weights, n, normed, tokens, raw, attended)
+        x = x + attention(config, weights, n, normed, (tokens, x0), raw, attended)
         x = x + mlp(config, weights, f'{name}.mlp', norm(config, weights, f'{name}.ln_2', x))
         if config.denseformer:
             history.append(x)
@@ -81,27 +84,37 @@ def layers(config, weights, tokens):
     return hidden, raw, attended
 
 
-def attention(config, weights, n, x, tokens, raw, attended):
-    """The output of layer n's attention for x (T, C); what it projects is added to raw and attended."""
+def attention(config, weights, n, x, embedding, raw, attended):
+    """The output of layer n's attention for x (T, C); what it projects is added to raw and attended.
+
+    embedding: the tokens and x_0, which sources that are no layers follow from.
+    """
     project(config, weights, n, x, raw)
-    mix_and_rotate(config, weights, n, x, tokens, raw, attended)
+    mix_and_rotate(config, weights, n, x, embedding, raw, attended)
     outputs = [attend(config, n, h, raw, attended) for h in range(config.n_head)]
     return linear(weights, f'transformer.h.{n}.attn.c_proj', torch.cat(outputs, dim=1))
 
 
 def project(config, weights, n, x, raw):
-    """Raw: projected here or the owner's. The rows of c_attn are q, k, v, of what this layer owns."""
+    """Raw: projected here, head by head, or the owner's. Nobody reads values whose weight is 0."""
     hs = config.n_embd // config.n_head
-    projected = linear(weights, f'transformer.h.{n}.attn.c_attn', x)
-    column = 0
     for part in 'qkv':
+        name = f'transformer.h.{n}.attn.{part}.proj'
         own = own_heads(config, part, n)
-        columns = []
-        for _ in range(own):
-            columns.append(projected[:, column : column + hs])
-            column += hs
+        columns = [None] * own
+        if own and not has_no_weight(config, part, n):
+            projected = linear(weights, name, x)
+            assert projected.shape[1] == own * hs, f'{name} has rows that nobody uses'
+            columns = [projected[:, h * hs : (h + 1) * hs] for h in range(own)]
+        assert (columns[:1] not in ([], [None])) == (f'{name}.weight' in weights)
         raw[part].append(columns + raw_or_attended_of_owner(config, part, n, raw, own))
-    assert column == projected.shape[1], 'c_attn has rows that nobody uses'
+
+
+def has_no_weight(config, part, n):
+    """Whether the weight of a layer's own q, k or v in its mixture is 0 for ever."""
+    mixes = mixed_in(config, part, n) and config.residual_map == 'current'
+    is_fixed = config.residual_weights not in ('learned', 'channel')
+    return mixes and is_fixed and tuple(config.residual_lambda[1:]) == (0,)
 
 
 def raw_or_attended_of_owner(config, part, n, tensors, own):
@@ -109,30 +122,36 @@ def raw_or_attended_of_owner(config, part, n, tensors, own):
     return tensors[part][owner(config, part, n)][own:] if own < heads(config, part) else []
 
 
-def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
+def mixed_in(config, part, n):
+    """The sources of layer n's own q, k or v."""
+    return sources_of(config, part, n) if owner(config, part, n) == n else []
+
+
+def mix_and_rotate(config, weights, n, x, embedding, raw, attended):
     """Attended: the owner's, as it is; or mixed, normed, then rotated."""
-    sources = sources_of(config, n)
     for part in 'qkv':
-        mixes = getattr(config, f'{part}_residual') and sources and owner(config, part, n) == n
+        mixes = mixed_in(config, part, n)
         if part == 'v' and config.residual_map != 'current':
-            mixes = False  # at attention
+            mixes = []  # at attention
         result = []
         for h in range(own_heads(config, part, n)):
             own = raw[part][n][h]
             if mixes:
                 tensors = []
-                for s in sources:
+                for source in mixes:
+                    is_layer = isinstance(source, int)
                     tensors.append(
-                        table_row(config, weights, n, h, tokens)
-                        if s == 'token'
-                        else raw[part][s][h]
+                        raw[part][source][h]
+                        if is_layer
+                        else outer(config, weights, n, h, source, embedding)
                     )
-                mix = gated if part == 'v' and config.residual_gate else mixture
-                own = mix(config, weights, n, h, x, tensors, own)
+                is_gated = part == 'v' and config.residual_weights in ('head', 'channel')
+                mix = gated if is_gated else mixture
+                own = mix(config, weights, n, h, part, x, tensors, own)
             if config.qk_norm and part != 'v':
                 own = over_rms(config, own)
             if config.qk_norm and part == 'q':
-                own = own * weights[f'transformer.h.{n}.attn.q_gain'][h]
+                own = own * weights[f'transformer.h.{n}.attn.q.gain'][h]
             if config.arch == 'llama' and part != 'v':
                 own = rope(config, own)
             result.append(own)
@@ -140,19 +159,24 @@ def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
         attended[part].append(result + raw_or_attended_of_owner(config, part, n, attended, own))
 
 
-def table_row(config, weights, n, h, tokens):
+def outer(config, weights, n, h, source, embedding):
+    """Head h of a source that is no layer."""
     hs = config.n_embd // config.n_head
-    return weights[f'transformer.ve.{n}.weight'][tokens][:, h * hs : (h + 1) * hs]
+    tokens, x0 = embedding
+    if source == 'token':
+        rows = weights[f'transformer.ve.{n}.weight'][tokens]
+    else:
+        name = 'anchor' if source == 'anchor' else f'vx.{n}'
+        rows = x0 @ weights[f'transformer.{name}.weight'].T
+    return rows[:, h * hs : (h + 1) * hs]
 
 
 def attend(config, n, h, raw, attended):
     """Attention of head h; grouped query heads read the same key and value head."""
     hs = config.n_embd // config.n_head
     g = kv_head(config, h)
-    sources = sources_of(config, n)
-    maps = 'current'
-    if config.v_residual and sources and owner(config, 'v', n) == n:
-        maps = config.residual_map
+    sources = mixed_in(config, 'v', n)
+    maps = config.residual_map if sources else 'current'
     layers = sources + [n] if maps == 'cross' else [n]
 
     scores = []
@@ -192,68 +216,69 @@ def own_heads(config, part, n):
     return 0
 
 
-def sources_of(config, n):
+def sources_of(config, part, n):
     """The layers that layer n mixes in, if it has a residual."""
-    assert config.residual_from in SOURCES, (
-        f'residual_from={config.residual_from!r} is unknown here: add what it means, from the equations, '
-        'to SOURCES in tests/reference.py'
+    residual = getattr(config, f'{part}_residual')
+    if not residual:
+        return []
+    name = 'first' if residual is True else residual
+    assert name in SOURCES, (
+        f'{part}_residual={name!r} is unknown here: add what it means, from the equations, to SOURCES '
+        'in tests/reference.py'
     )
-    if n == 0 and 'token' not in config.residual_from:
+    sources = SOURCES[name](n, config.n_layer)
+    if n == 0 and isinstance(sources[-1:] and sources[-1], int | list):
         return []
     if config.residual_layers and n not in config.residual_layers:
         return []
-    return SOURCES[config.residual_from](n, config.n_layer)
+    return sources
 
 
 def owner(config, part, n):
-    """The layer whose projection layer n uses: by the map, or the first of its run of m layers.
-
-    For m = 0 all layers are one run.
-    """
-    owners = getattr(config, f'share_{part}_from')
-    if owners:
-        return owners[n]
-    if not getattr(config, f'share_{part}'):
-        return n
-    m = getattr(config, f'share_{part}_every') or config.n_layer
+    """The layer whose projection layer n uses: by the map, or the first of its run of m layers."""
+    share = getattr(config, f'share_{part}')
+    if isinstance(share, tuple):
+        return share[n]
+    m = {False: 1, True: config.n_layer}[share] if isinstance(share, bool) else share
     return max(start for start in range(0, config.n_layer, m) if start <= n)
 
 
-def mixture(config, weights, n, h, x, sources, own):
+def mixture(config, weights, n, h, part, x, sources, own):
     count = len(sources)
-    if config.residual_learned:
-        lambdas = weights[f'transformer.h.{n}.attn.residual_lambda']
+    if config.residual_weights == 'learned':
+        lambdas = weights[f'transformer.h.{n}.attn.{part}.residual_lambda']
         assert len(lambdas) == count + 1
     elif config.residual_lambda:
         lambdas = [config.residual_lambda[0]] * count + [config.residual_lambda[1]]
     else:
         lambdas = [1 / (count + 1)] * (count + 1)
-    total = lambdas[-1] * own
+    total = 0 if own is None else lambdas[-1] * own
     for i, source in enumerate(sources):
         total = total + lambdas[i] * source
     return total
 
 
-def gated(config, weights, n, h, x, sources, own):
+def gated(config, weights, n, h, part, x, sources, own):
     """Head h of the values of layer n, mixed by a gate that follows from x (T, C)."""
     g = gate(config, weights, n, h, x)
     if config.residual_lambda:
         s, o = config.residual_lambda
-        return o * own + s * g * sum(sources)
+        own_share = 0 if own is None else o * own
+        return own_share + s * g * sum(sources)
     return own + (sum(sources) / len(sources) - own) * g
 
 
 def gate(config, weights, n, h, x):
     """(T, 1), or with a gate for each channel (T, hs)."""
-    name = f'transformer.h.{n}.attn'
-    if config.residual_gate == 'channel':  # RWKV-7
+    name = f'transformer.h.{n}.attn.v'
+    if config.residual_weights == 'channel':  # RWKV-7
         hs = config.n_embd // config.n_head
         A, B = weights[f'{name}.gate_down.weight'].T, weights[f'{name}.gate_up.weight'].T
         logits = weights[f'{name}.gate_bias'] + (x @ A) @ B
         return 1 / (1 + torch.exp(-logits[:, h * hs : (h + 1) * hs]))
-    m = config.residual_gate_inputs or config.n_embd
+    m = config.gate_inputs or config.n_embd
     logits = x[:, :m] @ weights[f'{name}.gate.weight'][h]
-    if config.residual_gate_bias:
+    if config.gate_bias:
         logits = logits + weights[f'{name}.gate.bias'][h]
     return (1 / (1 + torch.exp(-logits)))[:, None]
 
@@ -316,9 +341,8 @@ def mlp(config, weights, name, x):
     if config.arch == 'gpt2':
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
     else:
-        width = h.shape[1] // 2
-        gate, up = h[:, :width], h[:, width:]
-        h = gate / (1 + torch.exp(-gate)) * up
+        gate = linear(weights, f'{name}.c_gate', x)
+        h = gate / (1 + torch.exp(-gate)) * h
     return linear(weights, f'{name}.c_proj', h)
 
 

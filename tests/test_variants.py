@@ -39,7 +39,8 @@ def loss_and_gradients(model, call=None):
 def assert_close(ours, theirs, tolerance):
     """Each tensor's error, relative to the largest of theirs, is at most the tolerance."""
     for name in theirs:
-        error = (ours[name] - theirs[name]).norm() / (theirs[name].norm() + 1e-3)
+        # The gradient of a key's bias is 0: what is left of it is rounding.
+        error = (ours[name] - theirs[name]).norm() / (theirs[name].norm() + 1e-2)
         assert error <= tolerance, f'{name}: relative error {error:.2e}'
 
 
@@ -126,28 +127,15 @@ def test_matrices_decay_and_mixing_weights_are_logged(name):
     groups = make_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
     decays = {id(p): group['weight_decay'] for group in groups for p in group['params']}
     for key, p in model.named_parameters():
-        is_matrix = key.endswith(('wte.weight', 'wpe.weight', 'lm_head.weight', 'c_attn.weight'))
-        is_matrix = is_matrix or key.endswith(('c_fc.weight', 'c_proj.weight'))
+        # All matrices but tables and gates.
+        is_matrix = p.dim() == 2 and '.ve.' not in key and '.gate' not in key
         assert decays[id(p)] == (0.3 if is_matrix else 0.0), key
         is_mixing = 'residual_lambda' in key or '.dwa.' in key or '.x0.' in key
         assert model.needs[key].logged == is_mixing, key
 
 
-def blocks(model, of=lambda p: p):
-    """{name: tensor} of each parameter, those of c_attn in their blocks of q, k and v rows."""
-    tensors = {}
-    for key, p in model.named_parameters():
-        if '.c_attn.' not in key:
-            tensors[key] = of(p)
-            continue
-        n = int(key.split('.')[2])
-        own = [reference.own_heads(model.config, part, n) for part in 'qkv']
-        rows = [heads * model.config.head_size for heads in own]
-        for part, block in zip('qkv', of(p).split(rows), strict=True):
-            if len(block) == 0:
-                continue
-            tensors[f'{key}, {part} rows'] = block
-    return tensors
+def parameters(model):
+    return dict(model.named_parameters())
 
 
 @every_variant
@@ -155,11 +143,11 @@ def test_it_starts_with_the_weights_that_it_shares_with_vanilla_from_the_seed_al
     torch.manual_seed(5)
     settings = {**VARIANTS[name], 'n_kv_head': 0, 'n_inner': 40, 'n_embd': 32, 'n_layer': 5}
     config = GPTConfig(**{**SIZE, **settings})
-    weights = blocks(GPT(config, seed=2))
-    vanilla = blocks(GPT(GPTConfig(**{**SIZE, 'n_layer': 5, 'arch': config.arch}), seed=2))
-    for key, block in weights.items():
+    weights = parameters(GPT(config, seed=2))
+    vanilla = parameters(GPT(GPTConfig(**{**SIZE, 'n_layer': 5, 'arch': config.arch}), seed=2))
+    for key, weight in weights.items():
         # Where a layer borrows some heads, its own are the first.
-        assert torch.equal(block, vanilla.get(key, block)[: len(block)]), (
+        assert torch.equal(weight, vanilla.get(key, weight)[: len(weight)]), (
             f'{key} starts otherwise than in vanilla'
         )
     # No two start alike, and nobody else's random numbers are touched.
@@ -168,13 +156,13 @@ def test_it_starts_with_the_weights_that_it_shares_with_vanilla_from_the_seed_al
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), drawn)
-    for key, block in blocks(GPT(config, seed=2)).items():
-        assert torch.equal(block, weights[key]), f'{key} depends on more than the seed'
+    for key, weight in parameters(GPT(config, seed=2)).items():
+        assert torch.equal(weight, weights[key]), f'{key} depends on more than the seed'
 
 
 def test_mixing_weights_start_uniform_or_as_given():
     weights = [
-        GPT(config_of(name)).state_dict()['transformer.h.2.attn.residual_lambda'].tolist()
+        GPT(config_of(name)).state_dict()['transformer.h.2.attn.v.residual_lambda'].tolist()
         for name in ('learned', 'learned from all', 'learned from a constant')
     ]
     assert weights == [[0.5, 0.5], pytest.approx([1 / 3] * 3), [2.0, 1.0]]
@@ -198,15 +186,15 @@ def test_it_trains_under_ddp_and_every_parameter_gets_a_gradient(name, one_proce
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    without_gradient = set(blocks(model))
+    without_gradient = {name for name, _ in model.named_parameters()}
     for step in range(4):
         loss = wrapped(*batch())[1]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         # In a product that starts neutral, one factor waits for the other's first step.
         if step < 2:
-            gradients = blocks(model, lambda p: p.grad)
-            without_gradient -= {key for key, grad in gradients.items() if grad.count_nonzero()}
+            for key, p in model.named_parameters():
+                without_gradient -= {key} if p.grad.count_nonzero() else set()
         optimizer.step()
         losses.append(loss.item())
     assert not without_gradient, f'no gradient in two steps: {sorted(without_gradient)}'
@@ -295,7 +283,7 @@ def test_activation_checkpointing_compiles_to_one_graph(name):
 
 # --- neutral settings recover the vanilla Transformer bit for bit ----------------------------------
 
-LEARNED = dict(residual_learned=True, residual_lambda=(0.0, 1.0))
+LEARNED = dict(residual_weights='learned', residual_lambda=(0.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -303,8 +291,8 @@ LEARNED = dict(residual_learned=True, residual_lambda=(0.0, 1.0))
     [
         dict(denseformer=True),
         dict(RES, **LEARNED),
-        dict(RES, **LEARNED, residual_from='all'),
-        dict(LEARNED, k_residual=True, residual_from='previous'),
+        dict(LEARNED, v_residual='all'),
+        dict(LEARNED, k_residual='previous'),
         dict(RES, **LEARNED, denseformer=True, residual_layers=(2,)),
         dict(x0_residual=True),
     ],

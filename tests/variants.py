@@ -10,7 +10,8 @@ import dataclasses
 import reference
 import torch
 
-from model import CHOICES, GPT, GPTConfig
+import model
+from model import GPT, GPTConfig
 
 SIZE = dict(block_size=32, vocab_size=61, n_layer=3, n_head=4, n_embd=32, n_inner=40)
 
@@ -24,8 +25,8 @@ ELSEWHERE = {
 
 RES = dict(v_residual=True)
 SV = dict(share_v=True)
-SV2 = dict(share_v=True, share_v_every=2)
-KEYS2 = dict(share_k=True, share_k_every=2)
+SV2 = dict(share_v=2)
+KEYS2 = dict(share_k=2)
 CLA = dict(**KEYS2, **SV2)
 GPT2 = dict(arch='gpt2')
 # Of a head of size 8 one wavelength is kept, one blended, and two are stretched.
@@ -55,109 +56,130 @@ VARIANTS = {
     # what else can be shared (Fig. 13, Fig. 4)
     'first queries': dict(share_q=True),
     'first keys': dict(share_k=True),
-    'queries every 2': dict(share_q=True, share_q_every=2, n_kv_head=2),
+    'queries every 2': dict(share_q=2, n_kv_head=2),
     # NeuTRENO, DenseFormer
     'NeuTRENO': dict(neutreno=0.4),
     'NeuTRENO GQA': dict(neutreno=0.4, n_kv_head=2),
-    'NeuTRENO on ResFormer from all': dict(RES, residual_from='all', neutreno=0.2),
+    'NeuTRENO on ResFormer from all': dict(v_residual='all', neutreno=0.2),
     'NeuTRENO on CLA': dict(CLA, neutreno=0.4),
     'DenseFormer': dict(denseformer=True),
     # which projections and which layers (Figs. 6, 8)
     'query residual': dict(q_residual=True),
     'key residual': dict(k_residual=True),
-    'queries every 2, query residual': dict(share_q=True, share_q_every=2, q_residual=True),
-    'from all': dict(RES, residual_from='all'),
-    'from previous, a borrower': dict(RES, **SV2, residual_from='previous', n_layer=5),
+    'queries every 2, query residual': dict(share_q=2, q_residual=True),
+    'from all': dict(v_residual='all'),
+    'from previous, a borrower': dict(SV2, v_residual='previous', n_layer=5),
     # the weights of the mixture
-    'constant lambda, from all': dict(RES, residual_from='all', residual_lambda=(0.3, 0.6)),
+    'constant lambda, from all': dict(v_residual='all', residual_lambda=(0.3, 0.6)),
     'constant lambda on q, k, v': dict(
         RES, q_residual=True, k_residual=True, residual_lambda=(0.7, 0.2)
     ),
     'sparse': dict(RES, residual_layers=(2,)),
-    'learned': dict(RES, residual_learned=True),
-    'learned from all': dict(RES, residual_learned=True, residual_from='all'),
-    'learned from a constant': dict(RES, residual_learned=True, residual_lambda=(2.0, 1.0)),
-    'learned keys from previous': dict(
-        k_residual=True, residual_learned=True, residual_from='previous'
+    'learned': dict(RES, residual_weights='learned'),
+    'learned from all': dict(v_residual='all', residual_weights='learned'),
+    'learned from a constant': dict(RES, residual_weights='learned', residual_lambda=(2.0, 1.0)),
+    'learned keys from previous': dict(k_residual='previous', residual_weights='learned'),
+    'learned q, k and v': dict(
+        RES, q_residual='previous', k_residual='all', residual_weights='learned'
     ),
-    'learned CLA': dict(RES, **CLA, residual_learned=True),
+    'learned CLA': dict(RES, **CLA, residual_weights='learned'),
     # the values' own map (Fig. 7)
     'identity': dict(RES, residual_map='identity'),
-    'identity from all, GQA': dict(RES, residual_map='identity', residual_from='all', n_kv_head=2),
+    'identity from all, GQA': dict(v_residual='all', residual_map='identity', n_kv_head=2),
     'identity from previous, a borrower': dict(
-        RES, **CLA, residual_map='identity', residual_from='previous', n_layer=5
+        CLA, v_residual='previous', residual_map='identity', n_layer=5
     ),
     'identity sparse, key residual': dict(
         RES, residual_map='identity', residual_layers=(2,), k_residual=True
     ),
     'cross': dict(RES, residual_map='cross'),
-    'cross from all, GQA': dict(RES, residual_map='cross', residual_from='all', n_kv_head=2),
+    'cross from all, GQA': dict(v_residual='all', residual_map='cross', n_kv_head=2),
     'cross sparse, key residual': dict(
         RES, residual_map='cross', residual_layers=(2,), k_residual=True
     ),
     'cross from all, sharing the first keys': dict(
-        RES, residual_map='cross', residual_from='all', share_k=True
+        v_residual='all', residual_map='cross', share_k=True
     ),
     'cross from all, ragged sharing': dict(
-        RES,
-        **KEYS2,
-        share_v=True,
-        share_v_every=3,
+        KEYS2,
+        v_residual='all',
+        share_v=3,
         residual_map='cross',
-        residual_from='all',
         n_layer=5,
     ),
     'cross NeuTRENO DenseFormer': dict(RES, residual_map='cross', neutreno=0.4, denseformer=True),
     # the family: maps of owners, sharing of some heads
-    'owner maps': dict(share_q_from=(0, 0, 2, 2, 2), share_v_from=(0, 1, 1, 0, 1), n_layer=5),
+    'owner maps': dict(share_q=(0, 0, 2, 2, 2), share_v=(0, 1, 1, 0, 1), n_layer=5),
     'keys and values of the first half': dict(
-        share_k_from=(0, 1, 2, 2, 2), share_v_from=(0, 1, 2, 2, 2), n_layer=5, n_kv_head=2
+        share_k=(0, 1, 2, 2, 2), share_v=(0, 1, 2, 2, 2), n_layer=5, n_kv_head=2
     ),
-    'owner map, all values': dict(
-        RES, share_v_from=(0, 1, 1, 3, 0), residual_from='all', n_layer=5
+    'owner map, all values': dict(v_residual='all', share_v=(0, 1, 1, 3, 0), n_layer=5),
+    'keys of the middle layer, values of the first (FusedKV-Lite)': dict(
+        share_k=(0, 1, 2, 2, 2), share_v=(0, 1, 0, 0, 0), n_layer=5
     ),
     'half of the heads': dict(SV, share_v_heads=2),
     'half of the heads GQA, CLA keys': dict(SV, **KEYS2, share_v_heads=1, n_kv_head=2),
     'some heads by a map, NeuTRENO': dict(
-        share_v_from=(0, 1, 0, 1, 1), share_v_heads=3, neutreno=0.4, n_layer=5
+        share_v=(0, 1, 0, 1, 1), share_v_heads=3, neutreno=0.4, n_layer=5
     ),
     'ResFormer from some heads of previous': dict(
-        RES, **SV2, share_v_heads=1, residual_from='previous', n_layer=5
+        SV2, v_residual='previous', share_v_heads=1, n_layer=5
     ),
     # sources that are no layers
-    'tables': dict(RES, residual_from='token', residual_layers=(0, 2)),
+    'tables': dict(v_residual='token', residual_layers=(0, 2)),
     'V_1 and tables, learned': dict(
-        RES, residual_from='first+token', residual_layers=(0, 1, 2), residual_learned=True
+        v_residual='first+token', residual_layers=(0, 1, 2), residual_weights='learned'
     ),
     'V_1 and a table GQA': dict(
-        RES,
-        residual_from='first+token',
+        v_residual='first+token',
         residual_layers=(2,),
         residual_lambda=(0.3, 0.6),
         n_kv_head=2,
     ),
-    'SVFormer on a table': dict(RES, **SV, residual_from='token', residual_layers=(0,)),
-    'NeuTRENO on tables': dict(RES, residual_from='token', residual_layers=(0, 1), neutreno=0.4),
+    'SVFormer on a table': dict(SV, v_residual='token', residual_layers=(0,)),
+    'NeuTRENO on tables': dict(v_residual='token', residual_layers=(0, 1), neutreno=0.4),
+    'projections of x0': dict(v_residual='x0', residual_layers=(0, 2), n_kv_head=2),
+    'projection of x0 as in slowrun': dict(
+        v_residual='x0',
+        residual_weights='head',
+        residual_layers=(0, 2),
+        gate_inputs=12,
+        residual_lambda=(2.0, 1.0),
+    ),
+    'anchor': dict(v_residual='anchor', residual_layers=(0, 1, 2), residual_lambda=(0.7, 0.4)),
+    'anchor, learned, gpt2': dict(
+        GPT2, v_residual='anchor', residual_layers=(1, 2), residual_weights='learned'
+    ),
+    # no values of its own
+    'tables alone': dict(v_residual='token', residual_layers=(1, 2), residual_lambda=(0.7, 0.0)),
+    'keys of the first, no values of its own': dict(
+        RES, k_residual=True, residual_lambda=(0.7, 0.0), n_kv_head=2
+    ),
+    'a table under a head gate, NeuTRENO': dict(
+        v_residual='token',
+        residual_weights='head',
+        residual_layers=(2,),
+        residual_lambda=(3.0, 0.0),
+        neutreno=0.4,
+    ),
     # weights that follow from x
-    'head gate': dict(RES, residual_gate='head'),
+    'head gate': dict(RES, residual_weights='head'),
     'head gate from all GQA': dict(
-        RES, residual_gate='head', residual_from='all', residual_gate_bias=True, n_kv_head=2
+        v_residual='all', residual_weights='head', gate_bias=True, n_kv_head=2
     ),
     'head gate of nanochat': dict(
-        RES,
-        residual_gate='head',
-        residual_from='token',
+        v_residual='token',
+        residual_weights='head',
         residual_layers=(0, 2),
-        residual_gate_inputs=12,
+        gate_inputs=12,
         residual_lambda=(3.0, 1.0),
     ),
-    'head gate on values, plain keys': dict(RES, residual_gate='head', k_residual=True),
-    'channel gate': dict(RES, residual_gate='channel'),
+    'head gate on values, plain keys': dict(RES, residual_weights='head', k_residual=True),
+    'channel gate': dict(RES, residual_weights='channel'),
     'channel gate from previous GQA': dict(
-        RES,
-        residual_gate='channel',
-        residual_gate_rank=4,
-        residual_from='previous',
+        v_residual='previous',
+        residual_weights='channel',
+        gate_rank=4,
         n_kv_head=2,
     ),
     # around them
@@ -178,13 +200,11 @@ VARIANTS = {
     'gpt2 NeuTRENO DenseFormer': dict(GPT2, neutreno=0.4, denseformer=True),
     'gpt2 cross': dict(RES, **GPT2, residual_map='cross'),
     'everything': dict(
-        RES,
-        **KEYS2,
-        q_residual=True,
-        k_residual=True,
-        share_v=True,
-        share_v_every=4,
-        residual_from='all',
+        KEYS2,
+        v_residual='all',
+        q_residual='all',
+        k_residual='all',
+        share_v=4,
         residual_lambda=(0.4, 0.7),
         residual_layers=(4,),
         n_layer=5,
@@ -233,9 +253,8 @@ def uncovered():
 def choices(name):
     """All values of a switch, or of a setting that is a word; none for numbers and tuples."""
     default = getattr(GPTConfig, name)
-    if isinstance(default, bool):
-        return False, True
-    if not isinstance(default, str):
-        return ()
-    assert name in CHOICES, f'{name} accepts any word: add those it may be to CHOICES in model.py'
-    return tuple(CHOICES[name])
+    few = model.choices(name) or ((False, True) if isinstance(default, bool) else ())
+    assert few or not isinstance(default, str), (
+        f'{name} accepts any word: add those it may be to choices() in model.py'
+    )
+    return [value for value in few if value != 'first']  # which is spelled True
