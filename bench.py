@@ -57,7 +57,7 @@ from train import (
     attention_setting,
     checkpoint_blocks,
     distribute,
-    make_optimizer,
+    make_optimizers,
     train_step,
 )
 
@@ -124,7 +124,6 @@ class DecodeConfig(TableConfig):
     batch_sizes: tuple = (1, 8)  # texts decoded at once
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
     new_tokens: int = 32  # timed tokens, the last ones of the context
-    values: str = 'cached'  # or token: SVFormer's, looked up in a table (svformer+values=token)
 
     def __post_init__(self):
         super().__post_init__()
@@ -140,8 +139,7 @@ class DecodeConfig(TableConfig):
 
 # Settings that a row may have for itself, besides the fields that make its variant.
 OF_ROWS = tuple(
-    'compile mode attention activation_memory_budget activation_checkpointing optimizer '
-    'values'.split()
+    'compile mode attention activation_memory_budget activation_checkpointing optimizer'.split()
 )
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
 OF_COMPILER = ('mode', 'activation_memory_budget')
@@ -324,13 +322,13 @@ class Row:
 
     def prepare(self, model):
         # Whose weights decay takes no time: what is not ours has one group of all.
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
         if isinstance(model, GPT):
-            optimizer = make_optimizer(model, self.settings.training())
+            optimizers = make_optimizers(model, self.settings.training())
         if self.settings.activation_checkpointing:
             checkpoint_blocks(model)
         compiled = distribute(self.compiled(model), self.machine)
-        self.parts = compiled, optimizer, self.machine.scaler()
+        self.parts = compiled, optimizers, self.machine.scaler()
         counted = GPT.without_weights(self.config)
         self.flops_per_token = counted.flops_per_token(self.config.block_size)
 
@@ -364,10 +362,10 @@ class Row:
         """Take a training step on (x, y). Returns its seconds."""
         # Read by the compiler: in each row's first step.
         functorch_config.activation_memory_budget = self.settings.activation_memory_budget
-        model, optimizer, scaler = self.parts
+        model, optimizers, scaler = self.parts
         seconds = stopwatch(self.machine)
         clip = TrainConfig.grad_clip
-        train_step(model, optimizer, scaler, self.machine, lambda: batch, 1, clip)
+        train_step(model, optimizers, scaler, self.machine, lambda: batch, 1, clip)
         return seconds()
 
     def profile(self, batch, folder):
@@ -434,7 +432,7 @@ class Decoder(Row):
     def prepare(self, model):
         model = model.to(getattr(torch, self.machine.dtype)).eval()
         size = self.about['batch'], self.about['context']
-        cache = model.new_cache(*size, values=self.settings.values)
+        cache = model.new_cache(*size)
         self.parts = model, self.compiled(model), cache
 
     @torch.no_grad()
@@ -468,7 +466,6 @@ class Decoder(Row):
             'ms_per_token': 1e3 * seconds,
             'tok_per_s': batch / seconds,
             'cache_bytes': cache.nbytes,
-            'table_bytes': cache.table_nbytes,
         }
 
 

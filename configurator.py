@@ -177,11 +177,11 @@ def convert(value, hint, where, text=None):
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     # What a tuple[int, ...] holds is its dataclass's business.
     kinds = [typing.get_origin(kind) or kind for kind in kinds]
-    if str in kinds and text is not None and not isinstance(value, str):
-        return text
     for kind in kinds:
         if fits(value, kind):
             return plain_value(kind(value) if kind in (int, float, tuple) else value, where)
+    if str in kinds and text is not None:
+        return text
 
     names = ' or '.join('None' if kind is type(None) else kind.__name__ for kind in kinds)
     advice = f'; write ({value!r},)' if tuple in kinds and isinstance(value, int | float) else ''

@@ -109,6 +109,17 @@ class GPTConfig:
             return self.n_inner
         return 7 * self.n_embd // 2 if self.arch == 'llama' else 4 * self.n_embd
 
+    @classmethod
+    def saved(cls, values):
+        """The config of a checkpoint or an import, {field: value}. Settings of it may change nothing:
+        other versions of this code accepted them."""
+        config = cls()
+        unknown = ', '.join(sorted(values.keys() - vars(config).keys()))
+        refuse(unknown, f'GPTConfig has no {unknown}: a field of another model.py')
+        vars(config).update(values)
+        prepare(config)
+        return config
+
 
 SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 
@@ -635,11 +646,11 @@ def add_sources(config, part, sources):
 
 def owners_of(config, part):
     """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
-    share = getattr(config, f'share_{part}')
+    share, layers = getattr(config, f'share_{part}'), range(config.n_layer)
     if isinstance(share, tuple):
-        return dict(enumerate(share))
+        return dict(zip(layers, layers)) | dict(enumerate(share))
     every = {True: config.n_layer, False: 1}[share] if isinstance(share, bool) else share
-    return {n: n - n % every for n in range(config.n_layer)}
+    return {n: n - n % every for n in layers}
 
 
 def sources_of(config, part, owners, n):
@@ -649,8 +660,8 @@ def sources_of(config, part, owners, n):
         return []
     # Its sources' weight is 0 for ever.
     is_idle = config.residual_lambda == (0, 1) and config.residual_weights != 'learned'
-    layers = config.residual_layers or range(config.n_layer)
-    if is_idle or n not in layers:
+    every = () if is_outer(residual) else range(config.n_layer)  # such layers are named
+    if is_idle or n not in (config.residual_layers or every):
         return []
     return list(SOURCES[source_name(residual)](n, config.n_layer))
 
@@ -1067,17 +1078,6 @@ def choices(name):
         'residual_map': ('current', 'identity', 'cross'),
         'residual_weights': tuple(WEIGHTS),
     }.get(name)
-
-
-def saved_config(values):
-    """The GPTConfig of a checkpoint or an import, {field: value}. Settings of it may change nothing:
-    other versions of this code accepted them."""
-    config = GPTConfig()
-    unknown = values.keys() - vars(config).keys()
-    refuse(unknown, f'GPTConfig has no {", ".join(sorted(unknown))}: a field of another model.py')
-    vars(config).update(values)
-    prepare(config)
-    return config
 
 
 def prepare(config):

@@ -47,7 +47,6 @@ from lib.machine import (
     check_compiler,
     outlives_its_output,
 )
-from lib.muon import Muon
 from lib.outside import holds_weights, load_hub
 from lib.rundir import (
     Log,
@@ -94,7 +93,7 @@ class TrainConfig:
     lr_decay_iters: int = 0  # where the cosine ends; 0: max_iters
     cooldown_iters: int = 0  # linear to min_lr in as many last steps, constant before; 0: cosine
     decay_lr: bool = True  # False: learning_rate throughout, without warm-up
-    table_rate: float = 1.0  # times the learning rate, for token tables (residual_from)
+    table_rate: float = 1.0  # times the learning rate, for token tables (v_residual)
     weight_decay: float = 0.1  # on matrices and embeddings
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
@@ -215,27 +214,35 @@ def own_settings(values):
 # --- one step ------------------------------------------------------------------------------------
 
 
-def make_optimizer(model, settings):
-    """AdamW, fused, or Muon. What a parameter needs of it is said where the parameter is made."""
+def make_optimizers(model, settings):
+    """[AdamW, fused], and Muon for the matrices if it is chosen. What a parameter needs of them is said
+    where the parameter is made."""
     groups = {}
     for name, p in model.named_parameters():
         needs = model.needs[name]
         rate = getattr(settings, needs.rate) if needs.rate else 1.0
-        rows = needs.muon if settings.optimizer == 'muon' else ()
-        groups.setdefault((needs.decay, rate, rows), []).append(p)
-    groups = [
-        {
-            'params': params,
-            'rate': rate,
-            'weight_decay': settings.weight_decay if decay else 0.0,
-            'rows': rows,
-        }
-        # What decays comes first.
-        for (decay, rate, rows), params in sorted(groups.items(), reverse=True)
-    ]
-    kind = Muon if settings.optimizer == 'muon' else torch.optim.AdamW
+        kind = 'muon' if needs.muon and settings.optimizer == 'muon' else 'adamw'
+        groups.setdefault(kind, {}).setdefault((needs.decay, rate), []).append(p)
+    for kind, own in groups.items():
+        groups[kind] = [
+            {
+                'params': params,
+                'rate': rate,
+                'weight_decay': settings.weight_decay if decay else 0.0,
+            }
+            # What decays comes first.
+            for (decay, rate), params in sorted(own.items(), reverse=True)
+        ]
     betas = (settings.beta1, settings.beta2)
-    return kind(groups, settings.learning_rate, betas, eps=1e-8, fused=True)
+    optimizers = [
+        torch.optim.AdamW(groups['adamw'], settings.learning_rate, betas, eps=1e-8, fused=True)
+    ]
+    if 'muon' in groups:
+        # With this step size, AdamW's learning rates serve.
+        size = 'match_rms_adamw'
+        muon = torch.optim.Muon(groups['muon'], settings.learning_rate, adjust_lr_fn=size)
+        optimizers.append(muon)
+    return optimizers
 
 
 def checkpoint_blocks(model):
@@ -308,8 +315,8 @@ def check_rates(settings, config):
     before it scales min_lr with it.
     """
     refuse(
-        settings.table_rate != 1 and 'token' not in config.residual_from,
-        f'table_rate={settings.table_rate} does nothing with residual_from={config.residual_from!r}, '
+        settings.table_rate != 1 and 'token' not in str(config.v_residual),
+        f'table_rate={settings.table_rate} does nothing with v_residual={config.v_residual!r}, '
         'which has no table; drop it',
     )
     if settings.cooldown_iters:
@@ -347,7 +354,7 @@ def check_cooldown(settings):
     )
 
 
-def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_clip):
+def train_step(model, optimizers, scaler, machine, next_batch, micro_steps, grad_clip):
     """Forward, backward and update over this process's micro-batches.
 
     Returns (mean loss, gradient norm), tensors. The norm is the same on all processes. If it is not
@@ -366,13 +373,14 @@ def train_step(model, optimizer, scaler, machine, next_batch, micro_steps, grad_
         scaler.scale(poison * loss / micro_steps).backward()
         total += loss.detach()
 
-    scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    # In FP16 the scaler skips such a step without waiting for the device. Otherwise this line waits.
-    if scaler.is_enabled() or norm.isfinite():
-        scaler.step(optimizer)
+    if norm.isfinite():  # this waits for the device
+        for optimizer in optimizers:
+            scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     return total / micro_steps, norm
 
 
@@ -421,7 +429,7 @@ class Start:
     dataset: Dataset
     rows: TrainingRows
     model: GPT
-    optimizer: torch.optim.Optimizer
+    optimizers: list
     scaler: torch.amp.GradScaler
     step: int = 0
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
@@ -462,8 +470,8 @@ def start_run(settings, config, machine, closing):
         checkpoint = open_checkpoint(settings, machine)
         check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
-        optimizer = make_optimizer(model, settings)
-        start = Start(dataset, rows, model, optimizer, machine.scaler())
+        optimizers = make_optimizers(model, settings)
+        start = Start(dataset, rows, model, optimizers, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config, machine.warn)
     plans = machine.gather(f'{settings.init_from} from step {start.step}')
@@ -549,7 +557,7 @@ def take_over(checkpoint, start, settings, config, warn):
             start.changed = check_same_run(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
         if start.goes_on:
-            load_state(start.model, start.optimizer, start.scaler, checkpoint)
+            load_state(start.model, start.optimizers, start.scaler, checkpoint)
             carry_on(checkpoint, start, settings, warn)
             return
     start.origin = settings.init_from
@@ -736,7 +744,7 @@ class Reporter:
         start = self.start
         checkpoint = {
             'model': start.model.state_dict(),
-            'optimizer': {'state': optimizer_state(start.model, start.optimizer)},
+            'optimizer': {'state': optimizer_state(start.model, start.optimizers)},
             'scaler': start.scaler.state_dict(),
             'step': step,
             'settings': asdict(self.settings),
@@ -778,7 +786,7 @@ def train(settings, config, machine, micro_steps, closing):
     micro_steps: this process's share of gradient_accumulation_steps.
     """
     start = start_run(settings, config, machine, closing)
-    model, optimizer, scaler = start.model, start.optimizer, start.scaler
+    model, optimizers, scaler = start.model, start.optimizers, start.scaler
     if settings.activation_checkpointing:
         checkpoint_blocks(model)
     compiled = compile_model(model, settings)
@@ -823,13 +831,14 @@ def train(settings, config, machine, micro_steps, closing):
 
         seed_step(step, settings, machine)
         lr = learning_rate(step, settings)
-        for group in optimizer.param_groups:
-            group['lr'] = lr * group['rate']
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = lr * group['rate']
         began = time.perf_counter()
         loss, norm = train_step(
-            wrapped, optimizer, scaler, machine, loader.next, micro_steps, settings.grad_clip
+            wrapped, optimizers, scaler, machine, loader.next, micro_steps, settings.grad_clip
         )
-        if norm.isfinite():  # this waits for the device
+        if norm.isfinite():
             in_a_row = 0
         else:
             skipped += 1

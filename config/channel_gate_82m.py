@@ -3,4 +3,4 @@ from config.vanilla_82m import *
 
 out_dir = 'out/channel_gate_82m'
 v_residual = True
-residual_gate = 'channel'
+residual_weights = 'channel'

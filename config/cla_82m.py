@@ -3,5 +3,4 @@
 from config.vanilla_82m import *
 
 out_dir = 'out/cla_82m'
-share_k = share_v = True
-share_k_every = share_v_every = 2
+share_k = share_v = 2

@@ -2,7 +2,6 @@
 from config.vanilla_82m import *
 
 out_dir = 'out/first_token_82m'
-v_residual = True
-residual_from = 'first+token'
+v_residual = 'first+token'
 residual_layers = (1, 3, 5, 7)
-residual_learned = True
+residual_weights = 'learned'

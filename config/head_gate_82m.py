@@ -3,5 +3,5 @@ from config.vanilla_82m import *
 
 out_dir = 'out/head_gate_82m'
 v_residual = True
-residual_gate = 'head'
-residual_gate_bias = True
+residual_weights = 'head'
+gate_bias = True

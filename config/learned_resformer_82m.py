@@ -3,4 +3,4 @@
 from config.resformer_82m import *
 
 out_dir = 'out/learned_resformer_82m'
-residual_learned = True
+residual_weights = 'learned'

@@ -2,9 +2,8 @@
 from config.vanilla_82m import *
 
 out_dir = 'out/nanochat_82m'
-v_residual = True
-residual_from = 'token'
+v_residual = 'token'
 residual_layers = (1, 3, 5, 7)
-residual_gate = 'head'
-residual_gate_inputs = 12
+residual_weights = 'head'
+gate_inputs = 12
 residual_lambda = (3.0, 1.0)

@@ -2,4 +2,4 @@
 from config.vanilla_82m import *
 
 out_dir = 'out/suffix_82m'
-share_k_from = share_v_from = (0, 1, 2, 3, 3, 3, 3, 3)
+share_k = share_v = (0, 1, 2, 3, 3, 3, 3, 3)

@@ -2,5 +2,4 @@
 from config.svformer_82m import *
 
 out_dir = 'out/svformer_cla_82m'
-share_k = True
-share_k_every = 2
+share_k = 2

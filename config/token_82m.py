@@ -2,6 +2,5 @@
 from config.vanilla_82m import *
 
 out_dir = 'out/token_82m'
-v_residual = True
-residual_from = 'token'
+v_residual = 'token'
 residual_layers = (1, 3, 5, 7)

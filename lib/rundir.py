@@ -293,35 +293,37 @@ def load_weights(model, checkpoint):
         )
 
 
-def optimizer_state(model, optimizer):
-    """{parameter: its state in the optimizer}, by the parameter's name."""
-    named = model.named_parameters()
-    return {name: optimizer.state[p] for name, p in named if p in optimizer.state}
+def optimizer_state(model, optimizers):
+    """{parameter: its state in its optimizer}, by the parameter's name."""
+    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    return {name: states[p] for name, p in model.named_parameters() if p in states}
 
 
-def load_state(model, optimizer, scaler, checkpoint):
-    """The optimizer's moments and the loss scale.
+def load_state(model, optimizers, scaler, checkpoint):
+    """The optimizers' moments and the loss scale.
 
     weight_decay and the betas stay those of the settings, which may have changed.
     """
     names = {p: name for name, p in model.named_parameters()}
-    params = [(group, p) for group in optimizer.param_groups for p in group['params']]
     # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
     saved = copy.deepcopy(checkpoint['optimizer']['state'])
-    states = {}
-    for i, (group, p) in enumerate(params):
-        state = saved.get(names[p], saved.get(i))  # older checkpoints count
-        if state is None:
-            continue
-        moments = ['momentum_buffer'] if group['rows'] else ['exp_avg', 'exp_avg_sq']
-        # Without this check, AdamW would write past the end of moments that are too small.
-        expected = {'step': (), **dict.fromkeys(moments, p.shape)}
-        if {kind: tensor.shape for kind, tensor in state.items()} != expected:
-            raise ValueError(
-                f'{checkpoint["path"]} has optimizer moments that do not match its weights'
-            )
-        states[i] = state
-    optimizer.load_state_dict({**optimizer.state_dict(), 'state': states})
+    for optimizer in optimizers:
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        moments = ['momentum_buffer'] if is_muon else ['exp_avg', 'exp_avg_sq']
+        count = {} if is_muon else {'step': ()}
+        states = {}
+        params = [p for group in optimizer.param_groups for p in group['params']]
+        for i, p in enumerate(params):
+            if names[p] not in saved:
+                continue
+            states[i] = saved[names[p]]
+            # Without this check, AdamW would write past the end of moments that are too small.
+            shapes = {kind: tensor.shape for kind, tensor in states[i].items()}
+            if shapes != count | dict.fromkeys(moments, p.shape):
+                raise ValueError(
+                    f'{checkpoint["path"]} has optimizer moments that do not match its weights'
+                )
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': states})
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
 

@@ -84,25 +84,30 @@ def watch(model, idx, attended=nothing, projected=nothing, output=nothing):
     """What three functions give for each layer of a model that reads idx (B, T), in three lists.
 
     attended(q, keys, values): of what a layer attends with, in the shapes of model.attend_cross().
-    projected(block, t): of what its c_attn projects. output(block, x): of what the block gives.
+    projected(v): of the values that it projects, (B, T, C), before any are mixed in; None where it
+    projects none. output(x): of what the block gives.
     """
-    results = [], [], []
+    blocks = model.transformer.h
+    results = [], [None] * len(blocks), [None] * len(blocks)
 
     def spy(q, keys, values, *args):
         results[0].append(attended(q, keys, values))
         return attend_cross(q, keys, values, *args)
 
-    def hook(block, read, values):
-        return lambda module, args, tensor: values.append(read(block, tensor))
+    def hook(read, values, n):
+        def keep(module, args, out):
+            values[n] = read(out)
+
+        return keep
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
-        for block in model.transformer.h:
-            for module, read, values in (
-                (block.attn.c_attn, projected, results[1]),
-                (block, output, results[2]),
-            ):
-                stack.callback(module.register_forward_hook(hook(block, read, values)).remove)
+        for n, block in enumerate(blocks):
+            watched = [(block, output, results[2])]
+            if block.attn.v.wiring.projects:
+                watched.append((block.attn.v.proj, projected, results[1]))
+            for module, read, values in watched:
+                stack.callback(module.register_forward_hook(hook(read, values, n)).remove)
         model(idx, last_only=True)
     return results
 
@@ -159,7 +164,7 @@ def similarity(model, idx):
     def cosines(q, keys, values):
         return [mean_cosine(join_heads(each[-1])) for each in (keys, values)]
 
-    attended, _, hidden = watch(model, idx, cosines, output=lambda block, x: mean_cosine(x[0]))
+    attended, _, hidden = watch(model, idx, cosines, output=lambda out: mean_cosine(out[0]))
     keys, values = zip(*attended, strict=True)
     return {'hidden states': stack(hidden), 'keys': stack(keys), 'values': stack(values)}
 
@@ -181,24 +186,12 @@ def spectrum(model, idx):
     def used(q, keys, values):
         return eigenvalues(join_heads(values[-1]))
 
-    def own(block, projected):
-        return eigenvalues(own_values(block, projected))
-
-    attended, projected, _ = watch(model, idx, used, own)
+    attended, projected, _ = watch(model, idx, used, eigenvalues)
     return {PROJECTED: stack(projected), ATTENDED: stack(attended)}
 
 
-def own_values(block, projected):
-    """A layer's values (B, T, C), heads concatenated, before any are mixed in, of what it projects; None
-    if it borrows them."""
-    n = block.attn.rows.get('v')  # the last ones
-    return projected[..., -n:] if n else None
-
-
 def eigenvalues(v):
-    """Those of v^T v / T, the largest first: (B, T, C) -> (B, C). None of None."""
-    if v is None:
-        return None
+    """Those of v^T v / T, the largest first: (B, T, C) -> (B, C)."""
     v = v.double()
     return torch.linalg.eigvalsh(v.transpose(1, 2) @ v / v.size(1)).flip(1)
 
@@ -263,7 +256,7 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in enumerate(watch(model, idx, projected=own_values)[1]):
+        for n, v in enumerate(watch(model, idx, projected=lambda v: v)[1]):
             if v is not None:
                 zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
                 sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
@@ -272,7 +265,7 @@ def tokens(model, rows, batch_size, label=''):
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
         left, total = [None] * model.config.n_layer, [None] * model.config.n_layer
-        for n, v in enumerate(watch(model, idx, projected=own_values)[1]):
+        for n, v in enumerate(watch(model, idx, projected=lambda v: v)[1]):
             if v is not None:
                 means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
                 left[n] = squares(v - means[place[idx]], known)

@@ -4,7 +4,7 @@ How models are wired, drawn from model.wire(): whose queries, keys and values a 
 A layer is a row. A filled box is a tensor that the layer projects, a ring one that it borrows; a line or
 an arrow comes from its source. An open box is an output, of attention or of a block.
 
-$ python -m paper.wiring vanilla resformer+n_layer=4+residual_from=all out/demo/svformer
+$ python -m paper.wiring vanilla vanilla+n_layer=4+v_residual=all out/demo/svformer
 
 A word is a model of config/, with +setting=value, or the folder of a run. --out=FILE.png, .svg or .pdf is
 the picture.
@@ -36,15 +36,17 @@ COLUMNS = {'q': '#E69F00', 'k': '#009E73', 'v': '#0072B2', 'out': '#999999', 'bl
 
 # The fields of GPTConfig that arrows() draws, and those that move no tensor between layers.
 DRAWN = set(
-    'v_residual q_residual k_residual residual_from residual_layers residual_map share_q share_k share_v '
-    'share_q_every share_k_every share_v_every share_q_from share_k_from share_v_from '
+    'v_residual q_residual k_residual residual_layers residual_map share_q share_k share_v '
     'share_v_heads neutreno denseformer x0_residual'.split()
 )
 OF_ONE_LAYER = set(
     'n_kv_head arch rope_theta rope_scaling norm_eps dropout tie_embeddings embed_norm residual_lambda '
-    'residual_learned residual_gate residual_gate_inputs residual_gate_bias residual_gate_rank exclusive '
-    'qk_norm'.split()
+    'residual_weights gate_inputs gate_bias gate_rank exclusive qk_norm'.split()
 )
+
+
+# Words for the sources that are no layers.
+OUTER = {'ve': 'token', 'vx': 'x_0'}
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,12 @@ def arrows(config):
     """Every Arrow of a GPTConfig, layer by layer."""
     result = []
     for n, layer in enumerate(wire(config)):
-        for part, owner in layer.owner.items():
-            if owner != n:
-                result.append(Arrow('borrow', part, owner, n))
-        for part, lender in layer.joins.values():
-            result.append(Arrow('join', part, lender, n))
-        for part, sources in layer.sources.items():
-            result += [Arrow('mix', part, source, n) for _, source in sources]
+        for part in layer.parts:
+            if part.owner != n:
+                result.append(Arrow('borrow', part.part, part.owner, n))
+            if part.joins:
+                result.append(Arrow('join', *part.joins, n))
+            result += [Arrow('mix', *source, n) for source in part.sources]
         result += [Arrow('add', part, source, n) for part, source in layer.added]
         for part, keys in layer.reads.items():  # with residual_map='cross', those of sources, too
             result += [Arrow('attend', part, source, n) for _, source in keys[:-1]]
@@ -133,7 +134,14 @@ def draw_arrow(axes, places, arrow):
     row, bend = arrow.source, 0.0
     if isinstance(row, str):
         row = -0.8
-        axes.text(x, row, arrow.source.split()[0], ha='center', va='center', fontsize=8)
+        axes.text(
+            x,
+            row,
+            OUTER.get(arrow.source.partition('.')[0], arrow.source),
+            ha='center',
+            va='center',
+            fontsize=8,
+        )
     if arrow.kind != 'borrow' and arrow.layer - row > 1 or arrow.kind == 'attend':
         bend = -0.35
     dashes, words = KINDS[arrow.kind]

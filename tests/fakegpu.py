@@ -41,7 +41,7 @@ from train import (  # noqa: E402
     checkpoint_blocks,
     compile_model,
     distribute,
-    make_optimizer,
+    make_optimizers,
     train_step,
 )
 
@@ -149,7 +149,7 @@ def measure_training(settings, config, distributed):
         fake_process_group()
     machine = Machine('cuda', 'float16', attention=attention_setting(settings, config))
     model = empty_model(config)
-    optimizer, scaler = make_optimizer(model, settings), machine.scaler()
+    optimizers, scaler = make_optimizers(model, settings), machine.scaler()
     if settings.activation_checkpointing:
         checkpoint_blocks(model)
     wrapped = distribute(compile_model(model, settings), machine)
@@ -159,7 +159,7 @@ def measure_training(settings, config, distributed):
     batch = torch.zeros(size, dtype=torch.int64, device='cuda')
 
     def step():
-        train_step(wrapped, optimizer, scaler, machine, lambda: batch, 2, settings.grad_clip)
+        train_step(wrapped, optimizers, scaler, machine, lambda: batch, 2, settings.grad_clip)
 
     step()
     # DistributedDataParallel cuts the graph.

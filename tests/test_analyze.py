@@ -75,7 +75,7 @@ def read_layers(config, n):
     """Whose keys layer n attends to: its own and, with cross attention, its sources'."""
     if config.residual_map != 'cross':
         return [n]
-    return [*reference.sources_of(config, n), n]
+    return [*reference.mixed_in(config, 'v', n), n]
 
 
 def attention(q, keys):

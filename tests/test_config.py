@@ -18,18 +18,19 @@ NEUTRAL = dict(residual_lambda=(0.0, 1.0))
 # Settings, and words of the message that refuses them.
 REFUSED = [
     # What does nothing: a few, for their words; the rule has a test of its own.
-    (dict(residual_from='all'), 'residual_from v_residual q_residual k_residual'),
+    (dict(residual_layers=(1,)), 'residual_layers v_residual q_residual k_residual'),
     (dict(q_residual=True, residual_map='identity'), 'residual_map v_residual'),
     (
         dict(RES, k_residual=True, residual_map='cross', residual_lambda=(2.0, 1.0)),
         'residual_map residual_lambda',
     ),
-    (dict(RES, **SV, share_v_every=3), 'v_residual share_v'),
+    (dict(RES, share_v=3), 'v_residual share_v'),
     (dict(RES, **NEUTRAL), 'v_residual residual_lambda'),
-    (dict(RES, residual_from='all', n_layer=2), 'residual_from n_layer'),
+    (dict(RES, residual_layers=(1,), residual_weights='channel', gate_bias=True), 'gate_bias'),
     (dict(arch='gpt2', rope_theta=500.0), 'rope_theta arch'),
     # contradictions
-    (dict(RES, k_residual=True, residual_learned=True), 'residual_learned v_residual k_residual'),
+    (dict(RES, gate_inputs=4), 'gate_inputs'),
+    (dict(RES, residual_weights='head', gate_rank=4), 'gate_rank'),
     (dict(SV2, share_q=True, share_k=True), 'share_q share_k share_v'),
     (dict(RES, residual_layers=(0, 1)), 'residual_layers 0'),
     (dict(RES, residual_layers=(3,)), 'residual_layers 3'),
@@ -37,30 +38,43 @@ REFUSED = [
     (dict(RES, residual_layers=(1, 2, 1)), 'residual_layers 1'),
     (dict(RES, k_residual=True, **KEYS2, residual_layers=(1,)), 'residual_layers share_k'),
     # contradictions of the family
-    (dict(share_v_from=(0, 0)), 'share_v_from 3 layers'),
-    (dict(share_v_from=(0, 0, 1)), 'share_v_from'),
-    (dict(share_v_from=(0, 2, 2)), 'share_v_from'),
-    (dict(share_v_from=(0, 1, 2)), 'share_v_from'),
+    (dict(share_v=(0, 0)), 'share_v 3 layers'),
+    (dict(share_v=1), 'share_v 1'),
+    (dict(share_k=0), 'share_k 0'),
+    (dict(share_v=(0, 0, 1)), 'share_v'),
+    (dict(share_v=(0, 2, 2)), 'share_v'),
+    (dict(share_v=(0, 1, 2)), 'share_v'),
     (dict(SV, share_v_heads=4), 'share_v_heads 4'),
     (
-        dict(RES, share_v_from=(0, 1, 1), share_v_heads=1, residual_layers=(2,)),
+        dict(RES, share_v=(0, 1, 1), share_v_heads=1, residual_layers=(2,)),
         'residual_layers',
     ),
     (
-        dict(RES, share_v_from=(0, 1, 1), share_v_heads=1, residual_map='cross'),
+        dict(RES, share_v=(0, 1, 1), share_v_heads=1, residual_map='cross'),
         'share_v_heads residual_map',
     ),
-    (dict(RES, residual_from='token'), 'residual_layers'),
-    (dict(RES, k_residual=True, residual_from='token', residual_layers=(1,)), 'k_residual'),
+    (dict(v_residual='token'), 'residual_layers'),
+    (dict(v_residual='anchor'), 'residual_layers'),
+    (dict(k_residual='token', residual_layers=(1,)), 'k_residual token'),
+    (dict(q_residual='x0', residual_layers=(1,)), 'q_residual x0'),
     (
-        dict(RES, residual_from='token', residual_layers=(1,), residual_map='identity'),
+        dict(v_residual='token', residual_layers=(1,), residual_map='identity'),
         'residual_map',
     ),
-    (dict(RES, residual_gate='head', residual_learned=True), 'residual_learned residual_gate'),
-    (dict(RES, residual_gate='head', residual_map='cross'), 'residual_gate residual_map'),
-    (dict(RES, residual_gate='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
-    (dict(RES, residual_gate='channel', residual_from='all'), 'channel all'),
-    (dict(RES, residual_gate='head', residual_gate_inputs=33), 'residual_gate_inputs 32'),
+    (dict(RES, residual_weights='head', residual_map='cross'), 'residual_weights residual_map'),
+    (dict(RES, residual_weights='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
+    (dict(v_residual='all', residual_weights='channel'), 'channel all'),
+    # own weight 0: nobody has the values that are read
+    (dict(v_residual='previous', residual_lambda=(1.0, 0.0)), 'residual_lambda'),
+    (
+        dict(v_residual='token', residual_layers=(0, 1), residual_lambda=(1.0, 0.0), neutreno=0.4),
+        'residual_lambda',
+    ),
+    (
+        dict(RES, q_residual=True, k_residual=True, residual_lambda=(1.0, 0.0)),
+        'none of q, k, v',
+    ),
+    (dict(RES, residual_weights='head', gate_inputs=33), 'gate_inputs 32'),
     # out of range
     (dict(n_embd=30), 'n_embd n_head'),
     (dict(n_embd=36), 'n_embd n_head'),
@@ -70,7 +84,7 @@ REFUSED = [
     (dict(rope_theta=NAN), 'rope_theta nan'),
     (dict(RES, residual_lambda=(INFINITE, 1.0)), 'residual_lambda inf'),
     (dict(RES, residual_lambda=(1.0, 1.0, 1.0)), 'residual_lambda source own'),
-    (dict(RES, residual_from='last'), 'residual_from first previous all'),
+    (dict(v_residual='last'), 'v_residual first previous all'),
     (dict(rope_scaling=(8.0, 4.0, 4.0, 8192)), 'rope_scaling'),
     (dict(rope_scaling=('8', 1.0, 4.0, 8192)), 'rope_scaling'),
 ]
@@ -88,7 +102,10 @@ def test_useless_or_contradictory_settings_are_refused_by_name(settings, words):
         (dict(n_kv_head=4), {}),
         (dict(RES, residual_lambda=(0.5, 0.5)), RES),
         (dict(RES, residual_layers=(2, 1)), RES),
-        (dict(SV, share_v_every=3), SV),
+        (dict(share_v=3), SV),
+        (dict(share_v=(0, 0, 0)), SV),
+        (dict(share_k=(0, 0, 2)), KEYS2),
+        (dict(v_residual='first'), RES),
     ],
     ids=str,
 )
@@ -103,15 +120,19 @@ CHOICES = {
     'norm_eps': [1e-2],
     'tie_embeddings': [True],
     'embed_norm': [True],
-    'residual_from': ['previous', 'all'],
-    'residual_lambda': [(0.5, 0.5), (2.0, 1.0), (0.0, 1.0)],
+    'v_residual': [True, 'previous', 'all'],
+    'q_residual': [True, 'all'],
+    'k_residual': [True, 'previous'],
+    'residual_weights': ['learned', 'head', 'channel'],
+    'residual_lambda': [(0.5, 0.5), (2.0, 1.0), (0.0, 1.0), (1.0, 0.0)],
     'residual_layers': [(1,), (2,), (1, 2)],
     'residual_map': ['identity', 'cross'],
     'neutreno': [0.4],
-    'residual_gate': ['head', 'channel'],
-    'residual_gate_inputs': [4],
-    'residual_gate_rank': [4],
-    'share_v_from': [(0, 0, 0), (0, 1, 0)],
+    'gate_inputs': [4],
+    'gate_rank': [4],
+    'share_q': [True, 2],
+    'share_k': [True, 2],
+    'share_v': [True, 2, (0, 1, 0)],
     'share_v_heads': [1, 3],
 }
 
@@ -121,8 +142,6 @@ def drawn_settings(draw):
     settings = {'n_layer': draw.choice((1, 2, 3))}
     for field in dataclasses.fields(GPTConfig):
         values = CHOICES.get(field.name, [True] if field.default is False else [])
-        if field.name.endswith('_every'):
-            values = [1, 2, 3]
         if values and draw.random() < 0.2:
             settings[field.name] = draw.choice(values)
     return settings
@@ -171,14 +190,14 @@ def test_a_saved_config_may_hold_what_does_nothing_but_no_other_field():
 
 def test_a_residual_of_which_no_layer_has_a_source_is_refused(monkeypatch):
     monkeypatch.setitem(model_py.SOURCES, 'nothing', lambda n, L: [])
-    with pytest.raises(ValueError, match='k_residual.*residual_from'):
-        GPTConfig(**SIZE, k_residual=True, residual_from='nothing')
+    with pytest.raises(ValueError, match='k_residual'):
+        GPTConfig(**SIZE, k_residual='nothing')
 
 
 def test_a_layer_without_a_source_is_refused_where_residual_layers_names_it(opposite):
-    settings = dict(SIZE, **RES, n_layer=4, residual_from='opposite')
+    settings = dict(SIZE, n_layer=4, v_residual='opposite')
     assert GPTConfig(**settings, residual_layers=(2, 3)) == GPTConfig(**settings)
-    with pytest.raises(ValueError, match='residual_layers.* names 1.*residual_from'):
+    with pytest.raises(ValueError, match='residual_layers.* names 1.*opposite'):
         GPTConfig(**settings, residual_layers=(1, 3))
 
 

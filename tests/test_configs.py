@@ -66,6 +66,7 @@ def test_every_config_can_be_read():
     [
         ('gqa', 1 / 2),
         ('cla', 1 / 2),
+        ('fused_kv', 1 / 2),
         ('mqa', 1 / 8),
         ('cla_gqa', 1 / 8),
         ('svformer_gqa', 9 / 64),
@@ -82,11 +83,11 @@ def test_the_cache_of_fig_10s_models_is_the_share_that_is_compared(name, share):
 
 
 def test_the_revisions_models_have_its_weights():
-    fields = ('v_residual', 'residual_lambda', 'residual_learned', 'residual_layers')
+    fields = ('v_residual', 'residual_lambda', 'residual_weights', 'residual_layers')
     values = {}
     for name in ('constant', 'learned', 'sparse'):
         _, config = read(f'{name}_resformer_82m.py')
         values[name] = tuple(getattr(config, field) for field in fields)
-    assert values['constant'] == (True, (2.0, 1.0), False, ())
-    assert values['learned'] == (True, (), True, ())  # they start at 0.5 and 0.5
-    assert values['sparse'] == (True, (5.0, 1.0), False, (5, 6, 7))
+    assert values['constant'] == (True, (2.0, 1.0), 'fixed', ())
+    assert values['learned'] == (True, (), 'learned', ())  # they start at 0.5 and 0.5
+    assert values['sparse'] == (True, (5.0, 1.0), 'fixed', (5, 6, 7))

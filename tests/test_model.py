@@ -94,7 +94,7 @@ def test_num_params_counts_a_tied_embedding_once_and_a_table_of_a_fork_as_an_emb
     assert vanilla.num_params(False) - tied.num_params(False) == 61 * 32
     assert vanilla.num_params() == tied.num_params()
     before, total = vanilla.num_params(), vanilla.num_params(False)
-    vanilla.value_table = torch.nn.Embedding(61, 8)
+    vanilla.fork_table = torch.nn.Embedding(61, 8)
     assert vanilla.num_params() == before
     assert vanilla.num_params(False) == total + 61 * 8
 
@@ -111,7 +111,7 @@ CROSS = dict(RES, residual_map='cross')
         (CLA, ()),
         (dict(RES, residual_map='identity', neutreno=0.4, denseformer=True), ()),
         (CROSS, (2, 2)),
-        (dict(CROSS, residual_from='all', residual_layers=(2,)), (3,)),
+        (dict(residual_map='cross', v_residual='all', residual_layers=(2,)), (3,)),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variants import RES, SIZE, VARIANTS, config_of, make, tokens, uncovered
 
 from model import GPT, GPTConfig
-from train import TrainConfig, checkpoint_blocks, make_optimizer
+from train import TrainConfig, checkpoint_blocks, make_optimizers
 
 B, T = 2, 11
 every_variant = pytest.mark.parametrize('name', VARIANTS)
@@ -124,7 +124,8 @@ def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward
 @every_variant
 def test_matrices_decay_and_mixing_weights_are_logged(name):
     model = GPT(config_of(name))
-    groups = make_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+    (optimizer,) = make_optimizers(model, TrainConfig(weight_decay=0.3))
+    groups = optimizer.param_groups
     decays = {id(p): group['weight_decay'] for group in groups for p in group['params']}
     for key, p in model.named_parameters():
         # All matrices but tables and gates.

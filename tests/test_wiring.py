@@ -25,11 +25,10 @@ def arrows_by_hand(config):
                 kind = 'join' if reference.own_heads(config, part, n) else 'borrow'
                 expected.add(Arrow(kind, part, owner, n))
                 continue
-            if not getattr(config, f'{part}_residual'):
-                continue
-            for source in reference.sources_of(config, n):
-                if source == 'token':
-                    expected.add(Arrow('mix', part, f'token {n}', n))
+            for source in reference.sources_of(config, part, n):
+                if isinstance(source, str):
+                    words = {'token': f've.{n}', 'x0': f'vx.{n}'}
+                    expected.add(Arrow('mix', part, words.get(source, source), n))
                     continue
                 own = {p: reference.owner(config, p, source) for p in 'qkv'}
                 if config.share_v_heads:  # it has heads of its own
@@ -40,11 +39,7 @@ def arrows_by_hand(config):
                     expected.add(Arrow('add', 'v', own['v'], n))
                 else:
                     expected |= {Arrow('attend', p, own[p], n) for p in 'kv'}
-        tables = (
-            config.v_residual
-            and reference.sources_of(config, 0)
-            and config.residual_from == 'token'
-        )
+        tables = reference.sources_of(config, 'v', 0)
         if config.neutreno and (n > 0 or tables):
             expected.add(Arrow('pull', 'v', 0, n))
         if config.x0_residual:
@@ -108,7 +103,7 @@ def test_the_wiring_of_models_and_of_runs_is_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run/config.json').write_text('{"n_layer": 3, "share_v": true}')
-    words = ['vanilla', 'resformer+n_layer=4+residual_from=all', 'run', '--out=wiring.svg']
+    words = ['vanilla', 'vanilla+n_layer=4+v_residual=all', 'run', '--out=wiring.svg']
     assert program(wiring.main, *words)[0] == 0
     assert (tmp_path / 'wiring.svg').read_text().startswith('<?xml')
 
@@ -118,7 +113,7 @@ def test_the_wiring_of_models_and_of_runs_is_drawn(tmp_path, monkeypatch):
     [
         ([], 'name models'),
         (['resfrmer'], 'resfrmer'),
-        (['resformer+residual_from=nowhere'], 'residual_from'),
+        (['vanilla+v_residual=nowhere'], 'v_residual'),
         (['sparse_resformer+n_layer=4'], 'residual_layers'),
     ],
 )
