@@ -3,7 +3,7 @@ Does it help? Arms x seeds -> a verdict with its uncertainty, and a report.
 
 $ python compare.py config/demo.py --name=first --arms="vanilla; resformer: v_residual=True" --seeds=5
 $ python compare.py config/demo.py --name=tuned --seeds=5 --rates="(1e-3, 2e-3, 4e-3)" \\
-      --arms="vanilla; mine: residual_from=previous v_residual=True"   # each at its best learning rate
+      --arms="vanilla; mine: v_residual=previous"   # each at its best learning rate
 $ python compare.py config/demo.py --name=again --arms="vanilla; again: seed_offset=1000"   # with itself
 $ python compare.py ... --print=True                 # the commands still to be run, for any scheduler
 $ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # runs that exist

@@ -560,18 +560,6 @@ class LayerWiring:
     def parts(self):
         return self.q, self.k, self.v
 
-    def raw_read(self):
-        """Keys of the raw tensors that the layer reads."""
-        keys = {*self.added}.union(*(part.sources for part in self.parts))
-        keys.update(part.joins for part in self.parts if part.joins)
-        return keys | {('v', 0)} if self.neutreno else keys
-
-    def attended_read(self):
-        """Keys of the attended tensors that the layer reads."""
-        keys = {(part.part, part.owner) for part in self.parts}
-        keys.update(part.joins for part in self.parts if part.joins)
-        return keys.union(*self.reads.values())
-
 
 def wire(config):
     """The wiring of a model as data: a LayerWiring for each layer."""
@@ -581,8 +569,12 @@ def wire(config):
     for layer in reversed(layers):
         layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
         layer.attended_later = sorted(attended)
-        raw |= layer.raw_read()
-        attended |= layer.attended_read()
+        raw.update(layer.added, [('v', 0)] if layer.neutreno else [])
+        attended.update(*layer.reads.values())
+        for part in layer.parts:
+            joined = [part.joins] if part.joins else []
+            raw.update(part.sources, joined)
+            attended.update([(part.part, part.owner)], joined)
     return layers
 
 
@@ -648,7 +640,7 @@ def owners_of(config, part):
     """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
     share, layers = getattr(config, f'share_{part}'), range(config.n_layer)
     if isinstance(share, tuple):
-        return dict(zip(layers, layers)) | dict(enumerate(share))
+        return {n: n for n in layers} | dict(enumerate(share))
     every = {True: config.n_layer, False: 1}[share] if isinstance(share, bool) else share
     return {n: n - n % every for n in layers}
 
@@ -663,19 +655,12 @@ def sources_of(config, part, owners, n):
     every = () if is_outer(residual) else range(config.n_layer)  # such layers are named
     if is_idle or n not in (config.residual_layers or every):
         return []
-    return list(SOURCES[source_name(residual)](n, config.n_layer))
-
-
-def source_name(residual):
-    """The name in SOURCES of a value of v_residual, q_residual or k_residual that is on."""
-    return 'first' if residual is True else residual
+    return list(SOURCES.get(residual, SOURCES['first'])(n, config.n_layer))
 
 
 def is_outer(residual):
     """Whether a value of v_residual names a source that is no layer."""
-    if not residual:
-        return False
-    return any(isinstance(source, str) for source in SOURCES[source_name(residual)](1, 2))
+    return residual in SOURCES and any(isinstance(x, str) for x in SOURCES[residual](1, 2))
 
 
 # --- parameters ----------------------------------------------------------------------------------
@@ -1225,9 +1210,24 @@ def check_contradictions(config):
             f'{residual} is no layer, and goes with residual_map=current alone; drop one of them',
         )
     wiring = wire(config)
-    made = {part.key for layer in wiring for part in layer.parts if part.projects}
     for layer in wiring:
-        check_layer(config, layer, made)
+        n, v = layer.n, layer.v
+        refuse(
+            not any(part.projects for part in layer.parts),
+            f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v',
+        )
+        refuse(
+            v.residual_weights == 'channel' and len(v.sources) > 1,
+            f'residual_weights=channel is for one source, and layer {n} has {len(v.sources)} with '
+            f'{residual}',
+        )
+    made = {part.key for layer in wiring for part in layer.parts if part.projects}
+    for part, n in wiring[0].raw_later:
+        refuse(
+            isinstance(n, int) and (part, n) not in made,
+            f'with residual_lambda={config.residual_lambda}, layer {n} has no {part} of its own, which '
+            'later layers would read; name other sources or residual_layers',
+        )
     for n in layers:
         is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1
         for name in RESIDUALS:
@@ -1238,23 +1238,3 @@ def check_contradictions(config):
                 f'residual_layers={layers} names {n!r}; name, once each, layers that project their own '
                 f'{part} (share_{part}) and get a source ({name}={getattr(config, name)!r})',
             )
-
-
-def check_layer(config, layer, made):
-    """Refuse a layer that cannot compute what it is wired to. made: keys of all projections."""
-    n = layer.n
-    lacking = [key for key in layer.raw_read() - made if isinstance(key[1], int)]
-    for part, source in lacking:
-        raise ValueError(
-            f'layer {n} would read the own {part} of layer {source}, which has none with '
-            f'residual_lambda={config.residual_lambda}; name other sources or residual_layers'
-        )
-    refuse(
-        not any(part.projects for part in layer.parts),
-        f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v',
-    )
-    refuse(
-        layer.v.residual_weights == 'channel' and len(layer.v.sources) > 1,
-        f'residual_weights=channel is for one source, and layer {n} has {len(layer.v.sources)} with '
-        f'v_residual={config.v_residual!r}',
-    )

@@ -115,7 +115,7 @@ class Arm:
 
     @property
     def name(self):
-        """One arm has one name, such as svformer_share_v_every_2_length512; its runs have it, too."""
+        """One arm has one name, such as svformer_share_v_2_length512; its runs have it, too."""
         model = re.sub(r'[^\w.]+', '_', self.model.replace('=True', '')).strip('_')
         return '_'.join([model, *(f'{name}{value}' for name, value in self.unusual().items())])
 
@@ -184,19 +184,19 @@ NAMES = {
     'vanilla+q_residual=True': 'residual on queries',
     'vanilla+k_residual=True': 'residual on keys',
     'resformer+residual_map=identity': 'identity map',
-    'resformer+residual_map=identity+residual_from=all': 'identity map of all sources (Eq. 6)',
+    'resformer+residual_map=identity+v_residual=all': 'identity map of all sources (Eq. 6)',
     'resformer+residual_map=cross': 'cross-layer attention',
-    'resformer+residual_from=previous': 'source: previous layer',
-    'resformer+residual_from=all': 'source: all earlier layers',
+    'resformer+v_residual=previous': 'source: previous layer',
+    'resformer+v_residual=all': 'source: all earlier layers',
     'resformer+residual_lambda=(0.2,1.0)': 'V_n + 0.2 V_1',
     'resformer+residual_lambda=(1.0,1.0)': 'V_n + 1 V_1',
     'constant_resformer': 'V_n + 2 V_1',
     'resformer+residual_lambda=(5.0,1.0)': 'V_n + 5 V_1',
     'learned_resformer': 'ResFormer, learned weights',
     'sparse_resformer': 'ResFormer, sparse with 5',
-    'vanilla+share_k=True+share_k_every=2': 'keys shared by twos',
-    'svformer+share_v_every=2': 'values shared by twos',
-    'svformer+share_v_every=4': 'SVFormer, two anchors',
+    'vanilla+share_k=2': 'keys shared by twos',
+    'svformer+share_v=2': 'values shared by twos',
+    'svformer+share_v=4': 'SVFormer, two anchors',
     'vanilla+share_q=True': "all share the first layer's queries",
     'vanilla+share_k=True': "all share the first layer's keys",
     'svformer_gqa': 'SVFormer, two KV heads',
@@ -273,7 +273,7 @@ FIGURES = {
     'fig3': Figure('Cross-layer attention and its approximations', Panel('mapping', 'vanilla')),
     'fig4': Figure(
         'Sharing keys or values every two layers',
-        Panel('curves', 'vanilla+share_k=True+share_k_every=2 svformer+share_v_every=2 cla'),
+        Panel('curves', 'vanilla+share_k=2 svformer+share_v=2 cla'),
     ),
     'fig5': Figure(
         'ResFormer by sequence length and by size',
@@ -290,12 +290,12 @@ FIGURES = {
         Panel(
             'curves',
             'resformer resformer+residual_map=identity '
-            'resformer+residual_map=identity+residual_from=all resformer+residual_map=cross',
+            'resformer+residual_map=identity+v_residual=all resformer+residual_map=cross',
         ),
     ),
     'fig8': Figure(
         'Which layers are the source',
-        Panel('curves', 'resformer resformer+residual_from=previous resformer+residual_from=all'),
+        Panel('curves', 'resformer resformer+v_residual=previous resformer+v_residual=all'),
     ),
     'fig9': Figure('Spectra of the values', Panel('spectrum', 'vanilla resformer')),
     'fig10': Figure(
@@ -321,7 +321,7 @@ FIGURES = {
     ),
     'fig14': Figure(
         "SVFormer's anchors: layers that have their own values",
-        Panel('curves', 'svformer+share_v_every=2 svformer+share_v_every=4 svformer'),
+        Panel('curves', 'svformer+share_v=2 svformer+share_v=4 svformer'),
     ),
     'fig15': Figure('Similarity of tokens', Panel('similarity', 'vanilla resformer svformer')),
 }
@@ -490,7 +490,7 @@ CLAIMS = [
         'Section 4.3, Fig. 7',
         'the identity map does poorly (source: the first layer; Eq. 6 as printed)',
         'resformer < resformer+residual_map=identity; '
-        'resformer < resformer+residual_map=identity+residual_from=all',
+        'resformer < resformer+residual_map=identity+v_residual=all',
     ),
     *statement(
         'fig7',
@@ -502,7 +502,7 @@ CLAIMS = [
         'fig8',
         'Section 4.3, Fig. 8',
         'the first layer is a better source than the previous one or all earlier ones',
-        'resformer < resformer+residual_from=previous; resformer < resformer+residual_from=all',
+        'resformer < resformer+v_residual=previous; resformer < resformer+v_residual=all',
     ),
     *statement(
         'the revision',
@@ -525,7 +525,7 @@ CLAIMS = [
         'fig4',
         'Section 3.5, Fig. 4',
         'sharing the values of every two layers costs less than sharing their keys',
-        'svformer+share_v_every=2 < vanilla+share_k=True+share_k_every=2',
+        'svformer+share_v=2 < vanilla+share_k=2',
     ),
     *statement(
         'fig10',
@@ -592,6 +592,6 @@ CLAIMS = [
         'fig14',
         'Section 4.8, Fig. 14',
         'the more anchors, the better is SVFormer',
-        'svformer+share_v_every=4 < svformer; svformer+share_v_every=2 < svformer+share_v_every=4',
+        'svformer+share_v=4 < svformer; svformer+share_v=2 < svformer+share_v=4',
     ),
 ]

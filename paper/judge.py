@@ -24,6 +24,7 @@ import numpy as np
 
 from comparison import charts
 from comparison.charts import seeds_text
+from comparison.logs import renewed
 from comparison.report import code_text
 from comparison.runs import ROUNDING, difference, disagreement, finished_runs
 from comparison.verdict import describe, half_width, judge, paired
@@ -111,7 +112,7 @@ def series_of(reports, kind, run):
     report = reports.get(kind, {}).get(run.folder.name)
     if not report:
         return None
-    stated = report.get('settings', report['config'])  # older ones state their model alone
+    stated = renewed(report.get('settings', report['config']))  # older ones state their model alone
     steps = run.facts['max_iters']
     # A checkpoint does not know how the machine rounded.
     found = difference(stated, run.facts, ('resumed', *ROUNDING), stated)

@@ -41,37 +41,37 @@ def trained_and_decoded(patched, **settings):
 @pytest.mark.parametrize(
     'settings',
     [
-        dict(RES, residual_learned=True),
-        dict(RES, residual_map='cross'),
-        dict(RES, **variants.SV2),
-        dict(q_residual=True, k_residual=True, residual_lambda=(0.4, 0.7)),
+        dict(v_residual='mirror', residual_weights='learned'),
+        dict(v_residual='mirror', residual_map='cross'),
+        dict(variants.SV2, v_residual='mirror'),
+        dict(q_residual='mirror', k_residual='mirror', residual_lambda=(0.4, 0.7)),
     ],
     ids=str,
 )
 def test_a_source_is_one_line(settings, tmp_path, monkeypatch):
     patched = patched_model('source', tmp_path)
     monkeypatch.setitem(reference.SOURCES, 'mirror', patched.SOURCES['mirror'])
-    model = trained_and_decoded(patched, **settings, residual_from='mirror')
+    model = trained_and_decoded(patched, **settings)
     weights = {key: p.detach().double() for key, p in model.named_parameters()}
     expected = reference.logits(model.config, weights, tokens(B, T))
     torch.testing.assert_close(model(tokens(B, T))[0].double(), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('more', [{}, dict(residual_from='all')], ids=str)
-def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing(more, tmp_path):
+@pytest.mark.parametrize('source', [True, 'all'])
+def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing(source, tmp_path):
     patched = patched_model('heads', tmp_path)
     idx = tokens(B, T)
     plain, weighed = (
-        patched.GPT(patched.GPTConfig(**SIZE, **RES, **more, residual_heads=heads))
-        for heads in (False, True)
+        patched.GPT(patched.GPTConfig(**SIZE, v_residual=source, residual_weights=kind))
+        for kind in ('fixed', 'heads')
     )
     assert torch.equal(plain(idx)[0], weighed(idx)[0])
-    trained_and_decoded(patched, **RES, **more, n_kv_head=2, residual_heads=True)
+    trained_and_decoded(patched, v_residual=source, n_kv_head=2, residual_weights='heads')
     with torch.autocast('cpu', dtype=torch.float16):
         weighed(idx, idx)[1].backward()
     for settings, name in (({}, 'v_residual'), (dict(RES, residual_map='cross'), 'residual_map')):
-        with pytest.raises(ValueError, match=f'residual_heads.*{name}'):
-            patched.GPTConfig(**SIZE, **settings, residual_heads=True)
+        with pytest.raises(ValueError, match=f'{name}'):
+            patched.GPTConfig(**SIZE, **settings, residual_weights='heads')
 
 
 def test_an_idea_after_attention(tmp_path):
@@ -93,7 +93,7 @@ def test_a_setting_without_a_variant_is_told_where_to_add_one(opposite, monkeypa
         my_switch: bool = False
 
     monkeypatch.setattr(variants, 'GPTConfig', Fork)
-    source, number, switch = variants.uncovered()
-    assert "residual_from='opposite'" in source
+    source, *of_q_and_k, number, switch = variants.uncovered()
+    assert "v_residual='opposite'" in source and len(of_q_and_k) == 2
     assert 'my_number=0.5' in number and 'my_switch=True' in switch
     assert 'tests/variants.py' in source and 'tests/reference.py' in source
