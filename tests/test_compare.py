@@ -639,7 +639,7 @@ def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
 @pytest.fixture
 def page(place):
     """(what is shown, report.md, report.html) of a comparison with a longer arm and a given rate."""
-    arms = '--arms=vanilla; Res: v_residual=True residual_learned=True; slow: learning_rate=1e-2'
+    arms = '--arms=vanilla; Res: v_residual=True residual_weights=learned; slow: learning_rate=1e-2'
     plan = make_plan(arms, '--seeds=6', '--contrasts=slow-Res')
     gains = {'vanilla': 0.0, 'Res': -0.2, 'slow': -0.2}
     pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
@@ -657,7 +657,7 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     comparison, text, html = page
     for whole in (text, html[html.index('<body') :]):
         changed = whole.index(
-            'Res (v_residual=True residual_learned=True); slow (learning_rate=0.01)'
+            'Res (v_residual=True residual_weights=learned); slow (learning_rate=0.01)'
         )
         assert (
             changed < whole.index('Res is better than vanilla') < whole.index('Before you believe')

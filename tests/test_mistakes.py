@@ -187,8 +187,8 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(n_embd=64), '--n_embd=32'),
         (dict(n_layer=1), '--n_layer=2'),
         (dict(rope_theta=5e5), '--rope_theta=10000.0'),  # no shape tells
-        (dict(share_v=True), 'c_attn'),
-        (dict(v_residual=True, residual_from='token', residual_layers=(1,)), 'transformer.ve.1'),
+        (dict(share_v=True), 'attn.v.proj'),
+        (dict(v_residual='token', residual_layers=(1,)), 'transformer.ve.1'),
     ):
         refused('does not fit', word, init_from=path, **options)
 
@@ -249,10 +249,9 @@ weight_decay beta1 beta2 grad_clip eval_interval eval_iters eval_only log_interv
 keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype compile
 attention activation_memory_budget activation_checkpointing backend block_size vocab_size n_layer
 n_head n_embd n_kv_head n_inner arch rope_theta rope_scaling norm_eps dropout tie_embeddings
-embed_norm x0_residual qk_norm exclusive v_residual q_residual k_residual residual_from
-residual_lambda residual_learned residual_layers residual_map residual_gate residual_gate_inputs
-residual_gate_bias residual_gate_rank share_q share_k share_v share_q_every share_k_every
-share_v_every share_q_from share_k_from share_v_from share_v_heads neutreno denseformer
+embed_norm x0_residual qk_norm exclusive v_residual q_residual k_residual
+residual_weights residual_lambda residual_layers residual_map gate_inputs gate_bias gate_rank share_q
+share_k share_v share_v_heads neutreno denseformer
 """
 
 

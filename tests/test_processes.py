@@ -89,8 +89,8 @@ def test_a_run_goes_on_with_three_and_then_four_processes_on_two_machines(work):
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='no compiler')
 def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefixes(work):
-    table = dict(v_residual=True, residual_from='token', residual_layers='(0,)')
-    model = dict(n_layer=1, **table, residual_gate='head', x0_residual=True, exclusive=True)
+    table = dict(v_residual='token', residual_layers='(0,)')
+    model = dict(n_layer=1, **table, residual_weights='head', x0_residual=True, exclusive=True)
     good('out/eager', **model)
     words = command_line('out/compiled', dict(model, compile=True))
     for status, _, err in ranks(2, train_with, 'without inductor', *words):

@@ -94,10 +94,10 @@ def test_checkpoints_are_written_every_save_interval_at_save_steps_and_at_the_en
 
 
 def test_learned_mixing_weights_are_logged_at_evaluations(work):
-    learned = dict(v_residual=True, residual_learned=True, denseformer=True)
+    learned = dict(v_residual=True, residual_weights='learned', denseformer=True)
     good('out/mixing', max_iters=2, eval_interval=2, **learned)
     first, last = (entry['mixing'] for entry in evaluations('out/mixing'))
-    assert first['transformer.h.1.attn.residual_lambda'] == [0.5, 0.5]
+    assert first['transformer.h.1.attn.v.residual_lambda'] == [0.5, 0.5]
     assert first['transformer.dwa.1'] == [0.0, 0.0, 1.0]
     assert last.keys() == first.keys() and last != first
 
@@ -148,15 +148,14 @@ def test_eval_only_prints_the_losses_and_writes_nothing(whole, work):
     'options',
     [
         dict(dtype='float32', dropout=0.2, seed=-1),
-        dict(dtype='bfloat16', seed=10**20, v_residual=True, residual_learned=True),
+        dict(dtype='bfloat16', seed=10**20, v_residual=True, residual_weights='learned'),
         dict(dtype='float16', dropout=0.2, share_v=True),
         dict(
             optimizer='muon',
             table_rate=2.0,
             qk_norm=True,
-            v_residual=True,
-            residual_from='first+token',
-            residual_gate='head',
+            v_residual='first+token',
+            residual_weights='head',
             residual_layers='(0, 1)',
         ),
     ],
@@ -200,7 +199,7 @@ def test_a_rate_that_jumps_where_a_run_is_extended_is_said_and_logged(work, caps
 
 def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys):
     # A neutral start: the vanilla model's loss.
-    neutral = dict(v_residual=True, residual_learned=True, residual_lambda=(0.0, 1.0))
+    neutral = dict(v_residual=True, residual_weights='learned', residual_lambda=(0.0, 1.0))
     options = dict(warmup_iters=0, seed=7, **neutral)
     path = f'{whole}/ckpt_12.pt'
     good('out/weights', init_from=whole, max_iters=1, **options)
@@ -295,7 +294,7 @@ def test_a_gradient_is_clipped_to_its_norm_and_with_0_not_at_all(grad_clip):
     idx = tokens(2, 9)
     _, norm = train.train_step(
         model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
+        [torch.optim.SGD(model.parameters(), lr=1.0)],
         torch.amp.GradScaler('cpu', enabled=False),
         Machine('cpu', 'float32'),
         lambda: (idx[:, :-1], idx[:, 1:]),
