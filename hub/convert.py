@@ -18,6 +18,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from configurator import choose
 from lib.files import one_line_errors, write_json
 from lib.outside import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout
@@ -143,7 +145,7 @@ def rename_weights(model, kind):
     if model.config.tie_embeddings:
         del weights['lm_head.weight']
     names = layout(kind, model.config)
-    odd = sorted(weights.keys() ^ names.keys())
+    odd = sorted(weights.keys() ^ {name for ours in names.values() for name in ours})
     if odd:
         raise ValueError(
             f'{PLAIN.get(kind, "the GPT of model.py")} and this model differ in the weights '
@@ -152,11 +154,10 @@ def rename_weights(model, kind):
         )
 
     state = {}
-    for ours, parts in names.items():
-        weight = weights[ours].t() if is_flipped(kind, ours) else weights[ours]
-        rows = [number or len(weight) for number in parts.values()]
-        for theirs, part in zip(parts, weight.split(rows), strict=True):
-            state[theirs] = part.cpu().contiguous()
+    for theirs, ours in names.items():
+        weight = torch.cat([weights[name] for name in ours])
+        weight = weight.t() if is_flipped(kind, theirs) else weight
+        state[theirs] = weight.cpu().contiguous()
     return state
 
 

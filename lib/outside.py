@@ -48,18 +48,18 @@ def load_hub(path_or_hub_id, warn=print):
     places = layout(kind, config)
     head = head_name(kind)
     if config.tie_embeddings:
-        (embedding,) = places['transformer.wte.weight']
+        (embedding,) = [name for name, ours in places.items() if ours == ['transformer.wte.weight']]
         if embedding not in tensors and head in tensors:  # stored by one of its two names
             tensors[embedding] = tensors.pop(head)
     state = {}
-    for name, parts in places.items():
-        flips = is_flipped(kind, name)
-        pieces = []
-        for theirs, rows in parts.items():
-            expected = (rows or shapes[name][0], *shapes[name][1:])
-            pieces.append(take(folder, tensors, theirs, expected[::-1] if flips else expected))
-        weight = torch.cat(pieces).float()
-        state[name] = weight.t().contiguous() if flips else weight
+    for theirs, ours in places.items():
+        rows = [shapes[name][0] for name in ours]
+        shape = sum(rows), *shapes[ours[0]][1:]
+        flips = is_flipped(kind, theirs)
+        weight = take(folder, tensors, theirs, shape[::-1] if flips else shape).float()
+        weight = weight.t() if flips else weight
+        for name, part in zip(ours, weight.split(rows), strict=True):
+            state[name] = part.contiguous()
     if config.tie_embeddings:
         state['lm_head.weight'] = state['transformer.wte.weight']
     check_leftover(folder, tensors, head, state['lm_head.weight'])
@@ -242,19 +242,24 @@ def read_rope(values):
 
 # --- the names of its weights --------------------------------------------------------------------
 
-# The modules of a block, and Llama's modules whose rows each one joins. GPT-2 has our names.
+# The modules of a block, and Llama's names of them. GPT-2 has our names, but for PROJECTIONS, whose rows
+# are one matrix there.
 BLOCK = {
-    'ln_1': ['input_layernorm'],
-    'attn.c_attn': ['self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'],
-    'attn.c_proj': ['self_attn.o_proj'],
-    'ln_2': ['post_attention_layernorm'],
-    'mlp.c_fc': ['mlp.gate_proj', 'mlp.up_proj'],
-    'mlp.c_proj': ['mlp.down_proj'],
+    'ln_1': 'input_layernorm',
+    'attn.q.proj': 'self_attn.q_proj',
+    'attn.k.proj': 'self_attn.k_proj',
+    'attn.v.proj': 'self_attn.v_proj',
+    'attn.c_proj': 'self_attn.o_proj',
+    'ln_2': 'post_attention_layernorm',
+    'mlp.c_gate': 'mlp.gate_proj',
+    'mlp.c_fc': 'mlp.up_proj',
+    'mlp.c_proj': 'mlp.down_proj',
 }
+PROJECTIONS = ['attn.q.proj', 'attn.k.proj', 'attn.v.proj']
 
 
 def layout(kind, config):
-    """Our weights in a checkpoint's names: {ours: {theirs: its rows, or None for all of ours}}.
+    """A checkpoint's weights in our names: {theirs: those of ours whose rows it has}.
 
     A tied head is left out. Of a model_type of transformers, it lists what transformers' model has,
     not ours: a weight that only ours has, such as one that a fork adds, is not in it.
@@ -263,32 +268,35 @@ def layout(kind, config):
         names = GPT.without_weights(config).state_dict()
         if config.tie_embeddings:
             del names['lm_head.weight']
-        return {name: {f'model.{name}': None} for name in names}
+        return {f'model.{name}': [name] for name in names}
+    names = gpt2_layout(config) if kind == 'gpt2' else llama_layout(config)
+    if not config.tie_embeddings:
+        names['lm_head.weight'] = ['lm_head.weight']
+    return names
 
-    kv = config.kv_heads * config.head_size
-    rows = {
-        'self_attn.q_proj': config.n_embd,
-        'self_attn.k_proj': kv,
-        'self_attn.v_proj': kv,
-        'mlp.gate_proj': config.ffn_width,
-        'mlp.up_proj': config.ffn_width,
-    }
+
+def llama_layout(config):
     names = {
-        'transformer.wte.weight': {'model.embed_tokens.weight': None},
-        'transformer.ln_f.weight': {'model.norm.weight': None},
+        'model.embed_tokens.weight': ['transformer.wte.weight'],
+        'model.norm.weight': ['transformer.ln_f.weight'],
     }
     for n in range(config.n_layer):
-        for module, parts in BLOCK.items():
-            theirs = {f'model.layers.{n}.{part}.weight': rows.get(part) for part in parts}
-            names[f'transformer.h.{n}.{module}.weight'] = theirs
-    if not config.tie_embeddings:
-        names['lm_head.weight'] = {'lm_head.weight': None}
-
-    if kind == 'gpt2':
-        biases = [name.replace('.weight', '.bias') for name in names if '.h.' in name]
-        ours = [*names, *biases, 'transformer.ln_f.bias', 'transformer.wpe.weight']
-        names = {name: {name: None} for name in ours}
+        for ours, theirs in BLOCK.items():
+            names[f'model.layers.{n}.{theirs}.weight'] = [f'transformer.h.{n}.{ours}.weight']
     return names
+
+
+def gpt2_layout(config):
+    modules = ['ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj']
+    names = {f'transformer.{name}.weight': None for name in ('wte', 'wpe')}
+    for kind in ('weight', 'bias'):
+        names[f'transformer.ln_f.{kind}'] = None
+        for n in range(config.n_layer):
+            block = f'transformer.h.{n}.'
+            names |= {f'{block}{module}.{kind}': None for module in modules}
+            rows = [f'{block}{part}.{kind}' for part in PROJECTIONS]
+            names[f'{block}attn.c_attn.{kind}'] = rows
+    return {theirs: ours or [theirs] for theirs, ours in names.items()}
 
 
 def head_name(kind):
@@ -296,7 +304,7 @@ def head_name(kind):
 
 
 def is_flipped(kind, name):
-    """Whether transformers keeps a weight of ours transposed: GPT-2's linear layers in its blocks."""
+    """Whether transformers keeps a weight transposed: GPT-2's linear layers in its blocks."""
     return kind == 'gpt2' and name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))
 
 

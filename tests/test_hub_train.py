@@ -74,7 +74,7 @@ def test_training_from_a_folder_begins_with_its_loss_and_goes_on(work, name):
     logged = [entry['val']['mean'] for entry in evaluations(second)]
     assert f'{logged[0]:.4f}' in line and logged[-1] < logged[0]
     if name == 'SVFormer':
-        refused(folder, 'c_attn', init_from=folder)
+        refused(folder, 'attn.v.proj', init_from=folder)
 
 
 def other_dataset(name, encoder):
