@@ -1,7 +1,7 @@
 """
 A run's folder: what train.py writes there and resumes from.
 
-ckpt_<step>.pt   checkpoints. Of an older run, ckpt.pt is one, too
+ckpt_<step>.pt   checkpoints
 log.jsonl        one JSON object per line: training steps, evaluations; where the run was resumed, the
                  changed settings and the provenance, before and after
 config.json      settings, GPTConfig, origin (scratch, or whose weights came first) and provenance
@@ -112,16 +112,7 @@ def steps_of(folder):
 
 
 def step_of(path):
-    """The step of a checkpoint, which its name says; None for another file.
-
-    The name of an older run's ckpt.pt does not. If it cannot be read, it counts as the newest, so
-    that it is not passed over in silence.
-    """
-    if path.name == 'ckpt.pt':
-        try:
-            return read_checkpoint(path)['step']
-        except Exception:  # zip, pickle and torch each raise their own
-            return math.inf
+    """The step of a checkpoint, which its name says; None for another file."""
     name = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
     return int(name[1]) if name else None
 
@@ -189,6 +180,12 @@ def load_checkpoint(path, warn=print):
             raise ValueError(
                 f'{candidate} holds step {checkpoint["step"]}; name it ckpt_{checkpoint["step"]}.pt, or '
                 'delete it'
+            )
+        weights = checkpoint.get('model')
+        if isinstance(weights, dict) and any('.attn.c_attn.' in str(name) for name in weights):
+            raise ValueError(
+                f'{candidate} has the weights of an older model.py, whose q, k and v are one matrix; '
+                'commit 01bd433 reads it'
             )
         for message in damaged.values():
             warn(f'warning: {message}; going on from {candidate}, step {checkpoint["step"]}')
@@ -307,6 +304,9 @@ def load_state(model, optimizers, scaler, checkpoint):
     names = {p: name for name, p in model.named_parameters()}
     # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
     saved = copy.deepcopy(checkpoint['optimizer']['state'])
+    misfit = ValueError(f'{checkpoint["path"]} has optimizer moments that do not match its weights')
+    if not saved.keys() <= set(names.values()):
+        raise misfit
     for optimizer in optimizers:
         is_muon = isinstance(optimizer, torch.optim.Muon)
         moments = ['momentum_buffer'] if is_muon else ['exp_avg', 'exp_avg_sq']
@@ -320,9 +320,7 @@ def load_state(model, optimizers, scaler, checkpoint):
             # Without this check, AdamW would write past the end of moments that are too small.
             shapes = {kind: tensor.shape for kind, tensor in states[i].items()}
             if shapes != count | dict.fromkeys(moments, p.shape):
-                raise ValueError(
-                    f'{checkpoint["path"]} has optimizer moments that do not match its weights'
-                )
+                raise misfit
         optimizer.load_state_dict({**optimizer.state_dict(), 'state': states})
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])

@@ -116,7 +116,8 @@ def run_with(model, trained, name, **changes):
     """A run's folder like `trained`, with another model, and other parts, in its checkpoint."""
     Path(name).mkdir(parents=True, exist_ok=True)
     new = {'model': model.state_dict(), 'model_config': vars(model.config), **changes}
-    torch.save({**newest(trained), **new}, f'{name}/ckpt.pt')
+    checkpoint = {**newest(trained), **new}
+    torch.save(checkpoint, f'{name}/ckpt_{checkpoint["step"]}.pt')
     return name
 
 

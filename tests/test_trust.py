@@ -242,13 +242,16 @@ def test_a_checkpoint_under_another_steps_name_is_refused(half):
     assert steps_of_checkpoints(name) == [6, 6]
 
 
-def test_an_older_runs_checkpoint_is_found_by_the_step_inside_it(half, whole):
+def test_a_checkpoint_with_q_k_and_v_in_one_matrix_is_refused_by_the_commit_that_reads_it(half):
     name = half('out/old')
-    Path(name, 'ckpt_6.pt').rename(f'{name}/ckpt.pt')
-    shutil.copy(f'{whole}/ckpt_12.pt', f'{name}/ckpt_2.pt')
-    good(name, init_from='resume', save_steps=(2, 6))
-    assert [path.name for path in checkpoints(name)] == ['ckpt_12.pt', 'ckpt.pt', 'ckpt_2.pt']
-    assert_same_run(name, whole)
+    path = Path(name, 'ckpt_6.pt')
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint['model']['transformer.h.0.attn.c_attn.weight'] = torch.ones(96, 32)
+    checkpoint['model_config']['residual_from'] = 'first'
+    torch.save(checkpoint, path)
+    for words in (dict(init_from='resume'), dict(init_from=path, out_dir='out/other')):
+        status, _ = here(**{'out_dir': name, **words})
+        assert_one_line(status, path, 'commit 01bd433')
 
 
 ONE = torch.ones(1)
