@@ -1,12 +1,13 @@
 """
 What happens inside a model: the paper's analyses (Figs. 1, 3, 9, 15) of runs, or of a Hugging Face
-checkpoint, and one of our own.
+checkpoint, and two of our own.
 
 $ python -m paper.analyze entropy out/vanilla_82m out/resformer_82m out/svformer_82m
 $ python -m paper.analyze similarity --hf=FOLDER_OR_HUB_ID --text=book.txt --sequences=100
 $ python -m paper.analyze spectrum out/vanilla_82m out/resformer_82m --sequences=100
 $ python -m paper.analyze mapping out/vanilla_82m --out=results/fig3
 $ python -m paper.analyze tokens out/vanilla_82m
+$ python -m paper.analyze sinks out/vanilla_82m out/resformer_82m
 
 entropy     of token importance, the column means of the attention matrix over heads and queries
             (Eq. 11), in nats; its JSON also has the importance of a sequence's first token
@@ -18,6 +19,9 @@ mapping     cosine of attention over the keys of this and the previous layer (Eq
             A_n (V_n + V_n-1) (Eq. 3) and to A_n V_n + V_n-1 (Eq. 6), heads concatenated, before c_proj
 tokens      how much of each layer's projected values the token alone explains: R^2 of the tokens' mean
             values, heads concatenated. Half of the sequences give the means, the others are judged
+sinks       of each head, the token of the first half of a sequence that gets most attention: how often
+            it is a sink, how small its value is (a drain), how large the residual stream is there (a
+            peak) and anywhere (massive activations), and the loss's gradient for its value
 
 Everything is computed per sequence, in float32 without TF32, then averaged over sequences. With
 --seeds=True, the runs of a model are one curve, and its error is over seeds. Writes <out>.json and
@@ -80,36 +84,39 @@ def nothing(*args):
     return None
 
 
-def watch(model, idx, attended=nothing, projected=nothing, output=nothing):
-    """What three functions give for each layer of a model that reads idx (B, T), in three lists.
+def watch(model, idx, attended=nothing, projected=nothing, stream=nothing, targets=None):
+    """What three functions give for each layer of a model that reads idx (B, T), in three lists, and
+    the loss, where there are targets (B, T).
 
-    attended(q, keys, values): of what a layer attends with, in the shapes of model.attend_cross().
-    projected(v): of the values that it projects, (B, T, C), before any are mixed in; None where it
-    projects none. output(x): of what the block gives.
+    attended(q, keys, values): of what a layer attends with, in the shapes of model.attend_cross(). A
+    gradient for it is that of this layer's attention alone, though other layers may share it.
+    projected(x, v): of the values that it projects, (B, T, C), before any are mixed in; None where it
+    projects none. stream(x, results): of what the block gets, (B, T, C), and gives.
     """
     blocks = model.transformer.h
     results = [], [None] * len(blocks), [None] * len(blocks)
 
     def spy(q, keys, values, *args):
+        values = [v.view_as(v) for v in values]
         results[0].append(attended(q, keys, values))
         return attend_cross(q, keys, values, *args)
 
     def hook(read, values, n):
         def keep(module, args, out):
-            values[n] = read(out)
+            values[n] = read(*args[:1], out)
 
         return keep
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
         for n, block in enumerate(blocks):
-            watched = [(block, output, results[2])]
+            watched = [(block, stream, results[2])]
             if block.attn.v.wiring.projects:
                 watched.append((block.attn.v.proj, projected, results[1]))
             for module, read, values in watched:
                 stack.callback(module.register_forward_hook(hook(read, values, n)).remove)
-        model(idx, last_only=True)
-    return results
+        _, loss = model(idx, targets, last_only=targets is None)
+    return *results, loss
 
 
 def join_heads(t):
@@ -128,29 +135,32 @@ def stack(layers):
     return result
 
 
-# --- the four analyses: each gives {series: (B, layers, ...) float64} of a batch idx (B, T) -------
+# --- analyses of each sequence: {series: (B, layers, ...) float64} of a batch idx (B, T) ----------
 
 
 def entropy(model, idx):
-    columns, _, _ = watch(model, idx, lambda q, keys, values: importance(q, keys))
+    def importance(q, keys, values):
+        return column_sums(q, keys).mean(dim=1) / idx.size(1)
+
+    layers, *_ = watch(model, idx, importance)
     return {
-        'entropy': stack([torch.special.entr(each).sum(dim=1) for each in columns]),
-        'first token': stack([each[:, 0] for each in columns]),
+        'entropy': stack([torch.special.entr(each).sum(dim=1) for each in layers]),
+        'first token': stack([each[:, 0] for each in layers]),
     }
 
 
-def importance(q, keys):
-    """The mean over heads and queries of the attention that each token gets, (B, T), float64.
+def column_sums(q, keys):
+    """The attention that each token gets from all queries of a head, (B, nh, T), float64.
 
     q (B, nh, T, hs), keys: a list of (B, n_kv_head, T, hs). What a head gives is its matrix times its
     values. So the sum of a column of the matrix is the gradient of the sum of what the head gives.
     """
-    _, nh, T, _ = q.size()
+    keys = [to_query_heads(k, q) for k in keys]
     values = [torch.zeros_like(k, requires_grad=True) for k in keys]
     with torch.enable_grad():
         total = attend_cross(q, keys, values)[..., 0].sum()
         columns = torch.autograd.grad(total, values)
-    return sum(each[..., 0].double().sum(dim=1) for each in columns) / (nh * T)
+    return sum(each[..., 0].double() for each in columns)
 
 
 def uniform_entropy(T):
@@ -164,7 +174,10 @@ def similarity(model, idx):
     def cosines(q, keys, values):
         return [mean_cosine(join_heads(each[-1])) for each in (keys, values)]
 
-    attended, _, hidden = watch(model, idx, cosines, output=lambda out: mean_cosine(out[0]))
+    def hidden_state(x, results):
+        return mean_cosine(results[0])
+
+    attended, _, hidden, _ = watch(model, idx, cosines, stream=hidden_state)
     keys, values = zip(*attended, strict=True)
     return {'hidden states': stack(hidden), 'keys': stack(keys), 'values': stack(values)}
 
@@ -186,7 +199,7 @@ def spectrum(model, idx):
     def used(q, keys, values):
         return eigenvalues(join_heads(values[-1]))
 
-    attended, projected, _ = watch(model, idx, used, eigenvalues)
+    attended, projected, *_ = watch(model, idx, used, lambda x, v: eigenvalues(v))
     return {PROJECTED: stack(projected), ATTENDED: stack(attended)}
 
 
@@ -204,7 +217,7 @@ def mapping(model, idx):
         raise ValueError(
             'mapping compares a layer with the one before: the model has a single layer'
         )
-    attended, _, _ = watch(model, idx, lambda *layer: layer)
+    attended, *_ = watch(model, idx, lambda *layer: layer)
     by_equation = {EQ_3: [None], EQ_6: [None]}
     for (_, keys_before, values_before), (q, keys, values) in itertools.pairwise(attended):
         k, v, v_before = keys[-1], values[-1], values_before[-1]
@@ -219,14 +232,79 @@ def mapping(model, idx):
     return {name: stack(layers) for name, layers in by_equation.items()}
 
 
+SINK = 0.3  # a token is a sink if it gets more of the attention of the queries that can see it
+RATE, DRAIN, PEAK = 'sink rate', 'drain', 'peak'
+
+
+def sinks(model, idx):
+    """Of each head, position s of the first half of the sequence gets most attention per query that can
+    see it. Of equal ones it is the first. Drain, peak and gradient compare a norm at s with its mean at
+    all other positions.
+
+    sink rate  whether s is a sink (Gu et al., arXiv:2410.10781); also whether position 0 is one
+    drain      of the value that the layer attends with (Guo et al., arXiv:2410.13835)
+    peak       of what the block gets (the same)
+    gradient   of the training loss's gradient for that value, through this layer's attention
+    massive    what the block gets: the largest activation over the median (Sun et al., arXiv:2402.17762)
+
+    All without dropout, as means over heads (B, layers) and, but for massive, by head (B, layers, nh).
+    """
+    targets = F.pad(idx[:, 1:], (0, 1), value=-1)
+
+    def attended(q, keys, values):
+        return column_sums(q, keys), values[-1]
+
+    def received(x, results):
+        return x
+
+    with torch.enable_grad():
+        layers, _, streams, loss = watch(model, idx, attended, stream=received, targets=targets)
+        sums, values = zip(*layers, strict=True)
+        gradients = torch.autograd.grad(loss, values)
+
+    queries = torch.arange(idx.size(1), 0, -1, device=idx.device)  # that see a position
+    alpha = stack(sums) / queries  # (B, layers, nh, T)
+    most, s = alpha[..., : (len(queries) + 1) // 2].max(dim=3)
+    by_head = {
+        RATE: (most > SINK).double(),
+        'sink rate of position 0': (alpha[..., 0] > SINK).double(),
+        DRAIN: over_others(s, values),
+        PEAK: over_others(s, [x[:, None] for x in streams]),
+        'gradient': over_others(s, gradients),
+    }
+    means = {name: t.mean(dim=2) for name, t in by_head.items()}
+    massive = [over_median(x.double().abs().flatten(1)) for x in streams]
+    return (
+        means | {'massive': stack(massive)} | {f'{name}, by head': by_head[name] for name in means}
+    )
+
+
+def over_others(s, layers):
+    """The norms at positions s (B, layers, nh) over their means at all others, (B, layers, nh).
+
+    layers: of each, (B, heads, T, any); the nh heads may share one.
+    """
+    norms = stack([t.double().norm(dim=3) for t in layers])
+    norms = norms.repeat_interleave(s.size(2) // norms.size(2), dim=2)
+    at_s = norms.gather(3, s[..., None])[..., 0]
+    return at_s * (norms.size(3) - 1) / (norms.sum(dim=3) - at_s)
+
+
+def over_median(sizes):
+    """The largest over the median (the lower of two), (B, any) -> (B,)."""
+    return sizes.amax(dim=1) / sizes.median(dim=1).values
+
+
+# The paper's, whose claims judge.py knows, and ours.
 ANALYSES = {
     'entropy': entropy,
     'similarity': similarity,
     'spectrum': spectrum,
     'mapping': mapping,
 }
+OF_A_SEQUENCE = ANALYSES | {'sinks': sinks}
 
-# --- the fifth, of all sequences: half of them say what the other half is measured by -------------
+# --- one of all sequences: half of them say what the other half is measured by --------------------
 
 OFTEN = 20  # a token has a mean if it occurs that often
 EXPLAINED, COVERED = 'R^2', 'share of positions'
@@ -256,7 +334,7 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in enumerate(watch(model, idx, projected=lambda v: v)[1]):
+        for n, v in enumerate(watch(model, idx, projected=lambda x, v: v)[1]):
             if v is not None:
                 zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
                 sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
@@ -265,7 +343,7 @@ def tokens(model, rows, batch_size, label=''):
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
         left, total = [None] * model.config.n_layer, [None] * model.config.n_layer
-        for n, v in enumerate(watch(model, idx, projected=lambda v: v)[1]):
+        for n, v in enumerate(watch(model, idx, projected=lambda x, v: v)[1]):
             if v is not None:
                 means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
                 left[n] = squares(v - means[place[idx]], known)
@@ -376,7 +454,7 @@ def measure(kind, model, rows, batch_size, label=''):
     """{series: (sequences, layers, ...)} of an analysis, on the model's device."""
     if kind == 'tokens':
         return tokens(model, rows, batch_size, label)
-    parts = [ANALYSES[kind](model, idx) for idx in batches(model, rows, batch_size, label)]
+    parts = [OF_A_SEQUENCE[kind](model, idx) for idx in batches(model, rows, batch_size, label)]
     return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
 
@@ -443,6 +521,15 @@ PANELS = {
         'R² on sequences that gave no means',
         {'': EXPLAINED},
     ),
+    'sinks': (
+        'Attention sinks, value drains and peaks of the residual stream',
+        'share of heads',
+        {
+            RATE: RATE,
+            f'{DRAIN}: |value| at the sink / elsewhere': DRAIN,
+            f'{PEAK}: |block input| at the sink / elsewhere': PEAK,
+        },
+    ),
 }
 
 
@@ -456,13 +543,13 @@ def figure_of(numbers, title=''):
     title = f'{title or usual}\nbands: one standard error over {over}'
     size = (3.1 * max(len(panels), 2), 4.2)
     # One quantity has one axis.
-    is_shared = kind != 'spectrum'
+    is_shared = kind not in ('spectrum', 'sinks')
     figure, grid = draw.picture(title, size, ncols=len(panels), squeeze=False, sharey=is_shared)
     axes = grid[0]
     if kind == 'spectrum':
         axes[2].sharey(axes[1])
-        for ax in axes:
-            ax.set_yscale('log')
+    for ax in {'spectrum': axes, 'sinks': axes[1:]}.get(kind, ()):
+        ax.set_yscale('log')
     for ax, (panel, series) in zip(axes, panels.items(), strict=True):
         for run, report in reports.items():
             mean, error = curve_of(kind, panel, report['series'][series])

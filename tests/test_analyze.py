@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 import variants
 from variants import tokens
 
@@ -39,7 +40,7 @@ VARIANTS = {name: variants.VARIANTS[name] for name in SHARED} | {
     'cross sparse, first keys': dict(RES, residual_map='cross', residual_layers=(2,), share_k=True),
     'query and key residual': dict(q_residual=True, k_residual=True),
 }
-KINDS = ('entropy', 'similarity', 'spectrum', 'mapping')
+KINDS = ('entropy', 'similarity', 'spectrum', 'mapping', 'sinks')
 every_kind = pytest.mark.parametrize('kind', KINDS)
 
 
@@ -51,7 +52,7 @@ def small(name):
 
 def analyzed(kind, model, idx):
     with torch.no_grad():
-        series = analyze.ANALYSES[kind](model, idx)
+        series = analyze.OF_A_SEQUENCE[kind](model, idx)
     return {name: t.numpy() for name, t in series.items()}
 
 
@@ -63,7 +64,7 @@ def assert_close(actual, expected, tolerance=1e-5):
         np.testing.assert_allclose(one, two, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# --- the four analyses: loops over tokens, on what tests/reference.py computes in float64 ---------
+# --- analyses of a sequence: loops over tokens, on what tests/reference.py computes in float64 ---------
 
 
 def inside(model, row):
@@ -158,7 +159,72 @@ def slow_mapping(config, hidden, raw, attended):
     return result
 
 
+def inside_and_gradients(model, row):
+    """What layers attend with, what their blocks get, and the gradient of the training loss for what
+    each of their heads gives."""
+    weights = {name: t.double().requires_grad_() for name, t in model.state_dict().items()}
+    norm, attend = reference.norm, reference.attend
+    streams, outputs = [], []
+
+    def seen_norm(config, weights, name, x):
+        if name.endswith('ln_1'):
+            streams.append(x)
+        return norm(config, weights, name, x)
+
+    def seen_attend(*args):
+        outputs.append(attend(*args))
+        return outputs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, 'norm', seen_norm)
+        patch.setattr(reference, 'attend', seen_attend)
+        hidden, _, attended = reference.layers(model.config, weights, row)
+    x = norm(model.config, weights, 'transformer.ln_f', hidden[-1])
+    probabilities = (x @ weights['lm_head.weight'].T).softmax(dim=1)
+    loss = -sum(probabilities[t, row[t + 1]].log() for t in range(T - 1)) / (T - 1)
+    gradients = torch.stack(torch.autograd.grad(loss, outputs))
+    return attended, streams, gradients.unflatten(0, (model.config.n_layer, -1))
+
+
+def over_others(s, vectors):
+    norms = [math.sqrt((vector**2).sum().item()) for vector in vectors]
+    others = [norms[j] for j in range(len(norms)) if j != s]
+    return norms[s] / np.mean(others)
+
+
+def slow_sinks(config, attended, streams, gradients):
+    names = ('sink rate', 'sink rate of position 0', 'drain', 'peak', 'gradient')
+    by_head = {name: [[] for _ in streams] for name in names}
+    massive = []
+    for n, x in enumerate(streams):
+        matrices = {}
+        for h, g in heads_of(config):
+            keys = [attended['k'][layer][g] for layer in read_layers(config, n)]
+            matrices[h] = attention(attended['q'][n][h], keys)
+        for h, g in heads_of(config):
+            A = matrices[h].sum(dim=1)
+            alpha = [A[j:, j].mean().item() for j in range(T)]
+            s = max((j for j in range(T) if j < T / 2), key=lambda j: alpha[j])
+            # The chain rule: its own keys and values are the last that a layer attends to.
+            of_values = sum(
+                matrices[other][:, -1].T @ gradients[n][other]
+                for other, its in heads_of(config)
+                if its == g
+            )
+            values = attended['v'][n][g]
+            numbers = [alpha[s] > 0.3, alpha[0] > 0.3]
+            numbers += [over_others(s, vectors) for vectors in (values, x, of_values)]
+            for name, number in zip(names, numbers, strict=True):
+                by_head[name][n].append(float(number))
+        sizes = sorted(x.abs().flatten().tolist())
+        massive.append(sizes[-1] / sizes[(len(sizes) - 1) // 2])
+    means = {name: np.mean(heads, axis=1) for name, heads in by_head.items()}
+    by_head = {f'{name}, by head': heads for name, heads in by_head.items()}
+    return {**means, **by_head, 'massive': massive}
+
+
 SLOW = {
+    'sinks': slow_sinks,
     'entropy': slow_entropy,
     'similarity': slow_similarity,
     'spectrum': slow_spectrum,
@@ -167,17 +233,76 @@ SLOW = {
 
 
 @functools.cache
-def slow_forward(name):
-    return [inside(small(name), row) for row in tokens(B, T)[:2]]
+def slow_forward(name, forward):
+    return [forward(small(name), row) for row in tokens(B, T)[:2]]
 
 
 @every_kind
 @pytest.mark.parametrize('name', VARIANTS)
 def test_an_analysis_equals_its_direct_formula(kind, name):
     model = small(name)
-    each = [SLOW[kind](model.config, *parts) for parts in slow_forward(name)]
+    forward = inside_and_gradients if kind == 'sinks' else inside
+    each = [SLOW[kind](model.config, *parts) for parts in slow_forward(name, forward)]
     expected = {series: [one[series] for one in each] for series in each[0]}
     assert_close(analyzed(kind, model, tokens(B, T)[:2]), expected)
+
+
+# --- sinks by construction ------------------------------------------------------------------------
+
+
+def attending(targets):
+    """A gpt2 of one layer and two heads with common keys and values, where query i of the first head
+    attends to position targets[i] alone, and one of the second to itself. At position j, the value is
+    j + 1 long, and the block gets a vector that is (j + 1)^2 times another of one length."""
+    T, C = len(targets), 24
+    size = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=C, n_inner=20)
+    model = GPT(GPTConfig(arch='gpt2', block_size=T, vocab_size=61, **size))
+    growing = torch.arange(1.0, T + 1)
+    model.transformer.wte.weight.data.zero_()
+    # Its norm has sqrt(C - 1) in channel j, -1 / sqrt(C - 1) in the others.
+    model.transformer.wpe.weight.data = (1 + torch.eye(T, C)) * growing[:, None] ** 2
+
+    attn, one_hot = model.transformer.h[0].attn, torch.eye(C // 2)[:, :T]
+    queries = 1000 * torch.cat((one_hot[:, targets], one_hot))
+    values = growing * torch.eye(C // 2)[:, :1]
+    for part, columns in ((attn.q, queries), (attn.k, one_hot), (attn.v, values)):
+        # What it projects at position j is column j.
+        part.proj.weight.data = F.pad(columns, (0, C - T)) * math.sqrt(C - 1) / C
+        part.proj.bias.data = columns.sum(dim=1) / C
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    'targets, s, is_sink, is_first_one',
+    [
+        ([0] * 6, 0, True, True),
+        ([0, 1, 2, 2, 2], 2, True, False),  # 2 is in the first half of 5
+        ([0, 1, 2, 3, 3, 3], 2, False, False),  # and 3 not in that of 6
+        ([0, 0, 0, 3, 3, 5, 6, 7], 3, True, True),  # 2 of 5 queries are more than 3 of 8
+        ([0, 0, 2, 2, 0, 5], 0, True, True),  # 3 of 6 are as many as 2 of 4: the first
+        ([0, 0, 0, 3, 4, 5, 6, 7, 8, 9], 0, False, False),  # 3 of 10 are not more than 0.3
+        ([0, 0, 0, 0, 4, 5, 6, 7, 8, 9], 0, True, True),
+    ],
+)
+def test_a_sink_is_what_most_of_the_queries_that_see_it_attend_to(
+    targets, s, is_sink, is_first_one
+):
+    model, T = attending(targets), len(targets)
+    last = (T - 1) // 2  # of the first half: that of the head that attends to itself
+    rates = [is_sink, 1 / (T - last) > 0.3]
+    growing = np.arange(1, T + 1)[:, None]
+    expected = {
+        'sink rate': rates,
+        'sink rate of position 0': [is_first_one, False],
+        'drain': [over_others(each, growing) for each in (s, last)],
+        'peak': [over_others(each, growing**2) for each in (s, last)],
+    }
+    actual = analyzed('sinks', model, tokens(2, T))
+    for row in range(2):
+        by_head = {name: actual[f'{name}, by head'][row, 0] for name in expected}
+        assert_close(by_head, expected, 1e-4)
+    means = {name: [[np.mean(heads)]] * 2 for name, heads in expected.items()}
+    assert_close({name: actual[name] for name in means}, means, 1e-4)
 
 
 # --- tokens: means over loops, and the weight of a sequence by its effect -------------------------

@@ -122,7 +122,12 @@ def test_a_length_is_cut_to_the_models_and_a_text_is_read_in_whole_windows(tmp_p
     assert one['series']['entropy']['standard_error'] == [0]
 
 
-LAST = {'similarity': 'values', 'spectrum': analyze.ATTENDED, 'mapping': analyze.EQ_6}
+LAST = {
+    'similarity': 'values',
+    'spectrum': analyze.ATTENDED,
+    'mapping': analyze.EQ_6,
+    'sinks': 'peak',
+}
 
 
 @every_kind
