@@ -29,6 +29,7 @@ set -u
 # name, minutes that it may take, what it does
 STEPS='
 correctness_losses     8  FP16 losses and gradients are those of fp32 on the CPU
+correctness_compiled   9  compiled gradients are eager ones, for every variant
 bench_82m              8  vanilla, ResFormer, SVFormer and transformers; a profile of each
 kernels                8  attention kernels
 memory                 9  the activation budget of the compiler, checkpointing
@@ -63,6 +64,7 @@ commands() {
     local modes=vanilla+mode=reduce-overhead,vanilla+mode=max-autotune-no-cudagraphs
     case $1 in
     correctness_losses) check tests/test_gpu.py -k losses ;;
+    correctness_compiled) check tests/test_gpu.py -k eager_ones ;;
     correctness_decoding) check tests/test_gpu.py -k decoding ;;
     correctness_runs) check tests/test_gpu.py -k a_run ;;
     correctness_*) check tests/test_bench.py -k "same_step and ${1#correctness_}" ;;

@@ -13,7 +13,7 @@ from variants import VARIANTS
 from bench import DecodeConfig
 from lib.machine import Machine
 from model import GPT, GPTConfig, attend
-from train import checkpoint_blocks
+from train import TrainConfig, checkpoint_blocks, compile_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 
@@ -25,7 +25,7 @@ FIELDS = {**VARIANTS, 'CLA GQA': {**VARIANTS['CLA'], 'n_kv_head': 2}}
 
 
 def model_of(variant):
-    return GPT(GPTConfig(**SIZE, **FIELDS[variant]))
+    return GPT(GPTConfig(**SIZE | FIELDS[variant]))
 
 
 @pytest.mark.parametrize('how', ['eager', 'compiled', 'checkpointed'])
@@ -52,6 +52,20 @@ def test_losses_and_gradients_in_float16_are_those_of_float32_on_the_cpu(variant
         gradient = (p.grad / scaler.get_scale()).cpu()
         wanted = reference.get_parameter(name).grad
         assert (gradient - wanted).norm() < 0.03 * wanted.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize('variant', FIELDS)
+def test_compiled_gradients_are_eager_ones(variant):
+    """With the settings that training compiles with: see train.compile_model()."""
+    torch.compiler.reset()
+    eager = model_of(variant).cuda()
+    compiled = copy.deepcopy(eager)
+    x, y = torch.randint(512, (2, 4, 256), device='cuda')
+    eager(x, y)[1].backward()
+    compile_model(compiled, TrainConfig())(x, y)[1].backward()
+    for name, p in compiled.named_parameters():
+        wanted = eager.get_parameter(name).grad
+        assert (p.grad - wanted).norm() < 1e-3 * wanted.norm() + 1e-5, name
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The house: who may import whom, and how long and how dense the code may be."""
 
 import ast
+import dataclasses
 import io
 import re
 import sys
@@ -8,6 +9,8 @@ import tokenize
 
 import pytest
 from conftest import ROOT
+
+from model import GPTConfig
 
 # The packages that a file and all that it imports need as soon as it is imported.
 NEEDED = {
@@ -108,6 +111,39 @@ def test_every_package_that_is_imported_is_in_a_file_of_requirements():
 
 
 # --- form ----------------------------------------------------------------------------------------
+
+
+def test_model_reads_from_the_idea_down():
+    """A reader of model.py meets tensors above line 160 and ResFormer's mixing above line 185."""
+    lines = (ROOT / 'model.py').read_text().splitlines()
+    (first,) = (n for n, line in enumerate(lines, 1) if 'self.proj(x)' in line)
+    (mixing,) = (n for n, line in enumerate(lines, 1) if line.strip().startswith('mixed = '))
+    assert first < 160 and mixing < 185
+    assert [n for n, line in enumerate(lines, 1) if 'ResFormer' in line][-1] == mixing
+    assert len(dataclasses.fields(GPTConfig)) <= 34
+
+
+def test_no_method_of_the_forward_path_is_over_20_lines():
+    for kind in ('Part', 'Attention', 'MLP', 'Block', 'GPT'):
+        (body,) = (n.body for n in TREES['model'].body if getattr(n, 'name', '') == kind)
+        for node in body:
+            is_method = isinstance(node, ast.FunctionDef) and not node.name.startswith('__')
+            if not is_method or node.name in ('generate', 'init_weights'):
+                continue
+            inner = node.body[1:] if ast.get_docstring(node) else node.body
+            length = node.end_lineno - inner[0].lineno + 1
+            assert length <= 20, f'{kind}.{node.name} has {length} lines'
+
+
+def test_a_name_at_the_top_of_a_file_has_one_meaning():
+    files = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != 'main':
+                files.setdefault(node.name, []).append(name)
+    several = {name: where for name, where in files.items() if len(where) > 1}
+    assert not several, f'rename until grep "def NAME" has one answer: {several}'
+
 
 LAYOUT = {
     tokenize.NEWLINE,
