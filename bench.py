@@ -206,7 +206,7 @@ def check_peer(settings, config):
     refuse(ours, f"hf is transformers' Llama, which has no {', '.join(ours)} of ours; drop it")
 
 
-def read_rows(settings, shape, machine):
+def row_recipes(settings, shape, machine):
     """[(name, settings, GPTConfig, what makes the model)] of a table's rows.
 
     Of all variants, those that cannot have this shape are left out.
@@ -508,7 +508,7 @@ def attempt(row, act, *args):
     torch.cuda.empty_cache()
 
 
-def measure(groups, settings, about, machine):
+def time_groups(groups, settings, about, machine):
     """Time rows and print a table for each group of them. Returns the numbers of all.
 
     groups: [(rows that take turns, their batch)].
@@ -529,7 +529,7 @@ def measure(groups, settings, about, machine):
                 save_numbers(numbers, settings, machine)
 
         if machine.is_first:
-            print_table(rows[0].COLUMNS, reports)
+            print_rows(rows[0].COLUMNS, reports)
         for row in rows:
             # At the end, because there may not be enough time for it.
             if settings.profile and not row.problem:
@@ -553,7 +553,7 @@ def compared(rows):
     return reports
 
 
-def print_table(columns, reports):
+def print_rows(columns, reports):
     """columns: {name in a report: its format}; a row that failed has its problem instead."""
     for report in reports:
         columns = columns | {name: '.3f' for name in report if name.startswith('x ')}
@@ -609,7 +609,7 @@ def bench(settings, shape):
     """Time the rows of a table, print and write it. Returns its numbers."""
     machine = Machine(settings.device, settings.dtype, tf32=True, attention=settings.attention)
     check_start(settings, shape, machine)
-    recipes = read_rows(settings, shape, machine)
+    recipes = row_recipes(settings, shape, machine)
     if any(own.compile for _, own, _, _ in recipes):
         check_compiler(machine)
     machine.join()
@@ -621,7 +621,7 @@ def bench(settings, shape):
         groups = [(rows, torch.randint(shape.vocab_size, size, device=machine.device))]
 
     about = {**provenance(machine), **shape.shape()}
-    numbers = measure(groups, settings, about, machine)
+    numbers = time_groups(groups, settings, about, machine)
     # The group of the processes must end after the rows: where the last DistributedDataParallel ends
     # it, gloo's thread and Python may wait for each other for ever.
     machine.close()

@@ -135,7 +135,7 @@ def run_losses(run, settings, machine):
         dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
-    domains = summary(losses)
+    domains = loss_summary(losses)
     mean = domains.pop('mean')
     for domain, (sums, counts) in losses.items():
         n_bytes = dataset.meta['splits']['validation'][domain]['bytes']
@@ -176,7 +176,7 @@ def domain_losses(model, dataset, settings, machine, label):
     return losses
 
 
-def summary(losses):
+def loss_summary(losses):
     """{domain or 'mean': {its loss, and the standard error of it}}. losses: as domain_losses()
 
     A window with more predictions weighs more. There is no error of a single window, and where a

@@ -83,7 +83,7 @@ class GPTConfig:
     denseformer: bool = False  # after each block, a learned average of all block outputs
 
     def __post_init__(self):
-        prepare(self)
+        normalize(self)
         check(self)
 
     def shape(self):
@@ -117,7 +117,7 @@ class GPTConfig:
         unknown = ', '.join(sorted(values.keys() - vars(config).keys()))
         refuse(unknown, f'GPTConfig has no {unknown}: a field of another model.py')
         vars(config).update(values)
-        prepare(config)
+        normalize(config)
         return config
 
 
@@ -1065,7 +1065,7 @@ def choices(name):
     }.get(name)
 
 
-def prepare(config):
+def normalize(config):
     """Refuse what no model can be made of, and give each value one spelling: the default, where it
     equals what the default stands for."""
     for name, value in vars(config).items():

@@ -89,7 +89,7 @@ load_tokenizer = functools.cache(tokenizer.load)
 
 
 @dataclass
-class Settings:
+class PrepareConfig:
     source: str = 'cerebras/SlimPajama-627B'  # hub repository, local folder, or 'stdlib'
     revision: str = 'main'  # of the hub repository; the commit that it is at the start is read
     out: str = 'data/slimpajama'  # folder for the token files
@@ -198,10 +198,10 @@ def die_with_parent():
 # ---- The parent: pieces, merged in reading order until every domain is full -------------------------------
 
 
-class Plan(NamedTuple):
+class Preparation(NamedTuple):
     """What a preparation works from; all of it follows from the settings and the source."""
 
-    settings: Settings
+    settings: PrepareConfig
     out: Path
     pieces: Path  # the folder of the pieces
     begun: dict  # the settings that decide the bytes, and the commit of a hub repository
@@ -253,7 +253,7 @@ def prepare(settings):
 
 
 def read_begun(settings, out):
-    """What an earlier call left: meta.json of a complete dataset, or Plan.begun, or {}.
+    """What an earlier call left: meta.json of a complete dataset, or Preparation.begun, or {}.
 
     Refuses other settings.
     """
@@ -317,7 +317,7 @@ def make_plan(settings, out, begun):
     if settings.tokens:
         goals = {domain: max(round(settings.tokens * shares[domain]), 1) for domain in shares}
     workers = settings.workers or cores()
-    return Plan(
+    return Preparation(
         settings,
         out,
         pieces=out / '.pieces',
@@ -358,7 +358,7 @@ def write_dataset(plan):
     counts = collections.defaultdict(collections.Counter)
     pieces = merge_pieces(plan, counts)
     finish(plan, pieces, counts)
-    print_table(plan, counts)
+    print_shares(plan, counts)
 
 
 def merge_pieces(plan, counts):
@@ -541,7 +541,7 @@ def check_documents(plan, counts, split):
         )
 
 
-def print_table(plan, counts):
+def print_shares(plan, counts):
     total = sum(counts['train', domain]['tokens'] for domain in plan.shares)
     head = (
         f'{"domain":14}{"documents":>12}{"tokens":>16}{"share":>8}{"wanted":>8}{"validation":>14}'
@@ -559,7 +559,7 @@ def print_table(plan, counts):
 
 def main():
     with one_line_errors():
-        (settings,) = configure(Settings, doc=__doc__)
+        (settings,) = configure(PrepareConfig, doc=__doc__)
         prepare(settings)
 
 

@@ -55,7 +55,7 @@ from lib.rundir import (
     checkpoints,
     compare_data,
     compare_tokenizers,
-    differences,
+    config_differences,
     load_checkpoint,
     load_state,
     load_weights,
@@ -567,7 +567,7 @@ def take_over(checkpoint, start, settings, config, warn):
             return
     start.origin = settings.init_from
     # Settings without which the same weights compute something else, changed on purpose.
-    for name, (before, new) in differences(checkpoint, config).items():
+    for name, (before, new) in config_differences(checkpoint, config).items():
         if name not in (*SHAPE, 'dropout'):
             warn(f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {new!r}')
 
@@ -578,7 +578,7 @@ def check_same_run(checkpoint, settings, config, dataset):
     old = {**asdict(type(settings)()), **checkpoint['settings']}
     # gradient_accumulation_steps * batch_size, which may be shared out otherwise.
     old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
-    forbidden = differences(checkpoint, config)
+    forbidden = config_differences(checkpoint, config)
     # Of these, the optimizer has a state, and the others decide the data order.
     for name in ('optimizer', 'seed', 'domain_weights', 'rows_per_step'):
         forbidden[name] = old[name], getattr(settings, name)

@@ -220,7 +220,7 @@ def name_misfits(path):
 # --- from a checkpoint into a run ----------------------------------------------------------------
 
 
-def differences(checkpoint, config):
+def config_differences(checkpoint, config):
     """{field of GPTConfig: (a checkpoint's value, another one's)}, where they differ."""
     theirs = spelled_out(build_config(checkpoint['model_config'], checkpoint['path']))
     ours = spelled_out(config)
@@ -269,7 +269,7 @@ def load_weights(model, checkpoint):
     """
     path = checkpoint['path']
     # block_size only limits positions; wpe, where there is one, has a shape.
-    needed = differences(checkpoint, model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
+    needed = config_differences(checkpoint, model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
     # Where they are not given, these follow from the width and the heads.
     for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
         if name in needed:

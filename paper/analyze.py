@@ -364,7 +364,7 @@ def squares(t, known):
 # --- models and the sequences that they read ------------------------------------------------------
 
 
-def load(run, settings):
+def model_and_rows(run, settings):
     """(model, rows, checkpoint) of a run, or of --hf, which has no checkpoint: None.
 
     rows: the sequences to read, int64 arrays of T ids.
@@ -436,7 +436,7 @@ def analyze(kind, settings, machine):
     """
     reports = {}
     for run in settings.runs or (settings.hf,):
-        model, rows, checkpoint = load(run, settings)
+        model, rows, checkpoint = model_and_rows(run, settings)
         model.to(machine.device).eval()
         series = measure(kind, model, rows, settings.batch_size, str(run))
         report = {'series': {name: summary(values) for name, values in series.items()}}

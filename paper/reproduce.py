@@ -195,7 +195,7 @@ def draw_panel(name, panel, numbers, scale, folder):
     if panel.how == 'wiring':
         configs = {NAMES[arm.model]: arm.configs(PAPER)[1] for arm in panel.arms}
         four = {label: replace(config, n_layer=4) for label, config in configs.items()}
-        picture = wiring.figure_of(four, title.partition(' (')[0])
+        picture = wiring.wiring_figure(four, title.partition(' (')[0])
     elif panel.how in analyze.ANALYSES:
         is_several = len(numbers['runs']) > len(panel.arms)
         drawn = analyze.over_seeds(numbers) if is_several else numbers

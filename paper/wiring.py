@@ -88,7 +88,7 @@ def not_drawn(config):
 # --- the drawing ----------------------------------------------------------------------------------
 
 
-def figure_of(configs, title=''):
+def wiring_figure(configs, title=''):
     """The figure of {name: GPTConfig}."""
     depth = max(config.n_layer for config in configs.values())
     size = (2.1 * len(configs), 0.45 * depth + 1.9)
@@ -181,7 +181,7 @@ def config_of(word):
 def main():
     with one_line_errors():
         (settings,) = configure(WiringConfig, doc=__doc__, plain='models')
-        save(figure_of({word: config_of(word) for word in settings.models}), settings.out)
+        save(wiring_figure({word: config_of(word) for word in settings.models}), settings.out)
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ import pytest
 from conftest import contents
 
 from lib.sources import TABLE_2
-from prepare_slimpajama import Settings
+from prepare_slimpajama import PrepareConfig
 
 WORDS = (
     'the of naïve e\u0301 value résidual 日本 😀 <|endoftext|> x=1; \t \n  learning transformer'
@@ -63,7 +63,7 @@ def make_source(suffix='.jsonl', validation=True, files=5, count=60, folder=Path
 
 
 def settings(source='raw', out='out', tokens=20_000, workers=1, tokenizer='bytes', **changes):
-    return Settings(
+    return PrepareConfig(
         source=str(source),
         out=str(out),
         tokens=tokens,

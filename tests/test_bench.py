@@ -98,7 +98,7 @@ def test_the_numbers_follow_from_the_seconds():
 
 def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(capsys):
     settings, machine = bench.BenchConfig(variants='all', compile=False), Machine('cpu')
-    names = [name for name, *_ in bench.read_rows(settings, GPTConfig(**SHAPE), machine)]
+    names = [name for name, *_ in bench.row_recipes(settings, GPTConfig(**SHAPE), machine)]
     left_out = re.findall('^note: left out (.+?):', capsys.readouterr().err, re.M)
     assert {*names, *left_out} == {*bench.VARIANTS} and 'vanilla' in names and 'gqa' in left_out
 
@@ -119,7 +119,7 @@ def test_the_peer_is_timed_compiled_and_not(work):
     pytest.importorskip('transformers')
     shape, machine = GPTConfig(**SHAPE), Machine('cpu')
     settings = bench.BenchConfig(variants='vanilla', peers='hf', activation_memory_budget=0.9)
-    rows = bench.read_rows(settings, shape, machine)
+    rows = bench.row_recipes(settings, shape, machine)
     compiled = {name: own.compile for name, own, _, _ in rows}
     assert compiled == {'vanilla': True, 'hf': True, 'hf+compile=False': False}
 
@@ -163,7 +163,7 @@ def train_step_of(name, machine, config, batch):
     row = bench.Row(name, *bench.read_name(name, bench.BenchConfig(), config))
     row.build(machine)
     model, _, scaler = row.parts
-    row.parts = model, torch.optim.SGD(model.parameters(), 1.0), scaler
+    row.parts = model, [torch.optim.SGD(model.parameters(), 1.0)], scaler
     before = weights(model)
     kept = []
 

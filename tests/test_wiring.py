@@ -60,7 +60,7 @@ def test_the_arrows_are_the_wiring_of_an_independent_rule(name):
 def test_every_arrow_is_drawn_and_every_owner_has_a_box(name):
     config = config_of(name)
     every = wiring.arrows(config)
-    axes = wiring.figure_of({'model': config}).axes[0]
+    axes = wiring.wiring_figure({'model': config}).axes[0]
     drawn = [text.arrow_patch for text in axes.texts if getattr(text, 'arrow_patch', None)]
     assert len(drawn) == len(every)
     filled, rings = 0, 0
@@ -84,7 +84,7 @@ class Forked(GPTConfig):
 
 def test_a_setting_that_the_drawing_does_not_know_is_named_in_it():
     plain, gated = Forked(v_residual=True), Forked(v_residual=True, residual_twist='hard')
-    figure = wiring.figure_of({'plain': plain, 'gated': gated})
+    figure = wiring.wiring_figure({'plain': plain, 'gated': gated})
     assert [axes.get_title() for axes in figure.axes] == [
         'plain',
         'gated\nnot drawn: residual_twist=hard',
@@ -94,7 +94,7 @@ def test_a_setting_that_the_drawing_does_not_know_is_named_in_it():
 
 
 def test_a_source_that_is_no_layer_stands_above_the_first_one():
-    axes = wiring.figure_of({'model': config_of('tables')}).axes[0]
+    axes = wiring.wiring_figure({'model': config_of('tables')}).axes[0]
     places = [text.get_position()[1] for text in axes.texts if text.get_text() == 'token']
     assert places and max(places) < 0
 
