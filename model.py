@@ -1147,6 +1147,7 @@ def check_ranges(config):
         value = getattr(config, name)
         refuse(value < least, f'{name}={value} must be at least {least}')
     refuse(config.dropout >= 1, f'dropout={config.dropout} must be less than 1')
+    refuse(config.n_layer > 1000, f'n_layer={config.n_layer} must be at most 1000')
 
     n_embd, n_head, n_kv_head = config.n_embd, config.n_head, config.kv_heads
     refuse(n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}')

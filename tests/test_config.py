@@ -81,6 +81,7 @@ REFUSED = [
     (dict(n_kv_head=3), 'n_head n_kv_head'),
     (dict(n_kv_head=-2), 'n_kv_head -2'),
     (dict(dropout=1.0), 'dropout 1.0'),
+    (dict(n_layer=30_000), 'n_layer 30000'),
     (dict(rope_theta=NAN), 'rope_theta nan'),
     (dict(RES, residual_lambda=(INFINITE, 1.0)), 'residual_lambda inf'),
     (dict(RES, residual_lambda=(1.0, 1.0, 1.0)), 'residual_lambda source own'),
