@@ -44,23 +44,23 @@ A whole model, of two arguments (some 50 lines with everything that is optional,
 `build` may also be a function that returns a function of ids, which is all that must be there. Each is
 called several times, with other ids between: a model may keep nothing from one call to the next.
 
-The rows of c_attn are q, k, v, of the heads that a layer projects: a layer has none for what it borrows.
-Linear weights are (out, in); of c_fc the rows are gate, then up. RoPE rotates halves. The kit counts
-layers from 1; names of weights count them from 0.
+A layer has no proj of what it borrows, and no v.proj if its own values have weight 0. Linear weights are
+(out, in); c_gate is the one that SiLU follows. RoPE rotates halves. The kit counts layers from 1; names
+of weights count them from 0.
 
 A mixing, of four arguments, for projects whose blocks differ (20 to 40 lines):
 
     def mix(own, source, x, weights):
         # own, source (B, n_kv_head, T, head size): the values of a layer and what is mixed into them,
         # V_1 or a row of a table; x (B, T, C): the layer's normed input, which gates read.
-        # weights, by the names of model.py's parameters without the layer, such as 'attn.gate.weight';
-        # 'attn.residual_lambda' holds the weights (source, own) also where they are constant.
-        s, o = weights['attn.residual_lambda']
+        # weights, by the names of model.py's parameters without the layer, such as 'attn.v.gate.weight';
+        # 'attn.v.residual_lambda' holds the weights (source, own) also where they are constant.
+        s, o = weights['attn.v.residual_lambda']
         values = o * own + s * source        # like own
 
         def backward(g):                     # the gradients that follow from the values' gradient g
             return {'own': o * g, 'source': s * g,
-                    'attn.residual_lambda': np.array([(g * source).sum(), (g * own).sum()])}
+                    'attn.v.residual_lambda': np.array([(g * source).sum(), (g * own).sum()])}
 
         return values, backward              # or the values alone
 """
@@ -127,7 +127,7 @@ def read_fixture(path=FIXTURE):
     """{level: {variant: Case}}"""
     with np.load(path) as file:
         arrays = dict(file)
-    index = json.loads(str(arrays['index']))
+    index = json.loads(arrays['index'].item())
     return {level: read_level(level, cases, arrays) for level, cases in index.items()}
 
 
@@ -155,7 +155,7 @@ def read_case(case, numbers):
     }
     weights = {name: formula(name, shape) for name, shape in case['weights'].items()}
     if case['constant']:
-        weights['attn.residual_lambda'] = np.array(case['constant'], dtype=float)
+        weights['attn.v.residual_lambda'] = np.array(case['constant'], dtype=float)
     return Case(SimpleNamespace(**case['config']), weights, expected, mistakes)
 
 
@@ -198,21 +198,11 @@ def call_model(model, config, call):
     if hasattr(model, 'gradients'):
         for name, gradient in model.gradients(ids, targets).items():
             yield f'gradient of {name}', gradient
-            yield from parts_of(name, gradient, config)
     if hasattr(model, 'decode'):
         logits, numbers = model.decode(np.split(ids, np.cumsum(CHUNKS)[:-1], axis=1))
         yield 'logits decoded with a cache', logits
         if numbers is not None:
             yield 'numbers in the cache', numbers
-
-
-def parts_of(name, gradient, config):
-    """(check, array) of the rows of layer 1's keys and values, which are the last ones."""
-    if name == 'transformer.h.0.attn.c_attn.weight':
-        rows = config.n_kv_head * config.n_embd // config.n_head
-        gradient = np.zeros((2 * rows, config.n_embd)) if gradient is None else gradient
-        yield "gradient of layer 1's W_K", gradient[-2 * rows : -rows]
-        yield "gradient of layer 1's W_V", gradient[-rows:]
 
 
 def observe_mixing(mix, config, weights, *calls):
@@ -242,6 +232,7 @@ MISTAKES = {
     'previous': 'mixing from the previous layer (right: layer 1)',
     'detached': 'a detached V_1 (or other values of an earlier layer)',
     'keys detached': 'a detached K_1 (or other keys of an earlier layer)',
+    'queries detached': 'a detached Q_1 (or other queries of an earlier layer)',
     'swapped': 'swapping the weights of source and own value',
     'own weighted': "weighting the own value with the source's weight or gate",
     'mixed after RoPE': 'mixing a source as projected into keys after RoPE',
@@ -406,8 +397,7 @@ def print_summary(name, case, given, seen, failing):
     missing = [check for check in case.expected if check not in seen]
     if missing:
         line += f'; not checked: {listed(missing, case)}'
-    # W_V and W_K of layer 1 are rows of another check.
-    unknown = [c for c in given if c not in case.expected and "layer 1's" not in c]
+    unknown = [c for c in given if c not in case.expected]
     if unknown:
         line += f'; given by the port, but unknown here: {listed(unknown, case)}'
     print(line)

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hub.convert import export, llama_settings
+from hub.read import VARIANT, layout
 from lib import tokenizer
 from model import GPT, GPTConfig
 
@@ -93,7 +94,7 @@ def has_gate(weights, *names):
 
 
 def has_lambda(weights, *values):
-    return np.array_equal(weights.get('attn.residual_lambda', torch.tensor([])).detach(), values)
+    return np.array_equal(weights.get('attn.v.residual_lambda', torch.tensor([])).detach(), values)
 
 
 def to_rows(heads):
@@ -107,10 +108,10 @@ def x_transformers(own, source, x, weights):
     x_t = imported('x_transformers.x_transformers', source_of('x-transformers'))
     _, heads, _, hs = own.shape
     gate = {}
-    is_learned = has_gate(weights, 'attn.gate.weight', 'attn.gate.bias')
+    is_learned = has_gate(weights, 'attn.v.gate.weight', 'attn.v.gate.bias')
     if is_learned:
-        gate['to_value_residual_mix.0.weight'] = -weights['attn.gate.weight']
-        gate['to_value_residual_mix.0.bias'] = -weights['attn.gate.bias']
+        gate['to_value_residual_mix.0.weight'] = -weights['attn.v.gate.weight']
+        gate['to_value_residual_mix.0.bias'] = -weights['attn.v.gate.bias']
     elif not has_lambda(weights, 0.5, 0.5):
         raise NotImplementedError
     attention = x_t.Attention(
@@ -134,7 +135,7 @@ def nanochat(own, source, x, weights):
     gpt = imported('nanochat.gpt', source_of('nanochat'))
     B, heads, T, hs = own.shape
     C = x.shape[-1]
-    if not has_gate(weights, 'attn.gate.weight') or not has_lambda(weights, 3, 1):
+    if not has_gate(weights, 'attn.v.gate.weight') or not has_lambda(weights, 3, 1):
         raise NotImplementedError
     config = SimpleNamespace(n_head=C // hs, n_kv_head=heads, n_embd=C, n_layer=2)
     attention = gpt.CausalSelfAttention(config, layer_idx=1).double()
@@ -148,7 +149,7 @@ def nanochat(own, source, x, weights):
 
     gpt.flash_attn = SimpleNamespace(flash_attn_func=attend)
     no_turn = torch.ones(1, T, 1, hs // 2), torch.zeros(1, T, 1, hs // 2)
-    gate = {'ve_gate.weight': weights['attn.gate.weight']}
+    gate = {'ve_gate.weight': weights['attn.v.gate.weight']}
     torch.func.functional_call(attention, gate, (x, to_rows(source), no_turn, (T, 0), None))
     return seen[0].transpose(1, 2)
 
@@ -168,16 +169,18 @@ def is_statement(node):
 def rwkv7(own, source, x, weights):
     """flash-linear-attention's RWKV-7. What its gate reads, the token-shifted x, is x here."""
     layers = source_of('flash-linear-attention', 'fla', 'layers')
-    if not has_gate(weights, 'attn.gate_down.weight', 'attn.gate_up.weight', 'attn.gate_bias'):
+    if not has_gate(
+        weights, 'attn.v.gate_down.weight', 'attn.v.gate_up.weight', 'attn.v.gate_bias'
+    ):
         raise NotImplementedError
     scope = {'nn': nn, 'torch': torch}
     run_statement(layers / 'rwkv6.py', 'class LoRA(', scope)
-    rank, C = weights['attn.gate_down.weight'].shape
+    rank, C = weights['attn.v.gate_down.weight'].shape
     lora = scope['LoRA'](C, own.shape[1] * own.shape[3], rank, activation=None).double()
     named = {
-        'lora.0.weight': weights['attn.gate_down.weight'],
-        'lora.2.weight': weights['attn.gate_up.weight'],
-        'lora.2.bias': weights['attn.gate_bias'],
+        'lora.0.weight': weights['attn.v.gate_down.weight'],
+        'lora.2.weight': weights['attn.v.gate_up.weight'],
+        'lora.2.bias': weights['attn.v.gate_bias'],
     }
     scope['self'] = SimpleNamespace(v_lora=partial(torch.func.functional_call, lora, named))
     scope.update(v=to_rows(own), v_first=to_rows(source), xv=x)
@@ -188,46 +191,17 @@ def rwkv7(own, source, x, weights):
 # --- whole models --------------------------------------------------------------------------------
 
 
-def places(config):
-    """{our name of a weight: names in transformers' Llama, whose rows it joins}"""
-    names = {
-        'transformer.wte.weight': ['model.embed_tokens.weight'],
-        'transformer.ln_f.weight': ['model.norm.weight'],
-        'lm_head.weight': ['lm_head.weight'],
-    }
-    of_layer = {
-        'ln_1': ['input_layernorm'],
-        'attn.c_attn': [f'self_attn.{part}_proj' for part in 'qkv'],
-        'attn.c_proj': ['self_attn.o_proj'],
-        'ln_2': ['post_attention_layernorm'],
-        'mlp.c_fc': ['mlp.gate_proj', 'mlp.up_proj'],
-        'mlp.c_proj': ['mlp.down_proj'],
-    }
-    for n in range(config.n_layer):
-        for ours, theirs in of_layer.items():
-            names[f'transformer.h.{n}.{ours}.weight'] = [
-                f'model.layers.{n}.{name}.weight' for name in theirs
-            ]
-    return names
-
-
 class Port:
-    """A causal language model of transformers, or one like it, with the weights of a variant.
+    """A causal language model of transformers, or one like it, with the weights of a variant."""
 
-    names: {our name of a weight: theirs, whose rows it joins}; a name that the model lacks is what a
-    layer borrows.
-    """
+    kind = 'llama'  # the model_type whose names its weights have
 
-    def __init__(self, model, names, weights):
-        if names.keys() != weights.keys():
-            raise NotImplementedError
+    def __init__(self, model, config, weights):
         self.model = model.double().eval()
-        own = dict(model.named_parameters())
-        self.parts = {ours: [own[name] for name in names[ours] if name in own] for ours in names}
-        for ours, parts in self.parts.items():
-            rows = torch.tensor(weights[ours]).split([len(part) for part in parts])
-            for part, row in zip(parts, rows, strict=True):
-                part.data.copy_(row)
+        names = layout(self.kind, GPTConfig(**vars(config)))
+        self.parameters = {names[name][0]: p for name, p in model.named_parameters()}
+        for name, p in self.parameters.items():
+            p.data.copy_(torch.tensor(weights[name]))
 
     def __call__(self, ids):
         return self.model(torch.tensor(ids), use_cache=False).logits.detach().numpy()
@@ -236,8 +210,7 @@ class Port:
         self.model.zero_grad()
         logits = self.model(torch.tensor(ids), use_cache=False).logits
         F.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten()).backward()
-        joined = {ours: torch.cat([p.grad for p in parts]) for ours, parts in self.parts.items()}
-        return {ours: gradient.numpy() for ours, gradient in joined.items()}
+        return {name: p.grad.numpy() for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def decode(self, chunks):
@@ -266,7 +239,7 @@ def llama(config, weights):
     if variant_of(config):
         raise NotImplementedError
     settings = LlamaConfig(**llama_settings(GPTConfig(**vars(config))))
-    return Port(LlamaForCausalLM(settings), places(config), weights)
+    return Port(LlamaForCausalLM(settings), config, weights)
 
 
 # The authors' modules, and what each of them is here.
@@ -296,11 +269,13 @@ def authors(config, weights):
     plain = {'default': lambda config, device=None: (angles, 1.0)}
     with mock.patch.dict(ROPE_INIT_FUNCTIONS, plain):
         model = module.LlamaForCausalLM(settings)
-    return Port(model, places(config), weights)
+    return Port(model, config, weights)
 
 
 class Export(Port):
     """What hub.convert writes, as AutoModelForCausalLM loads it."""
+
+    kind = VARIANT
 
     def __init__(self, config, weights):
         if not variant_of(config):  # it goes out as transformers' own Llama
@@ -309,7 +284,7 @@ class Export(Port):
         with tempfile.TemporaryDirectory() as folder:
             export(gpt, tokenizer.load('bytes'), f'{folder}/export')
             model = AutoModelForCausalLM.from_pretrained(f'{folder}/export', trust_remote_code=True)
-        super().__init__(model.double(), {name: [f'model.{name}'] for name in weights}, weights)
+        super().__init__(model, config, weights)
 
     def new_cache(self):
         return None

@@ -23,15 +23,18 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hub.conform import CHUNKS, FIXTURE, TOLERANCE, B, T, formula, sample, text
-from model import GPT, GPTConfig
+from model import GATES, GPT, GPTConfig
 
 SIZE = dict(block_size=32, vocab_size=31, n_layer=4, n_head=2, n_embd=16, n_inner=24)
 # With 2 heads, a wrong order of the KV heads could not be seen.
 GQA = dict(n_head=4, n_kv_head=2)
 RES = dict(v_residual=True)
 SV = dict(share_v=True)
-KEYS2 = dict(share_k=True, share_k_every=2)
-TABLES = dict(RES, residual_from='token', residual_layers=(1, 3))
+KEYS2 = dict(share_k=2)
+LEARNED = dict(residual_weights='learned')
+HEAD_GATE = dict(residual_weights='head')
+CHANNEL_GATE = dict(residual_weights='channel', gate_rank=4)
+TABLES = dict(v_residual='token', residual_layers=(1, 3))
 
 VARIANTS = {
     'vanilla': {},
@@ -39,31 +42,38 @@ VARIANTS = {
     'resformer': RES,
     'resformer-gqa': dict(RES, **GQA),
     'resformer-constant': dict(RES, residual_lambda=(2.0, 0.5)),
-    'resformer-learned': dict(RES, residual_learned=True),
+    'resformer-learned': dict(RES, **LEARNED),
     'resformer-sparse': dict(RES, residual_layers=(2, 3)),
-    'resformer-previous': dict(RES, residual_from='previous'),
-    'resformer-all': dict(RES, residual_from='all'),
+    'resformer-previous': dict(v_residual='previous'),
+    'resformer-all': dict(v_residual='all'),
     'resformer-identity': dict(RES, residual_map='identity'),
     'resformer-cross': dict(RES, residual_map='cross'),
-    'key-residual': dict(k_residual=True, residual_learned=True),
+    'key-residual': dict(LEARNED, k_residual=True),
+    'residuals-learned': dict(RES, **LEARNED, q_residual=True, k_residual='previous'),
     'svformer': SV,
     'svformer-gqa': dict(SV, **GQA),
     'svformer-cla': dict(SV, **KEYS2),
     'svformer-cla-gqa': dict(SV, **KEYS2, **GQA),
     'neutreno': dict(neutreno=0.4),
     'neutreno-resformer': dict(RES, neutreno=0.2),
-    'owner-map': dict(share_k_from=(0, 1, 1, 1), share_v_from=(0, 0, 2, 2)),
+    'owner-map': dict(share_k=(0, 1, 1, 1), share_v=2),
+    'fused-kv': dict(share_k=(0, 1, 1, 1), share_v=(0, 1, 0, 0)),
     'half-heads': dict(SV, share_v_heads=1),
     'token': TABLES,
-    'token-head-gate': dict(
-        TABLES, residual_gate='head', residual_gate_inputs=12, residual_lambda=(3.0, 1.0)
+    'token-alone': dict(TABLES, residual_lambda=(0.7, 0.0)),
+    'token-head-gate': dict(TABLES, **HEAD_GATE, gate_inputs=12, residual_lambda=(3.0, 1.0)),
+    'token-channel-gate': dict(TABLES, **CHANNEL_GATE),
+    'first-token': dict(LEARNED, v_residual='first+token', residual_layers=(0, 1, 3)),
+    'x0-values': dict(
+        HEAD_GATE,
+        v_residual='x0',
+        residual_layers=(1, 3),
+        gate_inputs=12,
+        residual_lambda=(2.0, 1.0),
     ),
-    'token-channel-gate': dict(TABLES, residual_gate='channel', residual_gate_rank=4),
-    'first-token': dict(
-        RES, residual_from='first+token', residual_layers=(0, 1, 3), residual_learned=True
-    ),
-    'head-gate': dict(RES, residual_gate='head', residual_gate_bias=True),
-    'channel-gate': dict(RES, residual_gate='channel', residual_gate_rank=4),
+    'anchor': dict(v_residual='anchor', residual_layers=(1, 2, 3), residual_lambda=(0.7, 0.4)),
+    'head-gate': dict(RES, **HEAD_GATE, gate_bias=True),
+    'channel-gate': dict(RES, **CHANNEL_GATE),
     'x0': dict(x0_residual=True),
     'exclusive': dict(GQA, exclusive=True),
 }
@@ -73,6 +83,8 @@ MIXINGS = (
     *('token', 'token-head-gate', 'token-channel-gate'),
 )
 MIXING = 'transformer.h.1.'
+# Where a detached source shows.
+DETACHED = [f'gradient of transformer.h.0.attn.{part}.proj.weight' for part in 'qkv']
 
 # --- the mistakes ---------------------------------------------------------------------------------
 
@@ -83,38 +95,39 @@ CHUNK = torch.tensor([i for i, size in enumerate(CHUNKS) for _ in range(size)])
 
 
 def detached_layers(part):
-    """No gradient reaches the values (or keys) of earlier layers."""
+    """No gradient reaches the values (or keys, or queries) of earlier layers."""
 
-    def mix_and_rotate(config, weights, n, x, tokens, raw, attended):
+    def mix_and_rotate(config, weights, n, x, embedding, raw, attended):
         for heads in raw[part][:n] + attended[part][:n]:
             heads[:] = [t.detach() for t in heads]
-        right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
+        right.mix_and_rotate(config, weights, n, x, embedding, raw, attended)
 
     return mix_and_rotate
 
 
-def unmixed(config, weights, n, h, x, sources, own):
+def unmixed(config, weights, n, h, part, x, sources, own):
     return own
 
 
-def summed(config, weights, n, h, x, sources, own):
+def summed(config, weights, n, h, part, x, sources, own):
     return own + sum(sources)
 
 
-def divided(config, weights, n, h, x, sources, own):
+def divided(config, weights, n, h, part, x, sources, own):
     """The paper's layer n, counted from 1, divides by n."""
-    if config.residual_learned or config.residual_lambda:
-        return right.mixture(config, weights, n, h, x, sources, own)
-    return summed(config, weights, n, h, x, sources, own) / (n + 1)
+    if config.residual_weights == 'learned' or config.residual_lambda:
+        return right.mixture(config, weights, n, h, part, x, sources, own)
+    return summed(config, weights, n, h, part, x, sources, own) / (n + 1)
 
 
-def normalized(config, weights, n, h, x, sources, own):
-    total = right.mixture(config, weights, n, h, x, [1.0] * len(sources), 1.0)
-    return right.mixture(config, weights, n, h, x, sources, own) / total
+def normalized(config, weights, n, h, part, x, sources, own):
+    total = right.mixture(config, weights, n, h, part, x, [1.0] * len(sources), 1.0)
+    return right.mixture(config, weights, n, h, part, x, sources, own) / total
 
 
-def previous_of(config, n):
-    return [n - 1] if right.sources_of(config, n) == [0] else right.sources_of(config, n)
+def previous_of(config, part, n):
+    sources = right.sources_of(config, part, n)
+    return [n - 1] if sources == [0] else sources
 
 
 def turned(config, weights):
@@ -129,32 +142,29 @@ def swapped_mixture(config, weights, n, *tensors):
     return right.mixture(*turned(config, weights), n, *tensors)
 
 
-def swapped_gated(config, weights, n, h, x, sources, own):
+def swapped_gated(config, weights, n, h, part, x, sources, own):
     if config.residual_lambda:
-        return right.gated(*turned(config, weights), n, h, x, sources, own)
+        return right.gated(*turned(config, weights), n, h, part, x, sources, own)
     g = right.gate(config, weights, n, h, x)
     return (1 - g) * sum(sources) / len(sources) + g * own
 
 
-def own_gated(config, weights, n, h, x, sources, own):
+def own_gated(config, weights, n, h, part, x, sources, own):
     """The gate of the source weighs the layer's own values."""
     if not config.residual_lambda:
-        return swapped_gated(config, weights, n, h, x, sources, own)
+        return swapped_gated(config, weights, n, h, part, x, sources, own)
     s, o = config.residual_lambda
     return o * sum(sources) + s * right.gate(config, weights, n, h, x) * own
 
 
-def mixing_after_rope(config, weights, n, x, tokens, raw, attended):
+def mixing_after_rope(config, weights, n, x, embedding, raw, attended):
     """Rotated keys, and sources that are not."""
-    right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
-    if not config.k_residual:
-        return
-    for h, own in enumerate(raw['k'][n]):
-        sources = [raw['k'][s][h] for s in reference.sources_of(config, n)]
-        if sources:
-            attended['k'][n][h] = right.mixture(
-                config, weights, n, h, x, sources, right.rope(config, own)
-            )
+    right.mix_and_rotate(config, weights, n, x, embedding, raw, attended)
+    layers = reference.mixed_in(config, 'k', n)
+    for h, own in enumerate(raw['k'][n] if layers else ()):
+        sources = [raw['k'][s][h] for s in layers]
+        own = right.rope(config, own)
+        attended['k'][n][h] = right.mixture(config, weights, n, h, 'k', x, sources, own)
 
 
 def attend_mixed_after_cache(config, n, h, raw, attended):
@@ -171,20 +181,20 @@ def attend_mixed_after_cache(config, n, h, raw, attended):
     return U + config.neutreno * reference.above_own(n, g, raw, attended)
 
 
-def mixing_that_keeps_its_result(config, weights, n, x, tokens, raw, attended):
+def mixing_that_keeps_its_result(config, weights, n, x, embedding, raw, attended):
     """What later layers mix in is what this layer attends with."""
     if n:
         raw['v'][n - 1] = attended['v'][n - 1]
-    right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
+    right.mix_and_rotate(config, weights, n, x, embedding, raw, attended)
 
 
-def mixing_in_place(config, weights, n, x, tokens, raw, attended):
+def mixing_in_place(config, weights, n, x, embedding, raw, attended):
     """The mixture is written over its sources. A borrower rotates the keys that it borrows again."""
-    right.mix_and_rotate(config, weights, n, x, tokens, raw, attended)
-    mixes = config.v_residual and config.residual_map == 'current'
-    for s in reference.sources_of(config, n) if mixes else ():
-        if s != 'token':
-            raw['v'][s] = attended['v'][n]
+    right.mix_and_rotate(config, weights, n, x, embedding, raw, attended)
+    if config.residual_map == 'current':
+        for s in reference.mixed_in(config, 'v', n):
+            if isinstance(s, int):
+                raw['v'][s] = attended['v'][n]
     owner = reference.owner(config, 'k', n)
     if owner != n:
         rotated = [right.rope(config, k) for k in attended['k'][owner]]
@@ -213,7 +223,7 @@ def gate_of_the_stream():
 
 
 def gate_of_the_last_channels(config, weights, n, h, x):
-    return right.gate(config, weights, n, h, x[:, -config.residual_gate_inputs :])
+    return right.gate(config, weights, n, h, x[:, -config.gate_inputs :])
 
 
 MISTAKES = {
@@ -224,6 +234,7 @@ MISTAKES = {
     'previous': dict(sources_of=previous_of),
     'detached': dict(mix_and_rotate=detached_layers('v')),
     'keys detached': dict(mix_and_rotate=detached_layers('k')),
+    'queries detached': dict(mix_and_rotate=detached_layers('q')),
     'swapped': dict(mixture=swapped_mixture, gated=swapped_gated),
     'own weighted': dict(mixture=swapped_mixture, gated=own_gated),
     'mixed after RoPE': dict(mix_and_rotate=mixing_after_rope),
@@ -258,10 +269,10 @@ def run(config, weights, **functions):
     """(logits (B, T, V), [values of a layer (B, n_kv_head, T, hs)])."""
     texts = []
 
-    def attention(config, weights, n, x, tokens, raw, attended):
+    def attention(config, weights, n, x, embedding, raw, attended):
         if n == 0:
             texts.append(attended['v'])
-        return right.attention(config, weights, n, x, tokens, raw, attended)
+        return right.attention(config, weights, n, x, embedding, raw, attended)
 
     with mock.patch.dict(vars(reference), functions, attention=attention):
         logits = reference.logits(config, weights, torch.tensor(text('ids', config.vocab_size)))
@@ -278,30 +289,28 @@ def observe(config, shapes, mistake=''):
 
     result = {f'values of layer {n}': v for n, v in enumerate(values, 1)}
     result['logits'] = logits
-    rows = weights['transformer.h.0.attn.c_attn.weight'].grad.split(config.head_size)
-    kv = config.kv_heads
-    result["gradient of layer 1's W_V"] = torch.cat(rows[-kv:])
-    if config.k_residual or config.share_k or config.share_k_from:
-        result["gradient of layer 1's W_K"] = torch.cat(rows[-2 * kv : -kv])
     gradients = gradients_of(weights)
-    result |= {check: gradient for check, gradient in gradients.items() if is_whole(check)}
+    result |= {check: gradient for check, gradient in gradients.items() if is_told(check)}
     if mistake in OF_DECODING:
         logits, _ = run(config, weights, **OF_DECODING[mistake])
     result['logits decoded with a cache'] = logits
     heads = [reference.own_heads(config, part, n) for part in 'kv' for n in range(config.n_layer)]
     result['numbers in the cache'] = torch.tensor(B * T * config.head_size * sum(heads))
-    return result | {
-        check: gradient for check, gradient in gradients.items() if not is_whole(check)
-    }
+    return result | gradients  # whose first ones keep their places
+
+
+def is_told(check):
+    """Whether the file has what mistakes give."""
+    return is_whole(check) or check in DETACHED
 
 
 def is_whole(check):
-    """Whether the file has all numbers of a check, and what mistakes give. Of others, it has a sample."""
+    """Whether the file has all numbers of a check. Of others, it has a sample."""
     return is_of_mixing(check) or not check.endswith('.weight')
 
 
 def is_of_mixing(name):
-    return any(word in name for word in ('residual_lambda', '.gate', '.ve.', '.x0.'))
+    return any(word in name for word in ('residual_lambda', '.gate', '.x0.'))
 
 
 def observe_mixing(config, shapes, mistake=''):
@@ -312,11 +321,12 @@ def observe_mixing(config, shapes, mistake=''):
     own, source, x = inputs.values()
     if mistake == 'detached':
         source = source.detach()
+    is_gated = config.residual_weights in GATES
     named = {MIXING + name: weight for name, weight in weights.items()}
     with mock.patch.dict(vars(reference), MISTAKES.get(mistake, {})):
-        mix = reference.gated if config.residual_gate else reference.mixture
+        mix = reference.gated if is_gated else reference.mixture
         heads = [
-            mix(config, named, 1, h, x[b], [source[b, h]], own[b, h])
+            mix(config, named, 1, h, 'v', x[b], [source[b, h]], own[b, h])
             for b in range(B)
             for h in range(config.kv_heads)
         ]
@@ -324,7 +334,7 @@ def observe_mixing(config, shapes, mistake=''):
     values.backward(torch.tensor(formula('gradient', shape)))
     result = {'values': values}
     result |= gradients_of(inputs | weights)
-    if not config.residual_gate:
+    if not is_gated:
         del result['gradient of x']
     return result
 
@@ -356,19 +366,22 @@ def make_case(level, name, mistakes):
         shapes = {
             n[prefix:]: s for n, s in shapes.items() if n.startswith(MIXING) and is_of_mixing(n)
         }
-        if not config.residual_learned:
-            constant = config.residual_lambda or (() if config.residual_gate else (0.5, 0.5))
+        constant = config.residual_lambda
+        if config.residual_weights == 'fixed':
+            constant = constant or (0.5, 0.5)
     observe = LEVELS[level][1]
 
     def arrays(*mistake):
         return {check: t.detach().numpy() for check, t in observe(config, shapes, *mistake).items()}
 
+    if config.residual_lambda[1:] == (0,):  # these mistakes need values of its own in each layer
+        mistakes = ()
     expected = arrays()
     numbers = [a.ravel() if is_whole(check) else sample(a) for check, a in expected.items()]
     seen = {}
     for mistake in mistakes:
         wrong = arrays(mistake)
-        checks = [c for c in filter(is_whole, expected) if shows(wrong[c], expected[c])]
+        checks = [c for c in filter(is_told, expected) if shows(wrong[c], expected[c])]
         if checks:
             seen[mistake] = checks
             numbers += [sample(wrong[check]) for check in checks]
@@ -399,7 +412,7 @@ def main():
             case, arrays[f'{level}/{name}'] = make_case(level, name, mistakes)
             index[level][name] = case
             print(f'{level} {name}: {", ".join(case["mistakes"])}')
-    np.savez_compressed(FIXTURE, index=json.dumps(index), **arrays)
+    np.savez_compressed(FIXTURE, index=json.dumps(index).encode(), **arrays)
 
 
 if __name__ == '__main__':

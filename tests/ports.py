@@ -51,19 +51,19 @@ class Ours:
 
 def mixing_of(config, module=model_py):
     """A port of a mixing: that of layer 1's values in our own model."""
-    attention = module.GPT(module.GPTConfig(**vars(config))).transformer.h[1].attn
+    part = module.GPT(module.GPTConfig(**vars(config))).transformer.h[1].attn.v
 
     def mix(own, source, x, weights):
-        for name, p in attention.named_parameters(prefix='attn'):
+        for name, p in part.named_parameters(prefix='attn.v'):
             p.data = torch.tensor(weights[name]) if name in weights else p.data.double()
         t = {'own': own, 'source': source, 'x': x}
         t = {name: torch.tensor(array, requires_grad=True) for name, array in t.items()}
-        values = attention.mix('v', t['own'], [t['source']], t['x'])
+        values = part.mix(t['own'], [t['source']], t['x'])
 
         def backward(gradient):
-            attention.zero_grad()
+            part.zero_grad()
             values.backward(torch.tensor(gradient))
-            named = dict(attention.named_parameters(prefix='attn'))
+            named = dict(part.named_parameters(prefix='attn.v'))
             t.update((name, named[name]) for name in weights if name in named)
             return {name: p.grad.numpy() for name, p in t.items() if p.grad is not None}
 

@@ -11,7 +11,7 @@ quiet = checkpoints.quiet
 # (port, number of its arguments, variants, how many of each variant's checks fail)
 FOUND = [
     ('llama', 2, ('vanilla', 'gqa'), 0),
-    ('Export', 2, ('svformer-gqa', 'half-heads', 'first-token'), 0),
+    ('Export', 2, ('svformer-gqa', 'half-heads', 'first-token', 'fused-kv'), 0),
     ('authors', 2, ('resformer-gqa', 'neutreno', 'neutreno-resformer'), 0),
     ('authors', 2, ('svformer',), 1),
     ('x_transformers', 4, ('resformer', 'head-gate', 'token'), 0),
