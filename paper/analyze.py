@@ -232,20 +232,20 @@ def mapping(model, idx):
     return {name: stack(layers) for name, layers in by_equation.items()}
 
 
-SINK = 0.3  # a token is a sink if it gets more of the attention of the queries that can see it
-RATE, DRAIN, PEAK = 'sink rate', 'drain', 'peak'
+SINK = 0.3  # a share of attention
 
 
 def sinks(model, idx):
-    """Of each head, position s of the first half of the sequence gets most attention per query that can
-    see it. Of equal ones it is the first. Drain, peak and gradient compare a norm at s with its mean at
-    all other positions.
+    """Of each head, s is the position in the first half of the sequence that gets most attention, as a
+    mean over the queries that can see it; of equals the first. A norm at s is compared with the mean
+    norm at all other positions.
 
-    sink rate  whether s is a sink (Gu et al., arXiv:2410.10781); also whether position 0 is one
-    drain      of the value that the layer attends with (Guo et al., arXiv:2410.13835)
-    peak       of what the block gets (the same)
-    gradient   of the training loss's gradient for that value, through this layer's attention
-    massive    what the block gets: the largest activation over the median (Sun et al., arXiv:2402.17762)
+    sink rate  whether s gets more than SINK (Gu et al., arXiv:2410.10781); also whether position 0 does
+    drain      norm of the value that the layer attends with (Guo et al., arXiv:2410.13835)
+    peak       norm of what the block gets (the same)
+    gradient   norm of the training loss's gradient for that value, through this layer's attention
+    massive    what the block gets: the largest activation over the median, of an even number the lower
+               one (Sun et al., arXiv:2402.17762)
 
     All without dropout, as means over heads (B, layers) and, but for massive, by head (B, layers, nh).
     """
@@ -254,11 +254,10 @@ def sinks(model, idx):
     def attended(q, keys, values):
         return column_sums(q, keys), values[-1]
 
-    def received(x, results):
-        return x
-
     with torch.enable_grad():
-        layers, _, streams, loss = watch(model, idx, attended, stream=received, targets=targets)
+        layers, _, streams, loss = watch(
+            model, idx, attended, stream=lambda x, results: x, targets=targets
+        )
         sums, values = zip(*layers, strict=True)
         gradients = torch.autograd.grad(loss, values)
 
@@ -266,17 +265,18 @@ def sinks(model, idx):
     alpha = stack(sums) / queries  # (B, layers, nh, T)
     most, s = alpha[..., : (len(queries) + 1) // 2].max(dim=3)
     by_head = {
-        RATE: (most > SINK).double(),
+        'sink rate': (most > SINK).double(),
         'sink rate of position 0': (alpha[..., 0] > SINK).double(),
-        DRAIN: over_others(s, values),
-        PEAK: over_others(s, [x[:, None] for x in streams]),
+        'drain': over_others(s, values),
+        'peak': over_others(s, [x[:, None] for x in streams]),
         'gradient': over_others(s, gradients),
     }
-    means = {name: t.mean(dim=2) for name, t in by_head.items()}
-    massive = [over_median(x.double().abs().flatten(1)) for x in streams]
-    return (
-        means | {'massive': stack(massive)} | {f'{name}, by head': by_head[name] for name in means}
-    )
+    sizes = (x.double().abs().flatten(1) for x in streams)
+    massive = [each.amax(dim=1) / each.median(dim=1).values for each in sizes]
+    series = {'massive': stack(massive)}
+    for name, t in by_head.items():
+        series |= {name: t.mean(dim=2), f'{name}, by head': t}
+    return series
 
 
 def over_others(s, layers):
@@ -288,11 +288,6 @@ def over_others(s, layers):
     norms = norms.repeat_interleave(s.size(2) // norms.size(2), dim=2)
     at_s = norms.gather(3, s[..., None])[..., 0]
     return at_s * (norms.size(3) - 1) / (norms.sum(dim=3) - at_s)
-
-
-def over_median(sizes):
-    """The largest over the median (the lower of two), (B, any) -> (B,)."""
-    return sizes.amax(dim=1) / sizes.median(dim=1).values
 
 
 # The paper's, whose claims judge.py knows, and ours.
@@ -522,13 +517,9 @@ PANELS = {
         {'': EXPLAINED},
     ),
     'sinks': (
-        'Attention sinks, value drains and peaks of the residual stream',
+        'Attention sinks, and norms at them over norms elsewhere',
         'share of heads',
-        {
-            RATE: RATE,
-            f'{DRAIN}: |value| at the sink / elsewhere': DRAIN,
-            f'{PEAK}: |block input| at the sink / elsewhere': PEAK,
-        },
+        {'sink rate': 'sink rate', 'drain: |value|': 'drain', 'peak: |block input|': 'peak'},
     ),
 }
 
