@@ -91,7 +91,7 @@ def watch(model, idx, attended=nothing, projected=nothing, stream=nothing, targe
     attended(q, keys, values): of what a layer attends with, in the shapes of model.attend_cross(). A
     gradient for it is that of this layer's attention alone, though other layers may share it.
     projected(x, v): of the values that it projects, (B, T, C), before any are mixed in; None where it
-    projects none. stream(x, results): of what the block gets, (B, T, C), and gives.
+    projects none. stream(x, y): of what the block gets, (B, T, C), and gives.
     """
     blocks = model.transformer.h
     results = [], [None] * len(blocks), [None] * len(blocks)
@@ -174,10 +174,7 @@ def similarity(model, idx):
     def cosines(q, keys, values):
         return [mean_cosine(join_heads(each[-1])) for each in (keys, values)]
 
-    def hidden_state(x, results):
-        return mean_cosine(results[0])
-
-    attended, _, hidden, _ = watch(model, idx, cosines, stream=hidden_state)
+    attended, _, hidden, _ = watch(model, idx, cosines, stream=lambda x, y: mean_cosine(y[0]))
     keys, values = zip(*attended, strict=True)
     return {'hidden states': stack(hidden), 'keys': stack(keys), 'values': stack(values)}
 
@@ -256,7 +253,7 @@ def sinks(model, idx):
 
     with torch.enable_grad():
         layers, _, streams, loss = watch(
-            model, idx, attended, stream=lambda x, results: x, targets=targets
+            model, idx, attended, stream=lambda x, y: x, targets=targets
         )
         sums, values = zip(*layers, strict=True)
         gradients = torch.autograd.grad(loss, values)
