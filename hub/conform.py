@@ -120,7 +120,9 @@ class Case:
     weights: dict  # {name: array}
     # {check: array}, in the order in which a mistake spreads. NaN: this number is not compared.
     expected: dict
-    mistakes: dict  # {mistake, or another variant: {check: sample()} of what it gives otherwise}
+    mistakes: (
+        dict  # {mistake, or another variant: {check: some_numbers()} of what it gives otherwise}
+    )
 
 
 def read_fixture(path=FIXTURE):
@@ -135,7 +137,7 @@ def read_level(level, index, arrays):
     """{variant: Case}"""
     cases = {name: read_case(case, arrays[f'{level}/{name}']) for name, case in index.items()}
     samples = {
-        name: {check: sample(array) for check, array in case.expected.items()}
+        name: {check: some_numbers(array) for check, array in case.expected.items()}
         for name, case in cases.items()
     }
     for case in cases.values():
@@ -164,7 +166,7 @@ def places(size, count=16):
     return np.linspace(0, size - 1, min(count, size)).astype(int)
 
 
-def sample(array):
+def some_numbers(array):
     """Some numbers of an array, by which it is recognized."""
     return array.ravel()[places(array.size)]
 
@@ -274,13 +276,15 @@ def find_mistakes(case, seen, failing):
 
 def shows(case, check, wrong):
     """Whether a sample is not that of the right numbers. (Another variant may have other shapes.)"""
-    right = sample(case.expected[check])
+    right = some_numbers(case.expected[check])
     return wrong.shape == right.shape and not is_close(wrong, right, scale_of(right, wrong))
 
 
 def gives(case, check, wrong, got):
     right = case.expected[check]
-    return got.shape == right.shape and is_close(sample(got), wrong, scale_of(sample(right), wrong))
+    return got.shape == right.shape and is_close(
+        some_numbers(got), wrong, scale_of(some_numbers(right), wrong)
+    )
 
 
 def scale_of(*arrays):
@@ -396,10 +400,10 @@ def print_summary(name, case, given, seen, failing):
     line = f'{name}: {count} of {len(seen)} checks {verb}'
     missing = [check for check in case.expected if check not in seen]
     if missing:
-        line += f'; not checked: {listed(missing, case)}'
+        line += f'; not checked: {names_of(missing, case)}'
     unknown = [c for c in given if c not in case.expected]
     if unknown:
-        line += f'; given by the port, but unknown here: {listed(unknown, case)}'
+        line += f'; given by the port, but unknown here: {names_of(unknown, case)}'
     print(line)
 
 
@@ -421,16 +425,16 @@ def explain_failure(observe, port, case, seen, failing, kept):
     if not (is_said or found.keys() & MISTAKES.keys()):
         words = '; '.join(filter(None, [words, unread(observe, port, case)]))
     words = words or unknown(case, seen, check)
-    print(f'  {check}{difference(seen[check], case.expected[check])}, {words}')
+    print(f'  {check}{how_it_differs(seen[check], case.expected[check])}, {words}')
     likewise = [c for c in failing[1:] if any(c in checks for checks in found.values())]
     others = [c for c in failing[1:] if c not in likewise]
     if likewise:
-        print(f'    likewise {listed(likewise, case)}')
+        print(f'    likewise {names_of(likewise, case)}')
     if others:
-        print(f'    also wrong: {listed(others, case)}')
+        print(f'    also wrong: {names_of(others, case)}')
 
 
-def listed(checks, case):
+def names_of(checks, case):
     """Checks with commas between them; the gradients of many weights by their number."""
     weights = [c for c in checks if c.removeprefix('gradient of ') in case.weights]
     if len(weights) > 4:
@@ -439,7 +443,7 @@ def listed(checks, case):
     return ', '.join(checks)
 
 
-def difference(got, right):
+def how_it_differs(got, right):
     """Where a port's array differs most, and how."""
     if got.shape != right.shape:
         return f': expected shape {right.shape}, got {got.shape}'
@@ -476,7 +480,7 @@ def choose_cases(cases, names):
     return {name: cases[name] for name in chosen}
 
 
-def describe(case, usual):
+def print_settings(case, usual):
     """Print a variant's settings, but for those that are off as in another case, and its weights."""
     usual = vars(usual.config)
     for name, value in vars(case.config).items():
@@ -494,7 +498,7 @@ def main():
         if settings.variant and not settings.port:
             for name, case in choose_cases(levels['model'], settings.variant).items():
                 print(name)
-                describe(case, levels['model']['vanilla'])
+                print_settings(case, levels['model']['vanilla'])
             sys.exit(0)
         if not settings.port:
             names = ', '.join(levels['model'])
