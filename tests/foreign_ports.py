@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hub.convert import export, llama_settings
-from hub.read import VARIANT, layout
 from lib import tokenizer
+from lib.outside import VARIANT, layout
 from model import GPT, GPTConfig
 
 PORTS = Path(os.environ.get('PORTS', 'ports'))
