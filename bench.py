@@ -35,6 +35,7 @@ import gc
 import importlib.util
 import re
 import statistics
+import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch import config as functorch_config
+from tqdm import tqdm
 
 from configurator import choose, configure
 from lib.files import first_line, one_line_errors
@@ -508,6 +510,23 @@ def attempt(row, act, *args):
     torch.cuda.empty_cache()
 
 
+def turns(rows, settings, machine):
+    """(row, whether its step is timed) of each step, in order, with a bar and the time left.
+
+    The first steps, which compile, have a bar of their own: they would spoil the other's estimate.
+    """
+    rounds = range(-settings.warmup, settings.rounds)
+    order = [(row, round_ >= 0) for round_ in rounds for row in rows]
+    bars = {'first steps': order[: len(rows)], 'steps': order[len(rows) :]}
+    for name, steps in bars.items():
+        bar = tqdm(steps, desc=name, disable=not machine.is_first)
+        for row, timed in bar:
+            bar.set_postfix_str(row.name)
+            yield row, timed
+            if name == 'first steps' and not row.problem:
+                bar.write(f'{row.name}: {row.first:.1f} s', file=sys.stderr)
+
+
 def time_groups(groups, settings, about, machine):
     """Time rows and print a table for each group of them. Returns the numbers of all.
 
@@ -520,10 +539,9 @@ def time_groups(groups, settings, about, machine):
         finished = numbers['rows']
         for row in rows:
             attempt(row, row.build, machine)
-        for round_ in range(-settings.warmup, settings.rounds):
-            for row in rows:
-                attempt(row, row.step, batch, round_ >= 0)
-            if round_ >= 0:
+        for row, timed in turns(rows, settings, machine):
+            attempt(row, row.step, batch, timed)
+            if timed and row is rows[-1]:
                 reports = compared(rows)
                 numbers['rows'] = finished + reports
                 save_numbers(numbers, settings, machine)
