@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The paper's main comparison on one machine with eight GPUs: vanilla, ResFormer and SVFormer, 82M
+# parameters, 20B tokens of SlimPajama each.
+#
+# $ bash runs/82m_8gpu.sh                 # from a fresh clone; a second call goes on where it stopped
+#
+# Preparation downloads 56 GB, takes about two core-hours, and needs 82 GB of disk while it works. A
+# training takes about 6 H100-hours (estimated, results/scale/README.md): 45 minutes on eight.
+#
+# These are one seed of each model: numbers, and no verdict. For a verdict, give compare.py the same
+# as arms with several seeds; it trains what is missing on all eight GPUs, one run after the other:
+#   python compare.py config/vanilla_82m.py --name=82m --seeds=3 --gpus=8 \
+#       --arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$PWD/.venv/bin:$PATH"
+make setup
+
+python prepare_slimpajama.py
+
+for model in vanilla resformer svformer; do
+    torchrun --standalone --nproc_per_node=8 train.py "config/${model}_82m.py" --init_from=auto
+done
+
+python evaluate.py loss out/vanilla_82m out/resformer_82m out/svformer_82m --out=out/losses_82m.json
+python compare.py out/vanilla_82m out/resformer_82m out/svformer_82m --name=82m_one_seed
