@@ -36,6 +36,9 @@ demo: setup
 		--arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
 	$(RUN) sample.py --out_dir=$(DEMO)/svformer_lr0.002_seed1 --start="def " --max_new_tokens=200 \
 		--temperature=0.6
+	@echo
+	@echo 'The report: $(DEMO)/report.html. An idea of your own, here with the previous layer as the source:'
+	@echo '$(RUN) compare.py config/demo.py --name=mine --seeds=3 --arms="vanilla; mine: v_residual=previous"'
 
 test: $(VENV)/requirements-dev
 	$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
