@@ -62,9 +62,9 @@ def test_each_mistake_is_named(name, tmp_path, capsys):
         assert failures and words in said and 'unknown' not in said, said
 
 
-def test_the_mistake_that_the_readme_shows(tmp_path, capsys):
+def test_the_mistake_that_a_page_shows(tmp_path, capsys):
     _, said = check(patched_model('mistake_detached', tmp_path), 'model', 'resformer', capsys)
-    assert said in (ROOT / 'README.md').read_text()
+    assert said in (ROOT / 'docs/use.md').read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The README's promises: its patch is one that is tested, its commands parse, its numbers are true."""
+"""README and docs/: the patch is one that is tested, commands parse, numbers are true, and it is short."""
 
 import importlib
 import itertools
@@ -16,7 +16,9 @@ from configurator import configure
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-README = (ROOT / 'README.md').read_text()
+DOCS = {path.name: path for path in (ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md')))}
+TEXTS = {name: path.read_text() for name, path in DOCS.items()}
+README = TEXTS['README.md']
 
 
 def test_the_patch_that_it_shows_is_one_that_is_tested():
@@ -29,16 +31,22 @@ def test_grep_shows_the_one_line_of_resformer():
     """The README's first screen promises it."""
     word = re.search(r'`grep "(.*?)" model.py`', README)[1]
     (line,) = [line for line in (ROOT / 'model.py').read_text().splitlines() if word in line]
-    assert 'source' in line.split('#')[0]
+    assert 'mixed =' in line.split('#')[0]
+
+
+def test_it_is_read_in_minutes():
+    assert len(README.split()) <= 1300
+    assert all(len(text.split()) <= 600 for name, text in TEXTS.items() if name != 'README.md')
 
 
 def commands_of(path):
     """[words] of each command of ours in a page's code, in a program's first lines or in the Makefile,
     without `python`, or torchrun and its options."""
     text = path.read_text().replace('\\\n', ' ')
+    text = re.sub("@echo '(.*)'", r'\1', text)
     # There is no run here to resume, and no file of yours.
-    stand_ins = {'$(RUN)': 'python', 'yours': 'demo', '--init_from=resume': '--init_from=auto'}
-    for words, stand_in in stand_ins.items():
+    text = re.sub(r'--init_from=(resume|out/\S+)', '--init_from=auto', text)
+    for words, stand_in in {'$(RUN)': 'python', 'yours': 'demo'}.items():
         text = text.replace(words, stand_in)
     if path.suffix == '.md':
         text = '\n'.join(re.split(r'^```.*$', text, flags=re.M)[1::2])  # between fences
@@ -80,9 +88,13 @@ def parse(words, monkeypatch):
 @pytest.mark.parametrize(
     'name, least',
     [
-        ('README.md', 14),
+        ('README.md', 10),
+        ('docs/train.md', 6),
+        ('docs/data.md', 3),
+        ('docs/ideas.md', 2),
+        ('docs/use.md', 11),
         ('paper/README.md', 6),
-        ('Makefile', 3),
+        ('Makefile', 4),
         ('train.py', 5),
         ('compare.py', 4),
         ('bench.py', 3),
@@ -102,7 +114,7 @@ def test_every_command_that_a_page_names_is_one_that_its_program_takes(name, lea
 def test_no_two_comparisons_have_one_name():
     """compare.py refuses to go on with another plan."""
     arms = {}
-    pages = (ROOT / name for name in ('README.md', 'Makefile', 'compare.py'))
+    pages = (*DOCS.values(), ROOT / 'Makefile', ROOT / 'compare.py')
     for words in itertools.chain(*map(commands_of, pages)):
         flags = dict(word[2:].split('=', 1) for word in words[1:] if word.startswith('--'))
         if words[0] == 'compare.py' and 'arms' in flags:
@@ -112,28 +124,38 @@ def test_no_two_comparisons_have_one_name():
 
 
 def test_every_setting_of_training_that_it_names_exists():
-    of_others = ('--contrasts', '--gpus', '--key', '--peers', '--rates')
-    flags = re.findall(r'`(--[\w-]+=(?:"[^"]*"|[\w.-]+))`', README)
-    flags = [flag for flag in flags if not flag.startswith(of_others)]
-    for flag in flags:
-        flag = flag.replace('PATH', 'scratch').replace('"', '')
-        configure(TrainConfig, GPTConfig, argv=['--v_residual=True', flag])
-    assert len(flags) >= 5, flags
+    of_others = '--contrasts --gpus --judgement --key --mixed_code --peers --print --rates'.split()
+    of_training = []
+    for code in re.findall('`(--[^`]+)`', ''.join(TEXTS.values())):
+        flags = re.findall(r'--[\w-]+=(?:"[^"]*"|[\w.-]+)', code)
+        if flags and flags[0].split('=')[0] not in of_others:
+            flags = [flag.replace('PATH', 'scratch').replace('"', '') for flag in flags]
+            configure(TrainConfig, GPTConfig, argv=['--v_residual=True', *flags])
+            of_training += flags
+    assert len(of_training) >= 5, of_training
 
 
 def test_every_file_that_it_names_exists():
-    links = re.findall(r'\]\(([^)#:]+)\)|src="([^"]+)"|`((?:\w+/)?\w+\.py|\w+/)`', README)
-    for name in map(''.join, links):
-        assert (ROOT / name).exists(), name
-    assert len(links) >= 20
+    names = 0
+    for page, text in TEXTS.items():
+        links = re.findall(r'\]\(([^)#:]+)\)|src="([^"]+)"', text)
+        for name in map(''.join, links):
+            assert (DOCS[page].parent / name).exists(), f'{page}: {name}'
+        files = re.findall(r'`((?:\w+/)*[a-z_]+\.(?:py|sh)|\w+/)`', text)
+        for name in files:
+            assert (ROOT / name).exists(), f'{page}: {name}'
+        names += len(links) + len(files)
+    assert names >= 55
 
 
 def test_the_memory_that_it_names_is_what_was_counted():
     rows = json.loads((ROOT / 'results/fakegpu/torch_2.13.json').read_text())['rows']
     gib = [math.ceil(rows[f'{size}m vanilla']['step_gib']) for size in (82, 180, 468)]
     assert (
-        'vanilla takes {} GiB of each GPU at 82M, {} at 180M and {} at 468M'.format(*gib) in README
+        'vanilla takes {} GiB of each GPU at 82M, {} at 180M and {} at 468M'.format(*gib)
+        in TEXTS['train.md']
     )
+    assert f'and {gib[0]} GiB of each GPU' in README
 
 
 def test_the_gpu_hours_that_it_names_are_those_of_its_run():
@@ -142,7 +164,8 @@ def test_the_gpu_hours_that_it_names_are_those_of_its_run():
         flops = GPT(config).flops_per_token(config.block_size)
     tokens = settings.max_iters * settings.rows_per_step * config.block_size
     hours = tokens * flops / (0.45 * 989e12) / 3600
-    assert f'{hours:.2f} GPU-hours if an H100 reaches 45% of 989 TFLOP/s' in README
+    said = f'about {hours:.0f} H100-hours (estimated'
+    assert said in README and said in (ROOT / 'runs/82m_8gpu.sh').read_text()
 
 
 def test_the_differences_that_it_prints_are_those_of_the_claims():
@@ -150,7 +173,7 @@ def test_the_differences_that_it_prints_are_those_of_the_claims():
     page = (ROOT / 'results/claims/README.md').read_text()
     row = r'^\| (.+ - .+) \| \d \| .* \| \**[+-]([\d.]+) ± ([\d.]+)\** \| .* \|$'
     table = {name: numbers for name, *numbers in re.findall(row, page, re.M)}
-    for text in (README, (ROOT / 'results/README.md').read_text()):
+    for text in (TEXTS['results.md'], (ROOT / 'results/README.md').read_text()):
         for name in ('SVFormer - vanilla', 'ResFormer - vanilla', 'ResFormer - NeuTRENO'):
             mean, half = map(float, table[name])
             assert f'{mean:.3f} ± {half:.3f}' in text, name
@@ -172,5 +195,53 @@ def test_the_cache_sizes_are_what_new_cache_allocates():
             options = eval(f'dict({settings})', {'n_head': shape.get('n_head', 8)})
             assert f'{cache_bytes(**shape, **options):,}' == size, settings
 
-    said = re.search('Per token at 82M, in half precision: (.*)', README)[1]
+    said = re.search('Per token at 82M, in half precision: (.*)', TEXTS['use.md'])[1]
     assert re.findall(r'\d+,\d+', said) == [rows[i][2] for i in (0, 1, 2, 5)]
+
+
+def test_its_table_of_results_is_that_of_the_pages():
+    """Losses as results/embedding has them, which tests/test_results.py computes; the rest at 82M."""
+    page = (ROOT / 'results/embedding/README.md').read_text()
+    means = dict(re.findall(r'^\| ([\w, ]+) \| (?:\S+ \| )?(\d\.\d{4}) \| 0', page, re.M))
+    contrasts = re.findall(r'^\| (.*?) \| (\S+) \| (\S+ to \S+) \| .* \| (\w+) \|$', page, re.M)
+    contrasts = {name: rest for name, *rest in contrasts}
+    times = (ROOT / 'results/family/README.md').read_text()
+    rows = re.findall(r'^\| (vanilla|ResFormer|SVFormer) \| (.*) \|$', README, re.M)
+    for name, cells in rows:
+        *losses, parameters, cache, time = cells.split(' | ')
+        for loss, norm in zip(losses, ('', ', norm'), strict=True):
+            expected = f'{float(means[name + norm]):.3f}'
+            if name != 'vanilla':
+                mean, interval, verdict = contrasts[f'{name}{norm} - vanilla{norm}']
+                expected = f'{float(mean):+.3f}'
+                expected = f'**{expected}**' if verdict == 'better' else expected
+                ends = (f'{float(end):+.3f}' for end in interval.split(' to '))
+                expected += ' ({} to {})'.format(*ends)
+            assert loss == expected, name + norm
+        variant = {'ResFormer': {'v_residual': True}, 'SVFormer': {'share_v': True}}.get(name, {})
+        assert cache == f'{cache_bytes(**variant):,}'
+        if name == 'vanilla':
+            assert parameters == f'{count("vanilla") / 1e6:.0f}M' and time == '1.00'
+        else:
+            assert parameters == more_parameters(name.lower())
+            assert f'| {name.lower()} | {time} (' in times
+    assert len(rows) == 3
+
+
+def count(name):
+    """Parameters of config/NAME_82m.py."""
+    _, config = configure(TrainConfig, GPTConfig, argv=[f'config/{name}_82m.py'])
+    with torch.device('meta'):
+        return sum(p.numel() for p in GPT(config).parameters())
+
+
+def more_parameters(name):
+    more = count(name) - count('vanilla')
+    return f'{more / 1e6:+.2f}M' if more else '+0'
+
+
+def test_its_table_of_the_family_counts_parameters():
+    rows = re.findall(r'^\| `(\w+)` \| .* \| (\S+) \|$', README, re.M)
+    for name, parameters in rows:
+        assert parameters == more_parameters(name), name
+    assert len(rows) >= 13
