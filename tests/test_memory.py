@@ -111,13 +111,13 @@ def test_fp16_loss_gradients_do_not_overflow_in_the_sum_over_rows():
 
 def test_a_learned_weight_has_a_finite_gradient_in_float16():
     """Its gradient is a sum over all positions, far beyond what a half-precision number holds."""
-    attention = GPT(config_of('learned')).transformer.h[1].attn
+    part = GPT(config_of('learned')).transformer.h[1].attn.v
     shape = (4, 8, 1024, 8)
     source, own = torch.full(shape, 2.0).half(), torch.full(shape, 3.0).half()
-    mixed = attention.mix('v', own, [source], None)
+    mixed = part.mix(own, [source], own)
     assert mixed.dtype == torch.float16
     mixed.float().sum().backward()
-    gradient, elements = attention.residual_lambda.grad.tolist(), source.numel()
+    gradient, elements = part.residual_lambda.grad.tolist(), source.numel()
     assert gradient == [2.0 * elements, 3.0 * elements]
     assert min(gradient) > torch.finfo(torch.float16).max
 
