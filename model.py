@@ -11,7 +11,8 @@ All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and
 So the wiring of a model is three questions per layer, asked separately of q, k and v:
   1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
-  3. What happens at attention? See residual_map and neutreno in GPTConfig.
+  3. What happens at attention? See residual_map, neutreno and exclusive in GPTConfig.
+wire() works out the answers from a GPTConfig, once, with the weights of each mixture.
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -21,7 +22,7 @@ Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
 (vN: layer N owns its values; │: it borrows those above; <: it mixes the source into its own.)
 
 Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are
-raw. *Attended*: mixed and rotated; attention and borrowers read it.
+raw. *Attended*: what attention reads, and borrowers: mixed, and q and k rotated.
 
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
@@ -66,14 +67,15 @@ class GPTConfig:
     v_residual: bool | str = False  # True: the first layer's; or another name in SOURCES (Fig. 8)
     q_residual: bool | str = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
-    residual_weights: str = 'fixed'  # learned; or of v from x, per token: head (nanochat), channel
+    residual_weights: str = 'fixed'  # or learned; or gates of v, from x: head, channel (RWKV-7)
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
     residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
     residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
     gate_inputs: int = 0  # of head: how many channels of x it reads; 0: all
     gate_bias: bool = False  # of head: with a bias
     gate_rank: int = 32  # of channel: its inner width
-    # sharing: True: all layers use layer 1's; m: each m layers their first one's; or owners, (0, 0, 2)
+    # sharing: True: all layers use the first one's; m: each m layers use their first one's; a tuple
+    # of 0-based layers: each layer's owner, such as (0, 0, 2)
     share_q: bool | int | tuple = False  # borrow the queries of an earlier layer (Fig. 13)
     share_k: bool | int | tuple = False  # the keys (Figs. 4, 13); 2, with share_v=2: CLA
     share_v: bool | int | tuple = False  # the values: SVFormer (Eq. 10, Fig. 14)
@@ -127,8 +129,8 @@ SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 
 
 class Part(nn.Module):
-    """The queries, keys or values of a layer. A layer that owns them projects them; a borrower has
-    nothing. wiring: a PartWiring."""
+    """The queries, keys or values of a layer. A layer that owns them projects them, unless their weight
+    in its mixture is 0 for ever; a borrower has nothing. wiring: a PartWiring."""
 
     def __init__(self, config, wiring):
         super().__init__()
@@ -172,12 +174,13 @@ class Part(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             weights = self.weights(x)[: len(tensors)]
             first, *others = [w * t for w, t in zip(weights, tensors, strict=True)]
-            mixed = sum(others, first)  # ResFormer: V_1 / 2 + V_n / 2
+            mixed = sum(others, first)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
 
     def weights(self, x):
         """One weight per source, then the layer's own: numbers, or tensors that broadcast to
-        (B, heads, T, hs). x (B, T, C): what the layer projects."""
+        (B, heads, T, hs). x (B, T, C): what the layer projects. By default, all are equal, and their
+        sum is 1."""
         kind = self.wiring.residual_weights
         if kind == 'learned':
             return self.residual_lambda[:, None]

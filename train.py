@@ -319,12 +319,13 @@ def check_rates(settings, config):
     For a run that trains, not for every TrainConfig: compare.py reads the learning_rate of an arm
     before it scales min_lr with it.
     """
-    rates = {needs.rate for needs in GPT.without_weights(config).needs.values()}
-    refuse(
-        settings.table_rate != 1 and 'table_rate' not in rates,
-        f'table_rate={settings.table_rate} does nothing with v_residual={config.v_residual!r}, '
-        'which has no table; drop it',
-    )
+    if settings.table_rate != 1:
+        rates = {needs.rate for needs in GPT.without_weights(config).needs.values()}
+        refuse(
+            'table_rate' not in rates,
+            f'table_rate={settings.table_rate} does nothing with v_residual={config.v_residual!r}, '
+            'which has no table; drop it',
+        )
     if settings.cooldown_iters:
         check_cooldown(settings)
     if not settings.decay_lr or settings.eval_only:
