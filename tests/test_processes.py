@@ -124,7 +124,7 @@ def test_torchrun_takes_the_command_lines_that_train_begins_with():
 def torchrun_with(case, out_dir, restarts=0, **options):
     """Two processes that meet with an accident, and that torchrun starts again.
 
-    In the environment is the setting that the README says a restart needs.
+    In the environment is the setting that results/trust says a restart needs.
     """
     words = command_line(out_dir, options)
     environment = {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
