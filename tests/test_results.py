@@ -267,7 +267,7 @@ def test_what_bad_starts_handicaps_and_too_few_seeds_make_of_the_embeddings_numb
     gain = both[1] - both[0]
     without = np.delete(gain, (3, 6))  # seeds 6 and 9
     low, high = scipy.stats.ttest_1samp(without, 0).confidence_interval(0.95)
-    for some in (text, (ROOT / 'README.md').read_text()):
+    for some in (text, (ROOT / 'docs/results.md').read_text()):
         assert f'{np.median(gain):.3f}' in some
         assert f'{without.mean():.3f} ± {(high - low) / 2:.3f}' in some
 
