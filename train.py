@@ -628,10 +628,9 @@ def carry_on(checkpoint, start, settings, warn):
     start.step = checkpoint['step']
     start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
     start.wandb_id = None if settings.forks else checkpoint.get('wandb_id')
-    # Older checkpoints do not say these.
-    start.skipped = checkpoint.get('skipped', (0, 0))
-    start.origin = checkpoint.get('origin', 'unknown')
-    start.before = checkpoint.get('provenance', {})
+    start.skipped = checkpoint['skipped']
+    start.origin = checkpoint['origin']
+    start.before = checkpoint['provenance']
     # Where a finished run is extended, the rate may jump.
     changes = {name: old for name, (old, _) in start.changed.items()}
     before = SimpleNamespace(**asdict(settings) | changes)
