@@ -587,11 +587,13 @@ def wire_layer(config, owners, n):
     # Values may be mapped in another way than mixed before attention.
     of_values = {config.residual_map: sources['v']}
     sources['v'] = of_values.get('current', [])
-    q, k, v = (wire_part(config, part, owners[part], n) for part in 'qkv')
+    lenders = owners
     if config.share_v_heads:  # a borrower, too, attends with values of its own
         owners = owners | {'v': {}}
-    for part in (q, k, v):
-        add_sources(config, part, keys(part.part, owners, sources[part.part]))
+    q, k, v = (
+        wire_part(config, part, lenders[part], n, keys(part, owners, sources[part]))
+        for part in 'qkv'
+    )
     # NeuTRENO's V_1 - V_n is zero where nothing is mixed into V_1, and where all layers attend with it.
     differs = (n > 0 or v.sources) and (config.share_v_heads or any(owners['v'].values()))
     return LayerWiring(
@@ -610,33 +612,33 @@ def keys(part, owners, layers):
     return [(part, owners[part].get(layer, layer)) for layer in layers]
 
 
-def wire_part(config, part, owners, n):
-    """A part of layer n, without its sources."""
+def wire_part(config, part, owners, n, sources):
+    """A part of layer n, into which the tensors with these keys are mixed."""
     heads = config.n_head if part == 'q' else config.kv_heads
     if owners[n] == n:
-        return PartWiring(part, n, n, heads)
+        return PartWiring(part, n, n, heads, None, sources, **mixture(config, part, len(sources)))
     if part == 'v' and config.share_v_heads:
         return PartWiring(part, n, n, heads - config.share_v_heads, joins=('v', owners[n]))
     return PartWiring(part, n, owners[n], heads=0)
 
 
-def add_sources(config, part, sources):
-    """Let the tensors with these keys be mixed into a PartWiring."""
-    if not sources:
-        return
+def mixture(config, part, count):
+    """{field of PartWiring: value} of how so many sources are weighted."""
+    if not count:
+        return {}
     kind = config.residual_weights
-    if kind in GATES and part.part != 'v':
+    if kind in GATES and part != 'v':
         kind = 'fixed'
-    part.sources, part.residual_weights = sources, kind
-    settings = {name: getattr(config, name) for name in WEIGHTS[kind]}
-    weights = settings.pop('residual_lambda', ())
-    uniform = 1 / (len(sources) + 1)
+    gate = {name: getattr(config, name) for name in WEIGHTS[kind]}
+    given = gate.pop('residual_lambda', ())
+    uniform = 1 / (count + 1)
     if kind not in GATES:
-        weights = weights or (uniform, uniform)
-    if weights:
-        source, own = weights
-        part.weights = [float(source)] * len(sources) + [float(own)]
-    part.gate = settings
+        given = given or (uniform, uniform)
+    weights = []
+    if given:
+        source, own = given
+        weights = [float(source)] * count + [float(own)]
+    return {'residual_weights': kind, 'weights': weights, 'gate': gate}
 
 
 def owners_of(config, part):
