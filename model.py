@@ -113,8 +113,8 @@ class GPTConfig:
 
     @classmethod
     def saved(cls, values):
-        """The config of a checkpoint or an import, {field: value}. Settings of it may change nothing:
-        other versions of this code accepted them."""
+        """The config of a checkpoint or an import, {field: value}. It is not checked for settings that
+        do nothing: other versions of this code accepted some."""
         config = cls()
         unknown = ', '.join(sorted(values.keys() - vars(config).keys()))
         refuse(unknown, f'GPTConfig has no {unknown}: a field of another model.py')
@@ -137,7 +137,7 @@ class Part(nn.Module):
         self.config, self.wiring = config, wiring
         if wiring.projects:
             self.proj = make_proj(config, wiring)
-        if config.qk_norm and wiring.part == 'q' and wiring.heads:
+        if config.qk_norm and wiring.name == 'q' and wiring.heads:
             parameter(self, 'gain', torch.full((config.n_head,), 1.44))
         if wiring.sources:
             add_mixing_weights(self)
@@ -147,7 +147,7 @@ class Part(nn.Module):
         Arguments as in Attention.forward()."""
         wiring, key = self.wiring, self.wiring.key
         if not wiring.heads:
-            return attended[wiring.part, wiring.owner]  # borrowed
+            return attended[wiring.name, wiring.owner]  # borrowed
 
         # Project, and mix the sources in.
         own = None
@@ -156,7 +156,7 @@ class Part(nn.Module):
             raw[key] = join(own, raw, wiring.joins)
         t = self.mix(own, [raw[source] for source in wiring.sources], x) if wiring.sources else own
 
-        if wiring.part != 'v':
+        if wiring.name != 'v':
             t = self.norm(t)
             t = rotate(t, *rope) if rope else t
         if cache is not None:
@@ -179,11 +179,11 @@ class Part(nn.Module):
 
     def weights(self, x):
         """One weight per source, then the layer's own: numbers, or tensors that broadcast to
-        (B, heads, T, hs). x (B, T, C): what the layer projects. By default, all are equal, and their
-        sum is 1."""
+        (B, heads, T, hs). x (B, T, C): what the layer projects. ResFormer's are 1/2 and 1/2, because
+        by default all are equal and their sum is 1: see mixture()."""
         kind = self.wiring.residual_weights
         if kind == 'learned':
-            return self.residual_lambda[:, None]
+            return self.residual_lambda[:, None]  # a 0-d weight would not widen what it multiplies
         if kind in GATES:
             return self.gated(x)
         return self.wiring.weights
@@ -213,7 +213,7 @@ class Part(nn.Module):
         """q or k (B, heads, T, hs) with qk_norm, where it is on."""
         if not self.config.qk_norm:
             return t
-        gain = self.gain[:, None, None] if self.wiring.part == 'q' else 1.0
+        gain = self.gain[:, None, None] if self.wiring.name == 'q' else 1.0
         return (rms_norm(self.config, t) * gain).to(t.dtype)
 
 
@@ -235,8 +235,11 @@ class Attention(nn.Module):
         (T, hs) each, or () for gpt2. cache: a KVCache or None. mask: attend()'s.
         """
         B, T, C = x.size()
-        raw, attended = dict(raw), dict(attended)  # the caller keeps its own
-        q, _, v = (part(x, raw, attended, rope, cache) for part in (self.q, self.k, self.v))
+        # Activation checkpointing calls twice with the same ones.
+        raw, attended = dict(raw), dict(attended)
+        q = self.q(x, raw, attended, rope, cache)
+        self.k(x, raw, attended, rope, cache)  # into attended, from where they are read below
+        v = self.v(x, raw, attended, rope, cache)
 
         # What it attends to: its keys and values, also of the tokens in the cache, and with the cross
         # map those of its sources.
@@ -290,9 +293,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, wiring):
         super().__init__()
-        self.ln_1 = norm(config)
+        self.ln_1 = make_norm(config)
         self.attn = Attention(config, wiring)
-        self.ln_2 = norm(config)
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x, *others):
@@ -314,7 +317,7 @@ class GPT(nn.Module):
                 'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
                 've': nn.ModuleDict(),
                 'vx': nn.ModuleDict(),
-                'ln_f': norm(config),
+                'ln_f': make_norm(config),
             }
         )
         # The sources that are no layers, by their names in `transformer`.
@@ -510,7 +513,7 @@ SOURCES = {
     'anchor': lambda n, L: ['anchor'],  # one projection of x_0 for all layers (2601.08131)
 }
 
-# residual_weights: the settings that each kind of weights reads.
+# residual_weights: the settings that each kind of weights reads, named residual_... or gate_....
 WEIGHTS = {
     'fixed': ('residual_lambda',),
     'learned': ('residual_lambda',),
@@ -524,7 +527,7 @@ GATES = ('head', 'channel')  # of v alone: q and k have fixed weights then
 class PartWiring:
     """How layer n gets its q, k or v. A key, (part, layer), names a raw or an attended tensor."""
 
-    part: str  # q, k or v
+    name: str  # q, k or v
     n: int
     owner: int  # the layer whose tensor it attends with; vanilla: itself
     heads: int  # the number of heads that it has itself; 0: it borrows them
@@ -532,11 +535,11 @@ class PartWiring:
     sources: list = field(default_factory=list)  # keys of the raw tensors that are mixed in
     residual_weights: str = ''  # how they are weighted; '': nothing is mixed in
     weights: list = field(default_factory=list)  # of each source, then its own; []: a gate has them
-    gate: dict = field(default_factory=dict)  # {setting: value} of a gate
+    gate: dict = field(default_factory=dict)  # {setting: value} of a gate, which acts() compares
 
     @property
     def key(self):
-        return self.part, self.n
+        return self.name, self.n
 
     @property
     def projects(self):
@@ -577,7 +580,7 @@ def wire(config):
         for part in layer.parts:
             joined = [part.joins] if part.joins else []
             raw.update(part.sources, joined)
-            attended.update([(part.part, part.owner)], joined)
+            attended.update([(part.name, part.owner)], joined)
     return layers
 
 
@@ -594,8 +597,9 @@ def wire_layer(config, owners, n):
         wire_part(config, part, lenders[part], n, keys(part, owners, sources[part]))
         for part in 'qkv'
     )
-    # NeuTRENO's V_1 - V_n is zero where nothing is mixed into V_1, and where all layers attend with it.
-    differs = (n > 0 or v.sources) and (config.share_v_heads or any(owners['v'].values()))
+    # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
+    is_first = keys('v', owners, [n]) == [('v', 0)]
+    differs = not is_first or sources_of(config, 'v', lenders['v'], 0)
     return LayerWiring(
         n,
         q,
@@ -646,8 +650,8 @@ def owners_of(config, part):
     share, layers = getattr(config, f'share_{part}'), range(config.n_layer)
     if isinstance(share, tuple):
         return {n: n for n in layers} | dict(enumerate(share))
-    every = {True: config.n_layer, False: 1}[share] if isinstance(share, bool) else share
-    return {n: n - n % every for n in layers}
+    period = {True: config.n_layer, False: 1}[share] if isinstance(share, bool) else share
+    return {n: n - n % period for n in layers}
 
 
 def sources_of(config, part, owners, n):
@@ -723,7 +727,7 @@ def make(kind, *shape, draw=None, decay=True, muon=False, **needs):
 
 def make_proj(config, wiring):
     """The projection of a part, (the heads that it has) * hs rows."""
-    heads = config.n_head if wiring.part == 'q' else config.kv_heads
+    heads = config.n_head if wiring.name == 'q' else config.kv_heads
     hs = config.head_size
     return make(
         nn.Linear,
@@ -775,7 +779,7 @@ def make_weights(starts):
     return weights
 
 
-def norm(config):
+def make_norm(config):
     kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
     return kind(config.n_embd, eps=config.norm_eps)
 
@@ -1112,8 +1116,8 @@ def check(config):
             continue
         idle = f'{name}={value!r} does nothing'
         for other, blamed in (config.variant() | config.shape()).items():
-            without = change(config, other, getattr(type(config), other))
-            refuse(acts(without, name), f'{idle} with {other}={blamed!r}; drop one of them')
+            plain = change(config, other, getattr(type(config), other))
+            refuse(acts(plain, name), f'{idle} with {other}={blamed!r}; drop one of them')
         switches = [f.name for f in fields(config) if f.default is False]
         switches = [switch for switch in switches if acts(change(config, switch, True), name)]
         advice = f'turn on {" or ".join(switches)}, or drop it' if switches else 'drop it'
@@ -1122,8 +1126,8 @@ def check(config):
 
 def acts(config, name):
     """Whether a setting changes what a model is made of, compared with its default."""
-    without = change(config, name, getattr(type(config), name))
-    return ingredients(config) != ingredients(without)
+    plain = change(config, name, getattr(type(config), name))
+    return ingredients(config) != ingredients(plain)
 
 
 def ingredients(config):

@@ -63,7 +63,7 @@ def arrows(config):
     for n, layer in enumerate(wire(config)):
         for part in layer.parts:
             if part.owner != n:
-                result.append(Arrow('borrow', part.part, part.owner, n))
+                result.append(Arrow('borrow', part.name, part.owner, n))
             if part.joins:
                 result.append(Arrow('join', *part.joins, n))
             result += [Arrow('mix', *source, n) for source in part.sources]

@@ -40,7 +40,10 @@ def arrows_by_hand(config):
                 else:
                     expected |= {Arrow('attend', p, own[p], n) for p in 'kv'}
         tables = reference.sources_of(config, 'v', 0)
-        if config.neutreno and (n > 0 or tables):
+        attends_to_first = reference.owner(config, 'v', n) == 0
+        if config.share_v_heads and n > 0:  # not with its own heads
+            attends_to_first = False
+        if config.neutreno and (tables or not attends_to_first):
             expected.add(Arrow('pull', 'v', 0, n))
         if config.x0_residual:
             expected.add(Arrow('enter', 'block', 'x_0', n))

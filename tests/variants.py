@@ -138,6 +138,9 @@ VARIANTS = {
     ),
     'SVFormer on a table': dict(SV, v_residual='token', residual_layers=(0,)),
     'NeuTRENO on tables': dict(v_residual='token', residual_layers=(0, 1), neutreno=0.4),
+    'NeuTRENO on SVFormer of tables': dict(
+        share_v=True, v_residual='token', residual_layers=(0,), neutreno=0.4
+    ),
     'projections of x0': dict(v_residual='x0', residual_layers=(0, 2), n_kv_head=2),
     'projection of x0 as in slowrun': dict(
         v_residual='x0',
