@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from variants import RES, SIZE, VARIANTS, config_of, make, tokens, uncovered
+from variants import SIZE, VARIANTS, config_of, make, tokens, uncovered
 
 from model import GPT, GPTConfig
 from train import TrainConfig, checkpoint_blocks, make_optimizers
@@ -282,28 +282,41 @@ def test_activation_checkpointing_compiles_to_one_graph(name):
     compiled_equals_eager(model, 'aot_eager')
 
 
-# --- neutral settings recover the vanilla Transformer bit for bit ----------------------------------
+# --- what a checkpoint may lack starts where nothing changes, bit for bit --------------------------
 
-LEARNED = dict(residual_weights='learned', residual_lambda=(0.0, 1.0))
+# {setting that adds a few numbers which learn: its value without them}
+PLAIN = {'denseformer': False, 'x0_residual': False, 'residual_weights': 'fixed'}
+NOTHING_MIXED = {
+    name: getattr(GPTConfig, name)
+    for name in 'v_residual q_residual k_residual residual_lambda residual_layers'.split()
+}
 
 
-@pytest.mark.parametrize(
-    'setting',
-    [
-        dict(denseformer=True),
-        dict(RES, **LEARNED),
-        dict(LEARNED, v_residual='all'),
-        dict(LEARNED, k_residual='previous'),
-        dict(RES, **LEARNED, denseformer=True, residual_layers=(2,)),
-        dict(x0_residual=True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize('base', [{}, dict(arch='gpt2', n_kv_head=2)], ids=str)
-def test_a_neutral_start_is_vanilla_bit_for_bit(setting, base):
-    vanilla = GPT(GPTConfig(**SIZE, **base))
-    variant = GPT(GPTConfig(**SIZE, **base, **setting))
-    loss, gradients = loss_and_gradients(vanilla)
-    same_loss, same_gradients = loss_and_gradients(variant)
-    assert same_loss == loss
-    assert_close(same_gradients, gradients, 1e-6)
+def optional(model):
+    return [name for name, needs in model.needs.items() if needs.optional]
+
+
+def start(settings):
+    """The loss and the gradients of a model as it starts. A setting may do nothing."""
+    model = GPT(GPTConfig.saved(settings))
+    return optional(model), *loss_and_gradients(model)
+
+
+LEARNING = [name for name in VARIANTS if optional(GPT.without_weights(config_of(name)))]
+
+
+@pytest.mark.parametrize('name', LEARNING)
+def test_a_few_numbers_that_learn_start_where_nothing_changes(name):
+    settings = dataclasses.asdict(config_of(name))
+    plain = dict(PLAIN)
+    pairs = [(settings, plain)]
+    if settings['residual_weights'] == 'learned':  # from (0, 1): as vanilla
+        pairs.append((settings | {'residual_lambda': (0.0, 1.0)}, plain | NOTHING_MIXED))
+    else:
+        del plain['residual_weights']
+    for settings, changes in pairs:
+        learns, loss, gradients = start(settings)
+        none, same_loss, same_gradients = start(settings | changes)
+        assert learns and not none, 'PLAIN lacks the setting that adds these'
+        assert loss == same_loss
+        assert_close(gradients, same_gradients, 1e-6)
