@@ -179,8 +179,8 @@ class Part(nn.Module):
 
     def weights(self, x):
         """One weight per source, then the layer's own: numbers, or tensors that broadcast to
-        (B, heads, T, hs). x (B, T, C): what the layer projects. ResFormer's are 1/2 and 1/2, because
-        by default all are equal and their sum is 1: see mixture()."""
+        (B, heads, T, hs). x (B, T, C): what the layer projects. By default, all are equal, and their
+        sum is 1: 1/2 and 1/2 in Eq. 7. mixture() computes them."""
         kind = self.wiring.residual_weights
         if kind == 'learned':
             return self.residual_lambda[:, None]  # a 0-d weight would not widen what it multiplies

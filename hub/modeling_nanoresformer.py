@@ -4,7 +4,7 @@ into the folder.
 
 >>> model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-What transformers' own Llama takes, this model carries out or refuses in one line. Its config.json names
+Every argument of transformers' own Llama either works or is refused in one line. Its config.json names
 the versions of transformers that it was tried with.
 """
 

@@ -7,8 +7,8 @@
 # Preparation downloads 56 GB, takes about two core-hours, and needs 82 GB of disk while it works. A
 # training takes about 6 H100-hours (estimated, results/scale/README.md): 45 minutes on eight.
 #
-# These are one seed of each model: numbers, and no verdict. For a verdict, give compare.py the same
-# as arms with several seeds; it trains what is missing on all eight GPUs, one run after the other:
+# One seed of each model gives numbers, but no verdict. For a verdict, run the same models as arms of
+# compare.py, with several seeds; it trains the missing runs on all eight GPUs, one after the other:
 #   python compare.py config/vanilla_82m.py --name=82m --seeds=3 --gpus=8 \
 #       --arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
 set -euo pipefail

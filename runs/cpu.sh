@@ -5,7 +5,7 @@
 # $ bash runs/cpu.sh                      # from a fresh clone; a second call goes on where it stopped
 #
 # 33 runs of 600 steps, up to six more if the best rate is the highest or the lowest: 5 to 6 hours of
-# processor time, about three hours on two cores. Ctrl-C saves every run.
+# processor time (estimated), about three hours on two cores. Ctrl-C saves every run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
