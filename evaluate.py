@@ -47,6 +47,8 @@ class EvaluateConfig:
     out: str = ''  # write the numbers here, as JSON
 
     def __post_init__(self):
+        if not self.runs:
+            raise ValueError('name the runs')
         if self.batch_size < 1:
             raise ValueError(f'batch_size={self.batch_size} must be at least 1')
         if self.out:
@@ -131,7 +133,7 @@ def run_losses(run, settings, machine):
     if not settings.dataset:
         advice = f'; to evaluate on it nevertheless, give --dataset={dataset.folder.name}'
         compare_data(checkpoint, dataset, advice)
-    if machine.is_first:
+    if machine.local_rank == 0:  # once per machine
         dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)

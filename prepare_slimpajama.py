@@ -338,7 +338,7 @@ def check_space(plan):
     tokens = plan.settings.tokens
     present = sum(path.stat().st_size for path in plan.pieces.glob('*.ids'))
     # Two bytes a token, twice. Without --tokens, what it takes is not known before it is read.
-    needed = 4 * tokens - present
+    needed = max(0, 4 * tokens - present)
     free = shutil.disk_usage(plan.out).free
     need = f'{needed / 1e9:,.2f} GB' if tokens else 'what the source holds'
     splits = collections.Counter(unit.split for unit in plan.units)

@@ -268,6 +268,12 @@ def attention_setting(settings, config):
     return settings.attention
 
 
+# Fused reductions of weights, on CUDA and on by default in torch 2.13, are silently wrong for some shapes
+# (pytorch issue 193061). This may go when tests/test_gpu.py, which compares all compiled gradients with
+# eager ones, has passed on a GPU without it. bench.py compiles by itself, and imports this file.
+inductor_config.triton.mix_order_reduction = False
+
+
 def compile_model(model, settings):
     """The model, compiled if the settings say so.
 
@@ -276,10 +282,6 @@ def compile_model(model, settings):
     """
     if not settings.compile:
         return model
-    # Fused reductions of weights, on CUDA and on by default in torch 2.13, are silently wrong for some
-    # shapes (pytorch issue 193061). This may go when tests/test_gpu.py, which compares all compiled
-    # gradients with eager ones, has passed on a GPU without it.
-    inductor_config.triton.mix_order_reduction = False
     functorch_config.activation_memory_budget = settings.activation_memory_budget
     return torch.compile(model)
 
@@ -766,15 +768,11 @@ class Reporter:
             'provenance': self.provenance,
         }
         save_checkpoint(self.folder, checkpoint)
-        self.prune()
-
-    def prune(self):
-        settings = self.settings
-        prune_checkpoints(self.folder, settings.keep_checkpoints, settings.save_steps)
+        prune_checkpoints(self.folder, self.settings)
 
     def finish(self, step, interrupted):
         # The last evaluation may have found a better checkpoint.
-        self.prune()
+        prune_checkpoints(self.folder, self.settings)
         if self.facts:
             write_json(self.folder / 'config.json', self.facts | {'ended': now()})
         if interrupted:

@@ -123,18 +123,16 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning, judgemen
 
 
 def learned_weights(arm):
-    """{seed: {layer: (sum of the sources' weights, the layer's own weight)}}, as learned at the end.
-
-    Of every logged parameter with a layer's number in its name and at least two weights, of which
-    the last is the layer's own.
-    """
+    """{seed: {layer: (sum of the sources' weights, the layer's own weight)}} of values, as learned at
+    the end."""
     weights = {}
     for seed, state in arm.finished().items():
         logged = [entry['mixing'] for entry in state.entries if entry.get('mixing')]
         layers = {}
         for name, values in logged[-1].items() if logged else ():
-            number = re.search(r'\.(\d+)(\.|$)', name)
-            if number and isinstance(values, list) and len(values) > 1:
+            # In older logs the layer, not its v, has the weights.
+            number = re.search(r'\.h\.(\d+)\.attn\.(v\.)?residual_lambda$', name)
+            if number:
                 *sources, own = values
                 layers[int(number[1])] = [sum(sources), own]
         if layers:

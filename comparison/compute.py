@@ -44,14 +44,14 @@ def multipliers(arms, numbers, baseline):
             shape = arms[name].config.shape()
             alike = [numbers[other] for other in curve if arms[other].config.shape() == shape]
             result[name] = multiplier(numbers[name], [numbers[other] for other in curve])
-            result[name]['speed'] = speed(numbers[name]) / speed(alike[0]) if alike else None
+            speeds = [speed(one) for one in (numbers[name], *alike[:1]) if one['ms_per_step']]
+            result[name]['speed'] = speeds[0] / speeds[1] if len(speeds) == 2 else None
     return result
 
 
 def speed(numbers):
     """FLOPs a second, as logged."""
-    milliseconds = numbers['ms_per_step'] or math.nan
-    return 1e3 * numbers['flops'] / numbers['steps'] / milliseconds
+    return 1e3 * numbers['flops'] / numbers['steps'] / numbers['ms_per_step']
 
 
 def multiplier(numbers, curve):

@@ -32,10 +32,10 @@ class PackConfig:
 FILES = ('config.json', 'log.jsonl')
 
 
-def check_runs(runs):
+def check(runs, to):
     """Refuse what is not the finished runs of one folder."""
-    if not runs:
-        raise ValueError('name the folders of finished runs')
+    if not runs or not to:
+        raise ValueError('name the folders of finished runs, and where the packs go: --to=FOLDER')
     for run in runs:
         if read_state(run).kind not in ('finished', 'diverged'):
             raise ValueError(f'{run} is not a finished run')
@@ -78,7 +78,7 @@ def main():
     with one_line_errors():
         (settings,) = configure(PackConfig, doc=__doc__, plain='runs')
         runs = sorted({Path(run) for run in settings.runs})
-        check_runs(runs)
+        check(runs, settings.to)
         to = Path(settings.to)
         to.mkdir(parents=True, exist_ok=True)
         with locked(to, 'packing into', setting='--to'):

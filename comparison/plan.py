@@ -87,8 +87,8 @@ class Plan:
             with of_arm(name):
                 self.arms[name] = ArmPlan.of(own, common, files)
         check_arms(self)
-        check_seeds(self)
         check_judgement(self)
+        check_pairs(self)
 
     # --- what train.py is told ---
 
@@ -191,8 +191,8 @@ def check_numbers(plan):
     for name, least, kind in (('seeds', 0, int), ('tuning_seeds', 0, int), ('rates', 1e-12, float)):
         values = getattr(plan, name)
         kinds = {type(value) for value in values} - {int, kind}
-        # The names of runs have six digits of a rate.
-        if kinds or len({f'{x:g}' for x in values if x >= least}) < len(values):
+        spell = '{:g}'.format if kind is float else str  # as in the names of runs
+        if kinds or len({spell(x) for x in values if x >= least}) < len(values):
             raise ValueError(f'{name}={values} must be different numbers, at least {least}')
     if not plan.seeds:
         raise ValueError('seeds must be at least 1')
@@ -204,62 +204,56 @@ def check_numbers(plan):
 
 
 def check_arms(plan):
-    """Refuse arms that are the same, and arms whose losses are those of different texts."""
-    every = {name: plan.facts(plan.example(name)) for name in plan.arms}
-    for name, own in every.items():
-        other = difference(own, every[plan.baseline], only=TEXT)
+    """Refuse arms whose losses are those of different texts, and a test seed that also chooses a
+    learning rate."""
+    baseline = plan.facts(plan.example(plan.baseline))
+    for name in plan.arms:
+        other = difference(plan.facts(plan.example(name)), baseline, only=TEXT)
         if other:
             key, value, expected = other
             raise ValueError(
                 f'arm {name}: {key}={value!r}, but {plan.baseline} has {expected!r}: '
                 'their losses would be those of different texts'
             )
-    for one, other in itertools.combinations(plan.arms, 2):
-        offsets = {plan.arms[name].seed_offset for name in (one, other)}
-        if len(offsets) == 1 and every[one] == every[other]:
-            raise ValueError(
-                f'arms {one} and {other} are the same run; to compare a model with itself, give '
-                f'one of them other seeds: "{other}: seed_offset=1000"'
-            )
-
-
-def check_seeds(plan):
-    """Refuse a test seed that also chooses a learning rate, or that belongs to two pairs.
-
-    The t test takes the differences of a contrast for independent of each other.
-    """
-    for name in plan.arms:
         both = sorted(set(plan.test_seeds(name)) & set(plan.tuning_seeds))
         if both:
             raise ValueError(
                 f'arm {name}: seeds {both} would both choose the rates and judge the arms; choose '
                 'other --tuning_seeds, or another seed_offset'
             )
-    for one, other in itertools.combinations(plan.arms, 2):
-        offsets = [plan.arms[name].seed_offset for name in (one, other)]
-        if len(set(offsets)) > 1 and set(plan.test_seeds(one)) & set(plan.test_seeds(other)):
-            raise ValueError(
-                f'arms {one} and {other}: with seed_offset={offsets[0]} and {offsets[1]}, a seed '
-                'would belong to two pairs; put the offsets further apart than the seeds'
-            )
 
 
 def check_judgement(plan):
-    """Refuse what Dunnett's test cannot judge: other contrasts, and arms that are not independent."""
+    """Refuse contrasts that Dunnett's test does not judge."""
     if plan.judgement not in RULES:
         raise ValueError(f'judgement={plan.judgement!r} is not one of {", ".join(RULES)}')
-    if plan.judgement != 'dunnett':
-        return
     for ours, theirs in plan.contrasts:
-        if theirs != plan.baseline:
+        if plan.judgement == 'dunnett' and theirs != plan.baseline:
             raise ValueError(
                 f'judgement=dunnett is of arms against {plan.baseline}; drop {ours}-{theirs} of --contrasts'
             )
+
+
+def check_pairs(plan):
+    """Refuse two arms that are the same run, and seeds that make dependent what is judged as independent:
+    by the t test the differences of a contrast, by Dunnett's the arms."""
     for one, other in itertools.combinations(plan.arms, 2):
-        if plan.arms[one].seed_offset == plan.arms[other].seed_offset:
+        offsets = [plan.arms[name].seed_offset for name in (one, other)]
+        advice = f'give one of them other seeds: "{other}: seed_offset=1000"'
+        if offsets[0] != offsets[1]:
+            if set(plan.test_seeds(one)) & set(plan.test_seeds(other)):
+                raise ValueError(
+                    f'arms {one} and {other}: with seed_offset={offsets[0]} and {offsets[1]}, a seed '
+                    'would belong to two pairs; put the offsets further apart than the seeds'
+                )
+        elif plan.facts(plan.example(one)) == plan.facts(plan.example(other)):
+            raise ValueError(
+                f'arms {one} and {other} are the same run; to compare a model with itself, {advice}'
+            )
+        elif plan.judgement == 'dunnett':
             raise ValueError(
                 f'judgement=dunnett takes arms for independent, but {one} and {other} share seeds, and so '
-                f'weights and batches; give each arm others: "{other}: seed_offset=1000"'
+                f'weights and batches; {advice}'
             )
 
 

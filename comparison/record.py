@@ -116,8 +116,9 @@ def deciding_values(contents):
     values = {'arms': list(arms)}
     for name, arm in arms.items():
         values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
-    names = ('contrasts', 'judgement', 'rates', 'seeds', 'tuning_seeds')
-    return values | contents['settings'] | {name: contents[name] for name in names}
+    names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
+    values |= contents['settings'] | {name: contents[name] for name in names}
+    return values | {'judgement': contents.get('judgement', 'paired')}  # older plans knew no other
 
 
 def code_state():

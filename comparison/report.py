@@ -273,13 +273,14 @@ def multiplier_table(comparison):
     return title, head, rows
 
 
+CAUTIONS = 'Before you believe it'
 TABLES = (arm_table, cost_table, multiplier_table, tuning_table)
 
 
 def sections(comparison):
     """[(title, lines, or (head, rows) of a table)] below the verdicts, without those that are empty."""
     problems = [f'{name}: {problem}' for name, problem in comparison['problems'].items()]
-    lists = [('Before you believe it', cautions(comparison)), ('Problems', problems)]
+    lists = [(CAUTIONS, cautions(comparison)), ('Problems', problems)]
     tables = []
     for make in TABLES:
         title, head, rows = make(comparison)
@@ -377,13 +378,13 @@ def html(comparison, plots):
         *(card(comparison, contrast) for contrast in comparison['contrasts'].values()),
         '</div></div>',
     ]
-    below = [html_section(*section) for section in sections(comparison)]
+    below = {title: html_section(title, content) for title, content in sections(comparison)}
     # Each scrolls where it would be too small.
     others = [
         f'<div class="plot scroll">{plot}</div>' for name, plot in plots.items() if name != 'forest'
     ]
     # What a reader must know stands before the plots, tables after them.
-    parts += [below[0], *others, *below[1:]]
+    parts += [below.pop(CAUTIONS, ''), *others, *below.values()]
     return '\n'.join(parts) + '\n</body></html>\n'
 
 

@@ -11,7 +11,6 @@ For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.
 
 import ast
 import contextlib
-import copy
 import datetime
 import hashlib
 import json
@@ -101,14 +100,8 @@ def check_unused(folder, run, first_save):
 
 def checkpoints(folder):
     """The checkpoints of a run, the highest step first."""
-    return [*steps_of(folder)]
-
-
-def steps_of(folder):
-    """{checkpoint: its step} of a run, the highest step first."""
-    steps = {path: step_of(path) for path in Path(folder).glob('ckpt*.pt')}
-    known = [(path, step) for path, step in steps.items() if step is not None]
-    return dict(sorted(known, key=lambda item: item[1], reverse=True))
+    paths = [path for path in Path(folder).glob('ckpt*.pt') if step_of(path) is not None]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path):
@@ -134,16 +127,16 @@ def save_checkpoint(folder, checkpoint):
         raise OSError(f'cannot write {path}: {first_line(reason)}') from error
 
 
-def prune_checkpoints(folder, newest, kept):
-    """Delete a run's checkpoints but for so many of the newest, those of the steps that are `kept`, and
-    the one with the lowest validation loss in its log."""
+def prune_checkpoints(folder, settings):
+    """Delete a run's checkpoints but for the newest keep_checkpoints, those of save_steps, and the one
+    with the lowest validation loss in its log."""
     entries = read_log(folder / 'log.jsonl')
     losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
-    steps = steps_of(folder)
-    evaluated = [step for step in steps.values() if losses.get(step) is not None]
+    paths = checkpoints(folder)
+    evaluated = [step for step in map(step_of, paths) if losses.get(step) is not None]
     best = min(evaluated, key=losses.get, default=None)
-    for path, step in [*steps.items()][newest:]:
-        if step not in kept and step != best:
+    for path in paths[settings.keep_checkpoints :]:
+        if step_of(path) not in (*settings.save_steps, best):
             path.unlink()
 
 
@@ -301,27 +294,21 @@ def load_state(model, optimizers, scaler, checkpoint):
 
     weight_decay and the betas stay those of the settings, which may have changed.
     """
-    names = {p: name for name, p in model.named_parameters()}
-    # A copy: those of the checkpoint are its file's, which would stay on the disk when it is deleted.
-    saved = copy.deepcopy(checkpoint['optimizer']['state'])
-    misfit = ValueError(f'{checkpoint["path"]} has optimizer moments that do not match its weights')
-    if not saved.keys() <= set(names.values()):
-        raise misfit
-    for optimizer in optimizers:
-        is_muon = isinstance(optimizer, torch.optim.Muon)
-        moments = ['momentum_buffer'] if is_muon else ['exp_avg', 'exp_avg_sq']
-        count = {} if is_muon else {'step': ()}
-        states = {}
-        params = [p for group in optimizer.param_groups for p in group['params']]
-        for i, p in enumerate(params):
-            if names[p] not in saved:
-                continue
-            states[i] = saved[names[p]]
-            # Without this check, AdamW would write past the end of moments that are too small.
-            shapes = {kind: tensor.shape for kind, tensor in states[i].items()}
-            if shapes != count | dict.fromkeys(moments, p.shape):
-                raise misfit
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': states})
+    params = dict(model.named_parameters())
+    groups = [(group, each) for each in optimizers for group in each.param_groups]
+    owners = {p: optimizer for group, optimizer in groups for p in group['params']}
+    for name, state in checkpoint['optimizer']['state'].items():
+        p = params[name]
+        shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
+        if isinstance(owners[p], torch.optim.Muon):
+            shapes = {'momentum_buffer': p.shape}
+        # Without this check, AdamW would write past the end of moments that are too small.
+        if shapes != {kind: tensor.shape for kind, tensor in state.items()}:
+            raise ValueError(
+                f'{checkpoint["path"]} has optimizer moments that do not match its weights'
+            )
+        # Copies: the checkpoint's own are its file's, which would stay on the disk when it is deleted.
+        owners[p].state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
 

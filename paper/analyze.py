@@ -65,7 +65,7 @@ class AnalyzeConfig:
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
     device: str = 'auto'  # as in train.py
     seeds: bool = False  # draw the runs of a model as one curve, with the standard error over them
-    out: str = ''  # where to write, without ending; '': results/<analysis>
+    out: str = ''  # where to write, without ending; '': out/<analysis>
 
     def __post_init__(self):
         if self.sequences < 1 or self.length < 2 or self.batch_size < 1:
@@ -472,6 +472,9 @@ def over_seeds(numbers):
     Raises ValueError for two runs of one seed, and for checkpoints of different steps.
     """
     reports, pooled = numbers['runs'], {}
+    for run, report in reports.items():
+        if 'settings' not in report:
+            raise ValueError(f'{run} has no seed, for it is no run of train.py: leave out --seeds')
     # Where a run stopped is among the facts: another step makes another model.
     facts = {run: {**report['settings'], 'step': report['step']} for run, report in reports.items()}
     for run, seeds in losses.arms_of(facts).items():
@@ -574,7 +577,7 @@ def main():
         modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
         numbers = analyze(kind, settings, Machine(settings.device))
-        out = Path(settings.out or f'results/{kind}')
+        out = Path(settings.out or f'out/{kind}')
         write_json(out.with_name(f'{out.name}.json'), numbers)
         drawn = over_seeds(numbers) if settings.seeds else numbers
         draw.save(figure_of(drawn), out.with_name(f'{out.name}.png'))

@@ -268,10 +268,10 @@ def write_claims(pool, settings):
     table, picture = judge.claims_table(rows, pool), judge.claims_plot(rows)
     numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
     out = Path(settings.out or 'verdicts')
-    write_json(out.with_suffix('.json'), numbers)
-    write_whole(out.with_suffix('.md'), table)
+    write_json(out.with_name(f'{out.name}.json'), numbers)
+    write_whole(out.with_name(f'{out.name}.md'), table)
     if picture:
-        write_whole(out.with_suffix('.svg'), picture)
+        write_whole(out.with_name(f'{out.name}.svg'), picture)
     print(f'{table}\n{judge.loss_table(pool)}\n\n{judge.difference_table(pool)}')
 
 
@@ -284,10 +284,9 @@ def print_list(settings):
         arms = ' '.join(arm.name for arm in figure.runs())
         rows.append([name, f'{done} of {runs}', figure.title, arms])
     minutes = SCALES[settings.scale].minutes
+    takes = f'about {minutes} minutes on one core' if minutes else 'hours on eight GPUs'
     print(markdown_table(['', 'runs', 'what', 'arms'], rows, (0, 2, 3)))
-    print(
-        f'\nA run takes about {minutes} minutes on one core; at scale paper, hours on eight GPUs.'
-    )
+    print(f'\nA run takes {takes}.')
 
 
 def each(names, make, *arguments):

@@ -29,7 +29,7 @@ from comparison import launch
 from comparison.runs import read_state
 from configurator import configure
 from lib.machine import INTERRUPTED
-from lib.rundir import checkpoints, read_checkpoint, read_log, steps_of
+from lib.rundir import checkpoints, read_checkpoint, read_log, step_of
 
 # Checkpoints are written and the whole validation split is evaluated so often that many a kill comes
 # in the middle of one of them.
@@ -118,7 +118,7 @@ def lines(run, step):
 def saved(folder):
     """{run: the step that it has reached on the disk}"""
     runs = {path.parent.name for path in folder.glob('*/ckpt_*.pt')}
-    return {run: max(steps_of(folder / run).values()) for run in runs}
+    return {run: step_of(checkpoints(folder / run)[0]) for run in runs}
 
 
 def check(folder, status, before=()):

@@ -167,7 +167,10 @@ def test_a_folder_of_transformers_is_analyzed_as_the_run_that_it_comes_from(tmp_
     (tmp_path / 'text.txt').write_text(TEXT)
     options = dict(text=str(tmp_path / 'text.txt'), sequences=6)
     (run,) = report('entropy', 'vanilla_seed0', **options)['runs'].values()
-    (folder,) = report('entropy', hf=str(tmp_path / 'hf'), **options)['runs'].values()
+    numbers = report('entropy', hf=str(tmp_path / 'hf'), **options)
+    (folder,) = numbers['runs'].values()
+    with pytest.raises(ValueError, match='--seeds'):
+        analyze.over_seeds(numbers)
     assert folder['sequences'] == 6 and folder['length'] == run['length']
     assert_close(folder['series']['entropy'], run['series']['entropy'])
 

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import comparisons
 import pytest
@@ -566,7 +567,11 @@ RESUMED = '{"step": 12, "changed": {"learning_rate": [0.01, 0.02]}}\n'
 )
 def test_a_pair_of_existing_runs_must_be_comparable(place, config, lines, reason):
     """In the text of their losses, their steps, seeds, data, and in how they were resumed."""
-    plan = make_plan('--arms=vanilla; b: share_v=True', '--seeds=(1, 2, 3)', '--eval_iters=2')
+    plan = make_plan(
+        '--arms=vanilla; b: share_v=True',
+        '--seeds=(20261124, 20261125, 20261126)',
+        '--eval_iters=2',
+    )
     pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     for folder in folders_of(plan):
         runs.edit_config(folder, data='abc')
@@ -646,7 +651,9 @@ def page(place):
     for folder in folders_of(plan):
         if 'Res' in folder:
             log = Path(folder, 'log.jsonl')
-            mixing = {f'transformer.h.{n}.attn.residual_lambda': [0.3, 0.6] for n in (1, 2)}
+            mixing = {f'transformer.h.{n}.attn.v.residual_lambda': [0.3, 0.6] for n in (1, 2)}
+            mixing |= {'transformer.h.1.attn.k.residual_lambda': [9.0, 9.0]}
+            mixing |= {'transformer.dwa.1': [9.0, 9.0], 'transformer.x0.1': [1.0, 9.0]}
             line = {'step': 30, 'val': read_state(folder).losses, 'mixing': mixing}
             log.write_text(log.read_text() + json.dumps(line) + '\n')
     comparison = collect(plan)
@@ -677,7 +684,7 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
 
 
 def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
-    _, _, html = page
+    comparison, _, html = page
     for link in re.findall(r'(?:src|href)="([^"]*)"', html):
         assert link.startswith('#'), link
     # A plot stands on a ground of its own, and each of its colors is one that any viewer knows.
@@ -686,6 +693,12 @@ def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
         width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', plot).groups()
         assert f'L {width.rstrip("0")} {height}'.split()[1] in ground[1] and 'var(' not in plot
     assert '<' not in re.sub(r'<[^<>]*>', '', html[html.index('<body') :])
+
+    # What to know before stands before the plots, tables after them.
+    with mock.patch.object(report, 'cautions', lambda comparison: []):
+        careless = report.html(comparison, report.draw(comparison))
+    note, plot, table = (html.index(word) for word in (report.CAUTIONS, 'plot scroll"', '<table'))
+    assert note < plot < table and careless.index('plot scroll"') < careless.index('<table')
 
     # Tables and curves scroll by themselves, and can be read.
     assert '.scroll { overflow-x: auto' in html

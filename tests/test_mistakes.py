@@ -209,6 +209,7 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
         (dict(device='cuda:x'), ["'cuda:x'"]),
         (dict(device='meta'), ["'meta'"]),
+        (dict(device='cpu:3'), ["'cpu:3'"]),
         (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
         (dict(beta1=2.0), ['2.0']),
         (dict(save_steps="('100',)"), ["save_steps=('100',)"]),

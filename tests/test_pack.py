@@ -64,6 +64,7 @@ def test_no_pack_replaces_another_and_a_name_stands_for_one_run(tmp_path):
     to = tmp_path / 'kept'
     for folder in (first, second):
         assert runs.call(pack.main, folder, f'--to={to}')[0] == 0
+    assert_one_line(runs.call(pack.main, first)[0], '--to')
     (to / 'runs_1.tar.xz').unlink()
     with locked(to, 'packing into'):
         assert_refused(third, to=to, expected=[to, '--to'])

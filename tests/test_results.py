@@ -78,13 +78,13 @@ def test_the_verdicts_follow_from_the_kept_logs_and_analyses(topic, tmp_path, mo
     (line,) = re.findall(r'^python -m paper.reproduce claims (.*)$', page(topic), re.M)
     runs, *words = shlex.split(line, comments=True)
     folders = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(runs))
-    words = [f'--out={tmp_path}/verdicts' if '--out' in word else word for word in words]
+    words = [f'--out={tmp_path}/of_5.1M' if '--out' in word else word for word in words]
     status, out, _ = program(reproduce.main, 'claims', *folders, *words)
     assert status == 0
     for ending in ('.md', '.svg', '.json'):
-        path = RESULTS / topic / f'verdicts{ending}'
-        assert not path.exists() or rounded(path) == rounded(tmp_path / path.name)
-    verdicts = (tmp_path / 'verdicts.md').read_text()
+        kept, made = RESULTS / topic / f'verdicts{ending}', tmp_path / f'of_5.1M{ending}'
+        assert not kept.exists() or rounded(kept) == rounded(made)
+    verdicts = (tmp_path / 'of_5.1M.md').read_text()
     for row in out.replace(verdicts, '').splitlines():  # the tables of losses and of differences
         assert not row.startswith('| ') or row in page(topic), row
 

@@ -177,6 +177,7 @@ def test_a_mistake_is_one_line(harness, run, published, monkeypatch):
     assert_one_line(program('out/none', local)[0], 'out/none')
     assert_one_line(program(*words, f'--data_dir={published}/none')[0], f'{published}/none')
     assert_one_line(program(*words, '--limit=-1')[0], 'limit=-1')
+    assert_one_line(program('--device=cpu', '--runs=()')[0], 'runs')
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, 'lm_eval', None)
         assert_one_line(program(*words, local)[0], 'pip install lm_eval')
