@@ -339,7 +339,6 @@ SIGNS = {'<': 'below', '>': 'above', '>=': 'not below'}
 
 # What a claim is about.
 METRICS = {
-    'final loss': 'training loss at the end',
     'early loss': 'training loss in the first tenth of the steps',
     'lead': "training loss at the end, minus vanilla's in the same setting",
     'overtaken': 'training loss at the end of runs in which vanilla has had time to catch up',
@@ -371,11 +370,11 @@ class Claim:
     ours: Arm
     sign: str  # of SIGNS
     theirs: Arm
-    metric: str = 'final loss'  # of METRICS
+    metric: str = 'validation loss'  # of METRICS
     caveat: str = ''  # why a verdict would say too much, whatever p is
 
 
-def statement(figure, where, says, contrasts, metric='final loss', caveat='', **at):
+def statement(figure, where, says, contrasts, metric='validation loss', caveat='', **at):
     """A Claim for each contrast of one statement of the paper, at each value of a setting.
 
     contrasts: two models and the sign between them, as in 'resformer < vanilla', and ; between two.
@@ -423,7 +422,6 @@ CLAIMS = [
         'ResFormer is below vanilla at every size, and in every domain: 2.7117 and 2.7389 at 82M, 2.4692 '
         'and 2.5015 at 180M, 2.2537 and 2.2806 at 468M',
         'resformer < vanilla',
-        'validation loss',
         size=SIZES[1:],
     ),
     *statement(
@@ -518,7 +516,6 @@ CLAIMS = [
         'learned weights are better than uniform ones, constant (2, 1) better, sparse with 5 best',
         'learned_resformer < resformer; constant_resformer < learned_resformer; '
         'sparse_resformer < constant_resformer',
-        'validation loss',
     ),
     # SVFormer
     *statement(

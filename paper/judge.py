@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from comparison import charts
-from comparison.charts import seeds_text
+from comparison.charts import seeds_text, signed
 from comparison.logs import renewed
-from comparison.report import code_text
+from comparison.report import code_text, interval, p_text
 from comparison.runs import ROUNDING, difference, disagreement, finished_runs
 from comparison.verdict import describe, half_width, judge, paired
 from lib.files import unreadable
@@ -56,7 +56,7 @@ VERDICTS = {
 
 
 def read_pool(folders, scale, mixed_code=False):
-    """The pool of finished runs of one scale, found by what they are.
+    """The pool of finished runs of one scale, found by what they are, in the order of NAMES.
 
     Raises ValueError for a run that has not finished, for a model or a length that the paper does not
     have, and for two runs of one arm that differ in more than their seeds and, with mixed_code, their code.
@@ -73,7 +73,7 @@ def read_pool(folders, scale, mixed_code=False):
         for other in pool.get(arm, {}).values():
             raise ValueError(disagreement(run, other, ('seed',)))
         pool[arm] = {seed: runs[folder] for seed, folder in seeds.items()}
-    return pool
+    return dict(sorted(pool.items(), key=lambda item: list(NAMES).index(item[0].model)))
 
 
 def key_of(config):
@@ -152,11 +152,7 @@ def eigenvalue(values):
 
 # {metric: ours minus theirs, of two runs}. A loss at the end is judged by the validation loss, as in
 # compare.py, also where the paper draws the training loss.
-OF_RUNS = {
-    'final loss': validation_loss,
-    'validation loss': validation_loss,
-    'early loss': losses.early_difference,
-}
+OF_RUNS = {'validation loss': validation_loss, 'early loss': losses.early_difference}
 
 # {metric: (analysis, ours minus theirs, of two series_of())}; two are about our model alone.
 INSIDE = {
@@ -197,35 +193,23 @@ class ClaimRow:
 
     figure: str  # of the claim that first prints it, or a version of the paper. Its family for Holm
     ours: str
-    sign: str
     theirs: str
     metric: str
+    sign: str
+    caveat: str
     where: list
     says: list
-    caveat: str = ''
     verdict: str = 'untestable'
     reason: str = ''  # why it is undecided or untestable
     numbers: dict = field(default_factory=dict)  # of comparison.verdict.judge()
     runs: list = field(default_factory=list)  # folders' names
-    rates: dict = field(default_factory=dict)  # {model: learning rates}
-
-    def __str__(self):
-        if not self.numbers:
-            return f'the paper: {self.says[0]}; {self.reason}'
-        text = f'{self.label()}: {self.verdict}, {in_words(self.numbers)} with '
-        return f'{text}{seeds_text(self.numbers["seeds"])}; {self.reason}'.removesuffix('; ')
 
     def label(self):
         """The contrast in words; of the inside of a model, the claim's own."""
         if self.metric in INSIDE:
             return f'{self.says[0]} ({self.metric})'
-        what = '' if measure_of(self.metric) == 'validation loss' else f'{self.metric}: '
+        what = '' if self.metric == 'validation loss' else f'{self.metric}: '
         return f'{what}{self.ours} {SIGNS[self.sign]} {self.theirs}'
-
-
-def measure_of(metric):
-    """The metric by which a claim is judged here."""
-    return 'validation loss' if metric == 'final loss' else metric
 
 
 MISSING = 'no such runs, or none with the same seeds, or no analyses of them'
@@ -235,28 +219,27 @@ def claim_rows(claims, pool, reports):
     """[ClaimRow] of the claims, tested by a pool."""
     groups = {}
     for claim in claims:
-        key = str(claim.ours), str(claim.theirs), measure_of(claim.metric)
+        key = str(claim.ours), str(claim.theirs), claim.metric
         groups.setdefault(key, []).append(claim)
-    rows, pairs, values = {}, {}, {}
+    rows, values = {}, {}
     for key, group in groups.items():
-        claim, (ours, theirs, _) = group[0], key
+        claim = group[0]
         where, says = [each.where for each in group], [each.says for each in group]
-        rows[key] = ClaimRow(
-            claim.figure, ours, claim.sign, theirs, claim.metric, where, says, claim.caveat
-        )
-        is_testable = claim.metric in (*OF_RUNS, *INSIDE, 'lead')
-        pairs[key] = pairs_of(pool, claim.ours, claim.theirs) if is_testable else {}
-        each = {
-            s: claim_difference(claim, s, pair, pool, reports) for s, pair in pairs[key].items()
-        }
+        row = rows[key] = ClaimRow(claim.figure, *key, claim.sign, claim.caveat, where, says)
+        pairs = {}
+        if claim.metric in (*OF_RUNS, *INSIDE, 'lead'):
+            pairs = pairs_of(pool, claim.ours, claim.theirs)
+        each = {s: claim_difference(claim, s, pair, pool, reports) for s, pair in pairs.items()}
         values[key] = {seed: value for seed, value in each.items() if value is not None}
+        sides = zip(*(pairs[seed] for seed in values[key]), strict=True)
+        row.runs = list(dict.fromkeys(run.folder.name for runs in sides for run in runs))
         if not values[key]:
-            rows[key].reason = why_larger(claim) or MISSING
+            row.reason = why_larger(claim) or MISSING
     # What runs of this size could test counts for Holm, whether or not it was trained.
     families = {key: row.figure for key, row in rows.items() if row.reason in ('', MISSING)}
     for key, numbers in judge({key: values[key] for key in families}, families=families).items():
         if values[key]:
-            give_verdict(rows[key], numbers, [pairs[key][seed] for seed in values[key]])
+            give_verdict(rows[key], numbers)
     return list(rows.values())
 
 
@@ -270,7 +253,7 @@ def why_larger(claim):
     return ''
 
 
-def give_verdict(row, numbers, pairs):
+def give_verdict(row, numbers):
     row.numbers = numbers
     row.reason = numbers['reason']
     row.verdict = 'undecided'
@@ -279,9 +262,6 @@ def give_verdict(row, numbers, pairs):
         row.verdict = 'agrees' if is_printed else 'contradicts'
         if row.caveat:
             row.verdict, row.reason = 'undecided', row.caveat
-    for name, runs in zip((row.ours, row.theirs), zip(*pairs, strict=True), strict=True):
-        row.rates[name] = sorted({run.facts['learning_rate'] for run in runs})
-        row.runs += [run.folder.name for run in runs if run.folder.name not in row.runs]
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -305,44 +285,31 @@ def claims_table(rows, pool=()):
     """
     codes = Counter(run.code for arm in pool for run in pool[arm].values() if run.code)
     tested = [row for row in in_order(rows) if row.numbers]
+    head = ['the paper prints', 'where', 'difference', '95% interval (Holm)']
+    head += ['p (Holm)', 'seeds', 'verdict']
     cells = []
     for row in tested:
-        numbers, interval, p = row.numbers, '', ''
-        if numbers['low'] is not None:
-            interval = f'{numbers["low"]:+.4f} to {numbers["high"]:+.4f}'
-            p = f'{numbers["p_holm"]:.3g}'
-        where, seeds = '; '.join(row.where), str(numbers['seeds'])
-        mean = f'{numbers["mean"]:+.4f}'
-        verdict = f'{row.verdict}: {row.caveat}' if row.caveat else row.verdict
+        numbers = row.numbers
+        verdict = f'{row.verdict}: {row.caveat or row.reason}'.removesuffix(': ')
         if numbers['rests_on'] and not row.caveat:
             verdict += f', but not without seed {" or ".join(map(str, numbers["rests_on"]))}'
-        cells.append([row.label(), where, mean, interval, p, seeds, verdict])
-    head = [
-        'the paper prints',
-        'where',
-        'difference',
-        '95% interval, uncorrected',
-        'p (Holm)',
-        'seeds',
-        'verdict',
-    ]
-    first = f'{claims_headline(rows)}. {code_text(codes)}'.rstrip()
+        cell = [row.label(), '; '.join(row.where), signed(numbers['mean']), interval(numbers)]
+        cells.append([*cell, p_text(numbers['p_holm']), str(numbers['seeds']), verdict])
+    metrics = dict.fromkeys(row.metric for row in tested)
+    untestable = [row for row in rows if row.verdict == 'untestable']
     lines = [
-        first,
+        f'{claims_headline(rows)}. {code_text(codes)}'.rstrip(),
         '',
         markdown_table(head, cells, (0, 1, len(head) - 1)),
         '',
+        'What is compared (losses in nats per token; the validation loss where a row names nothing):',
+        '',
+        *(f'- {metric}: {METRICS[metric]}' for metric in metrics),
+        '',
+        'Not tested here:',
+        '',
+        *(f'- {row.label()} ({"; ".join(row.where)}): {row.reason}' for row in untestable),
     ]
-    lines += [
-        'What is compared (losses in nats per token; the validation loss where a row names nothing):'
-    ]
-    lines += ['']
-    for metric in dict.fromkeys(measure_of(row.metric) for row in tested):
-        lines.append(f'- {metric}: {METRICS[metric]}')
-    lines += ['', 'Not tested here:', '']
-    for row in rows:
-        if row.verdict == 'untestable':
-            lines.append(f'- {row.label()} ({"; ".join(row.where)}): {row.reason}')
     return '\n'.join(lines) + '\n'
 
 
@@ -360,7 +327,7 @@ def loss_table(pool):
     every = sorted(set().union(*pool.values()))
     common = [seed for seed in every if all(seed in seeds for seeds in pool.values())]
     rows = []
-    for arm, runs in in_names(pool).items():
+    for arm, runs in pool.items():
         cells = [f'{runs[seed].loss:.4f}' if seed in runs else '' for seed in every]
         for seeds in (common, runs):
             cells.append(f'{np.mean([runs[seed].loss for seed in seeds]):.4f}' if seeds else '')
@@ -370,15 +337,10 @@ def loss_table(pool):
     return markdown_table(['validation loss', *seeds, *means], rows)
 
 
-def in_names(pool):
-    """A pool in the order of NAMES."""
-    return dict(sorted(pool.items(), key=lambda item: list(NAMES).index(item[0].model)))
-
-
 def difference_table(pool):
     """Each arm minus vanilla, SVFormer minus ResFormer, and what claims contrast: means over the seeds
     that both have, with half of the 95% interval, in bold where that excludes 0 before any correction."""
-    contrasts = [(arm, arm.baseline()) for arm in in_names(pool)] + [(Arm(S), Arm(R))]
+    contrasts = [(arm, arm.baseline()) for arm in pool] + [(Arm(S), Arm(R))]
     contrasts += [(Arm(c.ours.model), Arm(c.theirs.model)) for c in CLAIMS]
     rows, seen = [], set()
     for ours, theirs in contrasts:
@@ -423,10 +385,10 @@ def claims_plot(rows):
             if row.caveat:
                 name += ' (the table says why)'
             # Corrected as the verdict is: where it includes 0, nothing is decided.
-            interval = row.numbers['low_holm'], row.numbers['high_holm']
-            if None not in interval:
-                interval = [sign * end for end in interval]
-            shown.append((name, SHADES[row.verdict], describe(each), interval))
+            ends = row.numbers['low_holm'], row.numbers['high_holm']
+            if None not in ends:
+                ends = [sign * end for end in ends]
+            shown.append((name, SHADES[row.verdict], describe(each), ends))
     words = 'above 0 is as the paper prints it; small dots are seeds'
     title = "Difference of losses (nats), intervals after Holm's correction"
     return charts.forest(shown, title, words, width=6) if shown else ''

@@ -234,7 +234,8 @@ def reproduce(name, pool, settings, machine):
     write_json(path, {'figure': name, **provenance(machine), 'panels': entries})
     redraw(name, scale)
     claims = [claim for claim in CLAIMS if claim.figure == name]
-    print('\n'.join(f'{name}: {row}' for row in judge.claim_rows(claims, pool, reports)))
+    if claims:
+        print(judge.claims_table(judge.claim_rows(claims, pool, reports), pool))
 
 
 def redraw(name, scale):
