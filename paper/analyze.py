@@ -34,6 +34,7 @@ import math
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -80,43 +81,45 @@ class AnalyzeConfig:
 # --- watching a forward pass ----------------------------------------------------------------------
 
 
-def nothing(*args):
-    return None
+def watch(model, idx, targets=None):
+    """What each layer of a model works with that reads idx (B, T), and the loss where there are targets
+    (B, T): ([layer], loss).
 
-
-def watch(model, idx, attended=nothing, projected=nothing, stream=nothing, targets=None):
-    """What three functions give for each layer of a model that reads idx (B, T), in three lists, and
-    the loss, where there are targets (B, T).
-
-    attended(q, keys, values): of what a layer attends with, in the shapes of model.attend_cross(). A
-    gradient for it is that of this layer's attention alone, though other layers may share it.
-    projected(x, v): of the values that it projects, (B, T, C), before any are mixed in; None where it
-    projects none. stream(x, y): of what the block gets, (B, T, C), and gives.
+    Of a layer, q, keys and values are what it attends with, as model.attend_cross() gets them: a gradient
+    for its values is that of this layer's attention alone, though other layers may share them. projected,
+    (B, T, C), are the values that it projects, before any are mixed in; None where it projects none.
+    x and y, (B, T, C), are what the block gets and gives.
     """
-    blocks = model.transformer.h
-    results = [], [None] * len(blocks), [None] * len(blocks)
+    layers = [SimpleNamespace(projected=None) for _ in model.transformer.h]
+    waiting = iter(layers)
 
     def spy(q, keys, values, *args):
-        values = [v.view_as(v) for v in values]
-        results[0].append(attended(q, keys, values))
-        return attend_cross(q, keys, values, *args)
+        layer = next(waiting)
+        layer.q, layer.keys = q, keys
+        layer.values = [v.view_as(v) for v in values]
+        return attend_cross(q, keys, layer.values, *args)
 
-    def hook(read, values, n):
-        def keep(module, args, out):
-            values[n] = read(*args[:1], out)
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
+        for block, layer in zip(model.transformer.h, layers, strict=True):
 
-        return keep
+            def keep_stream(block, args, out, layer=layer):
+                layer.x, layer.y = args[0], out[0]
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
-        for n, block in enumerate(blocks):
-            watched = [(block, stream, results[2])]
+            def keep_projected(proj, args, out, layer=layer):
+                layer.projected = out
+
+            hooks.enter_context(block.register_forward_hook(keep_stream))
             if block.attn.v.wiring.projects:
-                watched.append((block.attn.v.proj, projected, results[1]))
-            for module, read, values in watched:
-                stack.callback(module.register_forward_hook(hook(read, values, n)).remove)
+                hooks.enter_context(block.attn.v.proj.register_forward_hook(keep_projected))
         _, loss = model(idx, targets, last_only=targets is None)
-    return *results, loss
+    return layers, loss
+
+
+def projected_values(model, idx):
+    """{layer: (B, T, C)}: the values of each layer that projects any."""
+    layers, _ = watch(model, idx)
+    return {n: layer.projected for n, layer in enumerate(layers) if layer.projected is not None}
 
 
 def join_heads(t):
@@ -139,13 +142,11 @@ def stack(layers):
 
 
 def entropy(model, idx):
-    def importance(q, keys, values):
-        return column_sums(q, keys).mean(dim=1) / idx.size(1)
-
-    layers, *_ = watch(model, idx, importance)
+    layers, _ = watch(model, idx)
+    importance = [column_sums(layer.q, layer.keys).mean(dim=1) / idx.size(1) for layer in layers]
     return {
-        'entropy': stack([torch.special.entr(each).sum(dim=1) for each in layers]),
-        'first token': stack([each[:, 0] for each in layers]),
+        'entropy': stack([torch.special.entr(each).sum(dim=1) for each in importance]),
+        'first token': stack([each[:, 0] for each in importance]),
     }
 
 
@@ -171,12 +172,12 @@ def uniform_entropy(T):
 
 
 def similarity(model, idx):
-    def cosines(q, keys, values):
-        return [mean_cosine(join_heads(each[-1])) for each in (keys, values)]
-
-    attended, _, hidden, _ = watch(model, idx, cosines, stream=lambda x, y: mean_cosine(y[0]))
-    keys, values = zip(*attended, strict=True)
-    return {'hidden states': stack(hidden), 'keys': stack(keys), 'values': stack(values)}
+    layers, _ = watch(model, idx)
+    return {
+        'hidden states': stack([mean_cosine(layer.y) for layer in layers]),
+        'keys': stack([mean_cosine(join_heads(layer.keys[-1])) for layer in layers]),
+        'values': stack([mean_cosine(join_heads(layer.values[-1])) for layer in layers]),
+    }
 
 
 def mean_cosine(x):
@@ -193,10 +194,9 @@ PROJECTED, ATTENDED = 'projected values', 'values attended with'
 
 
 def spectrum(model, idx):
-    def used(q, keys, values):
-        return eigenvalues(join_heads(values[-1]))
-
-    attended, projected, *_ = watch(model, idx, used, lambda x, v: eigenvalues(v))
+    layers, _ = watch(model, idx)
+    projected = [None if each.projected is None else eigenvalues(each.projected) for each in layers]
+    attended = [eigenvalues(join_heads(layer.values[-1])) for layer in layers]
     return {PROJECTED: stack(projected), ATTENDED: stack(attended)}
 
 
@@ -214,11 +214,12 @@ def mapping(model, idx):
         raise ValueError(
             'mapping compares a layer with the one before: the model has a single layer'
         )
-    attended, *_ = watch(model, idx, lambda *layer: layer)
+    layers, _ = watch(model, idx)
     by_equation = {EQ_3: [None], EQ_6: [None]}
-    for (_, keys_before, values_before), (q, keys, values) in itertools.pairwise(attended):
-        k, v, v_before = keys[-1], values[-1], values_before[-1]
-        cross = join_heads(attend_cross(q, [keys_before[-1], k], [v_before, v])).double()
+    for before, layer in itertools.pairwise(layers):
+        q, k, v = layer.q, layer.keys[-1], layer.values[-1]
+        k_before, v_before = before.keys[-1], before.values[-1]
+        cross = join_heads(attend_cross(q, [k_before, k], [v_before, v])).double()
         approximations = {
             EQ_3: attend(q, k, v + v_before),
             EQ_6: attend(q, k, v) + to_query_heads(v_before, q),
@@ -248,27 +249,23 @@ def sinks(model, idx):
     """
     targets = F.pad(idx[:, 1:], (0, 1), value=-1)
 
-    def attended(q, keys, values):
-        return column_sums(q, keys), values[-1]
-
     with torch.enable_grad():
-        layers, _, streams, loss = watch(
-            model, idx, attended, stream=lambda x, y: x, targets=targets
-        )
-        sums, values = zip(*layers, strict=True)
+        layers, loss = watch(model, idx, targets)
+        values = [layer.values[-1] for layer in layers]
         gradients = torch.autograd.grad(loss, values)
 
     queries = torch.arange(idx.size(1), 0, -1, device=idx.device)  # that see a position
+    sums = [column_sums(layer.q, layer.keys) for layer in layers]
     alpha = stack(sums) / queries  # (B, layers, nh, T)
     most, s = alpha[..., : (len(queries) + 1) // 2].max(dim=3)
     by_head = {
         'sink rate': (most > SINK).double(),
         'sink rate of position 0': (alpha[..., 0] > SINK).double(),
         'drain': over_others(s, values),
-        'peak': over_others(s, [x[:, None] for x in streams]),
+        'peak': over_others(s, [layer.x[:, None] for layer in layers]),
         'gradient': over_others(s, gradients),
     }
-    sizes = (x.double().abs().flatten(1) for x in streams)
+    sizes = (layer.x.double().abs().flatten(1) for layer in layers)
     massive = [each.amax(dim=1) / each.median(dim=1).values for each in sizes]
     series = {'massive': stack(massive)}
     for name, t in by_head.items():
@@ -326,20 +323,18 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in enumerate(watch(model, idx, projected=lambda x, v: v)[1]):
-            if v is not None:
-                zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
-                sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
+        for n, v in projected_values(model, idx).items():
+            zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
+            sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
 
     parts = []  # of each batch: what the tokens leave, what there is, which positions are judged
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
         left, total = [None] * model.config.n_layer, [None] * model.config.n_layer
-        for n, v in enumerate(watch(model, idx, projected=lambda x, v: v)[1]):
-            if v is not None:
-                means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
-                left[n] = squares(v - means[place[idx]], known)
-                total[n] = squares(v - mean, known)
+        for n, v in projected_values(model, idx).items():
+            means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
+            left[n] = squares(v - means[place[idx]], known)
+            total[n] = squares(v - mean, known)
         parts.append([stack(left), stack(total), known.double().mean(dim=1)])
 
     left, total, covered = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
