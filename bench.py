@@ -617,6 +617,10 @@ def check_start(settings, shape, machine):
             f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at '
             f'most block_size={shape.block_size}',
         )
+    elif machine.kind == 'cpu' and settings.batch_size * shape.block_size >= 2**14:
+        machine.warn(
+            'note: on a CPU such a step takes minutes; --n_layer=4 --batch_size=1 --block_size=512 will do'
+        )
     if settings.profile:
         Path(settings.profile).mkdir(parents=True, exist_ok=True)
     if settings.out:

@@ -98,6 +98,13 @@ def test_the_numbers_follow_from_the_seconds():
     assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5
 
 
+def test_a_step_that_takes_minutes_on_a_cpu_is_announced(capsys):
+    for batch_size, is_said in ((32, True), (1, False)):
+        settings = bench.BenchConfig(batch_size=batch_size)
+        bench.check_start(settings, GPTConfig(), Machine('cpu'))
+        assert ('--batch_size=1' in capsys.readouterr().err) == is_said
+
+
 def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(capsys):
     settings, machine = bench.BenchConfig(variants='all', compile=False), Machine('cpu')
     names = [name for name, *_ in bench.row_recipes(settings, GPTConfig(**SHAPE), machine)]
