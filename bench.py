@@ -104,7 +104,7 @@ class TableConfig:
 class BenchConfig(TableConfig):
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
     batch_size: int = 32  # sequences of each process in a step
-    optimizer: str = 'adamw'  # or muon; a variant's config may have its own, as modern's
+    optimizer: str = ''  # adamw, muon; '': the variant's own, as modern's, else adamw
     activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
     activation_checkpointing: bool = False  # store less, compute it again
 
@@ -116,7 +116,8 @@ class BenchConfig(TableConfig):
     def training(self):
         """The settings of a training that takes such steps. Refuses what training would."""
         names = {field.name for field in dataclasses.fields(TrainConfig)} & vars(self).keys()
-        return TrainConfig(**{name: getattr(self, name) for name in names})
+        said = {name: getattr(self, name) for name in names if getattr(self, name) != ''}
+        return TrainConfig(**said)
 
 
 @dataclass
@@ -182,8 +183,8 @@ def read_name(name, settings, shape):
             f'{name}: {field} is the same in all rows; set it with --{field}',
         )
     unsaid = set(OF_COMPILER) if 'compile=False' in changes else set()
-    if options.get('optimizer') == BenchConfig.optimizer:
-        unsaid.add('optimizer')  # the variant's own counts
+    if not options.get('optimizer'):
+        unsaid.add('optimizer')
     options = {field: options[field] for field in options if field not in unsaid}
     words = [VARIANTS['vanilla' if is_peer else kind]]
     words += [f'--{field}={value}' for field, value in options.items()]

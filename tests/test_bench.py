@@ -192,13 +192,15 @@ OF_GPUS = ['attention=flash', 'attention=cudnn', 'mode=max-autotune']
 
 def test_a_row_has_the_optimizer_of_its_variant_unless_told_otherwise():
     kinds = {
-        'vanilla': [AdamW],
-        'vanilla+optimizer=muon': [AdamW, Muon],
-        'modern': [AdamW, Muon],
-        'modern+optimizer=adamw': [AdamW],
+        ('vanilla', ''): [AdamW],
+        ('vanilla+optimizer=muon', 'adamw'): [AdamW, Muon],
+        ('modern', ''): [AdamW, Muon],
+        ('modern', 'adamw'): [AdamW],
+        ('modern+optimizer=adamw', ''): [AdamW],
     }
-    machine, settings = Machine('cpu'), bench.BenchConfig(compile=False)
-    for name, kind in kinds.items():
+    machine = Machine('cpu')
+    for (name, optimizer), kind in kinds.items():
+        settings = bench.BenchConfig(compile=False, optimizer=optimizer)
         row = bench.Row(name, *bench.read_name(name, settings, GPTConfig(**SHAPE)))
         row.build(machine)
         _, optimizers, _ = row.parts
