@@ -340,10 +340,10 @@ def check_space(plan):
     # Two bytes a token, twice. Without --tokens, what it takes is not known before it is read.
     needed = max(0, 4 * tokens - present)
     free = shutil.disk_usage(plan.out).free
-    need = f'{needed / 1e9:,.2f} GB' if tokens else 'what the source holds'
+    need = f'{needed / 1e9:,.2f} GB' if tokens else 'an unknown part'
     splits = collections.Counter(unit.split for unit in plan.units)
     files = f'{len(plan.units):,} files, {splits["validation"]:,} of them validation'
-    print(f'{files}; needs {need} in {plan.out}, where {free / 1e9:,.2f} GB are free')
+    print(f'{files}; needs {need} of the {free / 1e9:,.2f} GB that are free in {plan.out}')
     if tokens and free < needed:
         raise OSError(
             f'not enough space for {need} in {plan.out}: make room, choose another --out '
