@@ -446,8 +446,9 @@ class GPT(nn.Module):
         return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, cache=None, **how):
-        """Yield the tokens (B, 1) that continue idx (B, T). how: the options of sample().
+    def stream(self, idx, max_new_tokens, cache=None, n_vocab=None, **how):
+        """Yield the tokens (B, 1) that continue idx (B, T), of the first n_vocab ids (None: of all).
+        how: the options of sample().
 
         Without a cache (slow), each token is computed from the last block_size tokens. Raises
         ValueError where the first logits are not finite.
@@ -458,7 +459,7 @@ class GPT(nn.Module):
             # Once, because a GPU has to be waited for.
             broken = i == 0 and not logits.isfinite().all()
             refuse(broken, 'the logits are not finite: the weights are damaged, or overflow')
-            new = sample(logits[:, -1].float(), **how)
+            new = sample(logits[:, -1, :n_vocab].float(), **how)
             idx = new if cache else torch.cat((idx, new), dim=1)
             yield new
 

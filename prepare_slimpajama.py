@@ -19,13 +19,14 @@ A source is one of these:
 - a folder of plain text files, whose first-level sub-folders are the domains. The text is read as
   UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte in the first
   8 KB, or compressed) are skipped. A file of more than a twentieth of its domain, or of more than
-  4 MB, is cut at line ends, so that one long file can be split, too.
+  4 MB, is cut at line ends (if it has 16 KB), so that one long file can be split, too.
 - 'stdlib', this Python's own library.
 
 In a folder, a file with another name holds rows if it begins as they do in JSON, and else text; where
-there are both, and no file is named as rows, the kind with more bytes is read. The first of the words
-train, validation (or valid, val, dev, eval, held_out) and test in a file's path names its split, and
-without one it is train; test is left out. A folder that names a split is no domain. Where all files of
+there are both, the kind with more bytes is read, and files that are named as rows count ten times. The
+first of the words train (or training), validation (valid, val, dev, development, eval, evaluation,
+held_out) and test (testing) in a file's path names its split, also with "set" behind it, and without one
+it is train; test is left out. A folder that names a split is no domain. Where all files of
 plain text are of other splits than train, the words mean nothing.
 
 Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
@@ -99,7 +100,7 @@ class PrepareConfig:
     weights: dict = field(default_factory=dict)  # {domain: weight}; {}: Table 2, or natural shares
     val_fraction: float = 0.005  # of the documents, where a domain has no validation file
     workers: int = 0  # processes; 0: one per CPU that this process may use
-    seed: int = 1337  # of the order of files and documents
+    seed: int = 1337  # of the order of files and documents, and of which ones are validation
 
     def __post_init__(self):
         counts = self.tokens, self.workers, self.seed
@@ -347,7 +348,7 @@ def check_space(plan):
     if tokens and free < needed:
         raise OSError(
             f'not enough space for {need} in {plan.out}: make room, choose another --out '
-            'or fewer --tokens'
+            'or fewer --tokens (0: all that the source holds)'
         )
 
 
@@ -533,7 +534,10 @@ def check_documents(plan, counts, split):
     for domain in plan.shares:
         held_out = hashed and counts['validation', domain]
         if split == 'train' and held_out and not counts['train', domain]:
-            raise ValueError(f'{domain} has one document only, and validation takes it: add more')
+            raise ValueError(
+                f'{domain} has one document only, and validation takes it: add more, or leave it out '
+                'with --weights'
+            )
     if not any(counts[split, domain] for domain in plan.shares):
         raise ValueError(
             f'{plan.settings.source} has no {split} document of {", ".join(plan.shares)}: choose other '

@@ -67,7 +67,7 @@ def read_stdin():
     return sys.stdin.read()
 
 
-def start_stream(model, ids, settings, generator):
+def start_stream(model, ids, n_vocab, settings, generator):
     """(the stream of tokens after `ids`, its cache). Raises ValueError before the first token."""
     longest = model.config.block_size
     if len(ids) >= longest:
@@ -80,6 +80,7 @@ def start_stream(model, ids, settings, generator):
         torch.tensor([ids], device=generator.device),
         new_tokens,
         cache,
+        n_vocab,
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
@@ -119,7 +120,7 @@ def main():
         began = time.perf_counter()
         count = 0
         for number in range(settings.num_samples):
-            stream, cache = start_stream(model, ids, settings, generator)
+            stream, cache = start_stream(model, ids, tokenizer.n_vocab, settings, generator)
             if number:
                 print('-' * 80)
             count += print_sample(prompt, stream, tokenizer)

@@ -58,6 +58,9 @@ UNSAFE = re.compile(r'[^A-Za-z0-9_.\-\u00a1-\ud7ff\ue000-\U0010ffff]|^\.')
 # Bytes in a line of .jsonl, and on average in four rows of .parquet. SlimPajama's longest books have some 10 MB.
 MAX_LINE = 64 * 2**20
 
+# Bytes: a shorter text is not cut.
+LEAST = 2**14
+
 # Seconds after which a file that the hub does not give is asked for again, on top of what the hub's
 # own client tries.
 WAITS = (1, 2, 4, 8, 16, 32)
@@ -206,8 +209,10 @@ def first_split(name):
 def by_split(names):
     """{name: split}, without those of the test split."""
     splits = {name: split_of(name) for name in names}
-    tested = [name for name in names if splits[name] == 'test']
-    tell_unread(tested, 'of the test split')
+    tell_unread([name for name in names if splits[name] == 'test'], 'of the test split')
+    held_out = [name for name in names if splits[name] == 'validation']
+    if held_out:
+        print(f'{len(held_out):,} files are validation by their names, such as {min(held_out)}')
     return {name: split for name, split in splits.items() if split != 'test'}
 
 
@@ -243,15 +248,16 @@ def by_domain(source, names, skip=first_split):
 def folder_units(source, seed, column):
     """{domain: units} of a folder of rows or of plain text.
 
-    It is one of rows if a file is named so, or if what its other files hold is rows for the most part.
+    It is one of rows if these are most of its bytes. What is named so counts ten times: it may be
+    compressed.
     """
     sizes = list_folder(source)
     kinds = collections.defaultdict(dict)
     for name, size in sizes.items():
         kind = 'rows' if ROWS.search(name) else kind_of(Path(source, name), column)
         kinds[kind][name] = size
-    is_named = any(map(ROWS.search, kinds['rows']))
-    is_rows = is_named or sum(kinds['rows'].values()) > sum(kinds['text'].values())
+    rows = sum(size * (10 if ROWS.search(name) else 1) for name, size in kinds['rows'].items())
+    is_rows = rows > sum(kinds['text'].values())
     tell_unread(kinds['binary'], 'binary')
     tell_unread(kinds['text' if is_rows else 'rows'], 'rows and plain text are not mixed')
     if is_rows:
@@ -321,6 +327,12 @@ def text_folder_units(source, names, seed):
         # Nothing would be trained on: these words mean something else here.
         splits = dict.fromkeys(names, 'train')
         domains = by_domain(source, names, skip=lambda folder: False)
+    # One short text, such as a README beside the folders, cannot be split.
+    sizes = {name: Path(source, name).stat().st_size for name in splits}
+    lone = {d: each[0] for d, each in domains.items() if len(each) == 1 and sizes[each[0]] < LEAST}
+    if len(lone) < len(domains):
+        tell_unread(lone.values(), 'the only text of its domain, and too short to split')
+        domains = {domain: each for domain, each in domains.items() if domain not in lone}
 
     units = {domain: [] for domain in domains}
     for domain, names in domains.items():
@@ -353,7 +365,7 @@ def text_units(domain, root, names, seed, split='train'):
     size = sum(Path(root, name).stat().st_size for name in names)
     number = min(size // 2**22 + 1, len(names))
     # A document is a twentieth of its domain at most, so that one long file can be split, too.
-    longest = min(max(size // 20, 2**14), 2**22)
+    longest = min(max(size // 20, LEAST), 2**22)
     read = functools.partial(read_text, domain, longest)
 
     units = []
@@ -424,6 +436,10 @@ def rows_of(path, column):
     """(where it is, row) of each row of a .parquet file or one of JSON lines, all with a text."""
     rows = parquet_rows(path, column) if path.name.endswith('.parquet') else jsonl_rows(path)
     for where, row in rows:
+        if isinstance(row, list):
+            raise ValueError(f'{where} is a list: write one {{"{column}": "..."}} a line')
+        if isinstance(row, dict) and row.get(column, '') is None:
+            continue  # a row without a text
         if not isinstance(row, dict) or not isinstance(row.get(column), str):
             raise ValueError(
                 f'{where} is not {{"{column}": "..."}}: name the column of the text with --text_column'

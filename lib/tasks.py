@@ -15,7 +15,7 @@ from lib.files import unreadable
 
 # The files of each task, and how many items they hold when they are whole. A second file has the labels.
 PUBLISHED = {
-    'hellaswag': (('hellaswag_val_preprocessed.jsonl',), 10042),
+    'hellaswag': (('hellaswag_val.jsonl',), 10042),
     'openbookqa': (('test.jsonl',), 500),
     'winogrande': (('dev.jsonl',), 1267),
     'arc_challenge': (('ARC-Challenge-Test.jsonl',), 1172),
@@ -81,6 +81,9 @@ def read_items(task, data_dir):
     """
     names, count = PUBLISHED[task]
     paths = [Path(data_dir, task, name) for name in names]
+    preprocessed = Path(data_dir, task, 'hellaswag_val_preprocessed.jsonl')
+    if task == 'hellaswag' and preprocessed.is_file():
+        paths = [preprocessed]
     columns = []
     for path in paths:
         if not path.is_file():
@@ -109,9 +112,10 @@ def to_row(task, item, label=None):
     the right answer is not one of the choices, and KeyError where something is missing.
     """
     if task == 'hellaswag':
-        # Preprocessed as the harness does it, except for capitals in the context's second half.
         row = {name: item[name] for name in ('activity_label', 'endings')}
-        row |= {'ctx_a': item['ctx'], 'ctx_b': '', 'label': int(item['label'])}
+        # What others have preprocessed has the context in one piece, which lacks a capital then.
+        row |= {'ctx_a': item.get('ctx_a', item['ctx']), 'ctx_b': item.get('ctx_b', '')}
+        row['label'] = int(item['label'])
         range(len(row['endings'])).index(row['label'])
     elif task == 'piqa':
         row = {name: item[name] for name in ('goal', 'sol1', 'sol2')}

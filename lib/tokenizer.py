@@ -66,8 +66,8 @@ def load(name_or_path):
     # A folder, or the path of a file, is no hub id.
     if path.name.endswith('.json') or not HUB_ID.fullmatch(name):
         raise ValueError(
-            f'no tokenizer at {path}: '
-            "give --tokenizer a tokenizer.json, a folder with one, a hub id, or 'bytes'"
+            f'no tokenizer at {path}: give --tokenizer a tokenizer.json, a folder with one, a hub id '
+            "such as openai-community/gpt2, or 'bytes'"
         )
     return BytePairs(download(name))
 

@@ -37,15 +37,19 @@ def pairs(context, *choices):
     return [(context, f' {choice}') for choice in choices]
 
 
-def hellaswag(activity, context, endings, label):
+def hellaswag(activity, context, endings, label, **halves):
+    """halves: ctx_a and ctx_b, which a preprocessed file lacks."""
     item = {
         'ind': 0,
         'activity_label': activity,
         'ctx': context,
+        **halves,
         'split': 'val',
         'label': label,
         'endings': endings,
     }
+    if halves:
+        context = f'{halves["ctx_a"]} {halves["ctx_b"].capitalize()}'
     return item, pairs(f'{activity}: {context}', *endings), int(label)
 
 
@@ -81,7 +85,14 @@ ANIMALS = ['a bird', 'a cow', 'a fish', 'a tree']
 BOX = "The cup isn't in the box as the"
 ITEMS = {
     'hellaswag': [
-        hellaswag('Baking bread', 'A woman kneads dough. she', ENDINGS, 2),
+        hellaswag(
+            'Baking bread',
+            'A woman kneads dough. she',
+            ENDINGS,
+            2,
+            ctx_a='A woman kneads dough.',
+            ctx_b='she',
+        ),
         hellaswag('Surfing', 'Waves come. A man', ['paddles.', 'sits.', 'eats.', 'né 日本.'], '0'),
     ],
     'openbookqa': [

@@ -65,7 +65,8 @@ def test_one_sample_is_the_greedy_continuation_and_the_cache_is_told(trained):
     for new_tokens in (1, 99):
         status, out, err = sampled(out_dir, 'def ', f'--max_new_tokens={new_tokens}')
         room = min(new_tokens, 32 - 4)
-        made = [*model.generate(ids, room, temperature=0)[0, 4:].tolist(), BYTES.eot]
+        tokens = model.stream(ids, room, n_vocab=257, temperature=0)
+        made = [*(token.item() for token in tokens), BYTES.eot]
         text = BYTES.decode(made[: made.index(BYTES.eot)])
         assert (status, out) == (0, f'def {text}\n')
         nbytes = model.new_cache(1, 4 + room).nbytes
@@ -79,8 +80,9 @@ def test_the_text_appears_character_by_character_none_of_them_broken_and_ends_at
     stream = GPT.stream
     screens = []  # what was on the screen each time that a token was made
 
-    def watched(model, *args, **options):
-        for new in stream(model, *args, **options):
+    def watched(model, idx, count, cache, n_vocab, **options):
+        assert n_vocab == 257 < model.config.vocab_size  # a padded id is no token
+        for new in stream(model, idx, count, cache, n_vocab, **options):
             screens.append(sys.stdout.getvalue())
             yield new
 

@@ -188,12 +188,25 @@ def test_a_few_rows_among_plain_text_are_left_out_by_name(capsys):
     assert 'such as messages: rows and plain text' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('text', ['[{"text": "a"}, {"text": "b"}]', '{\n "text": "a"\n}'])
-def test_json_that_is_not_one_object_a_line_is_refused(text):
+@pytest.mark.parametrize(
+    'text, word',
+    [('[{"text": "a"}, {"text": "b"}]', 'a list'), ('{\n "text": "a"\n}', 'broken JSON')],
+)
+def test_json_that_is_not_one_object_a_line_is_refused(text, word):
     Path('raw').mkdir()
     Path('raw/all').write_text(text)
-    with raises_one_line('all: line 1'):
+    with raises_one_line('all: line 1', word):
         prepare(settings())
+
+
+def test_one_short_text_or_file_of_rows_beside_the_folders_is_left_out_by_name(capsys):
+    write_texts('raw', [f'{domain}/{n}.txt' for domain in ('wiki', 'books') for n in range(20)])
+    Path('raw/README.md').write_text('What these are.')
+    Path('raw/books/fixture.jsonl').write_text('{"text": "a"}')
+    units, shares, _ = sources.find_units('raw', '', {}, 1)
+    assert list(shares) == ['books', 'wiki'] and sum(len(unit.paths) for unit in units) == 40
+    out = capsys.readouterr().out
+    assert 'such as README.md: the only text' in out and 'such as books/fixture.jsonl: rows' in out
 
 
 def write_plain_rows(path, column, texts):
@@ -215,7 +228,7 @@ def write_plain_rows(path, column, texts):
 @pytest.mark.parametrize('column', ['text', 'content'])
 @pytest.mark.parametrize('on_hub', [False, True])
 def test_rows_without_a_domain_have_their_folder_s(suffix, column, on_hub, hub):
-    texts = {'train': ['eins', 'zwei', ''], 'validation': ['drei']}
+    texts = {'train': ['eins', 'zwei', '', None], 'validation': ['drei']}
     for split, words in texts.items():
         write_plain_rows(Path(f'raw/de/{split}-0{suffix}'), column, words)
         write_plain_rows(Path(f'raw/{split}-1{suffix}'), column, [*words, 'one'])

@@ -208,7 +208,7 @@ DAMAGES = {
         'item 2',
     ),
     'no endings': (
-        'hellaswag/hellaswag_val_preprocessed.jsonl',
+        'hellaswag/hellaswag_val.jsonl',
         in_line_2(b'"endings"', b'"ends"'),
         'item 2',
     ),
