@@ -4,7 +4,7 @@ Train a GPT of model.py on a dataset of prepare_slimpajama.py.
 $ python train.py config/demo.py                                # one process: GPU, or CPU
 $ torchrun --nproc_per_node=8 train.py config/resformer_82m.py  # 8 GPUs
 $ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468m.py   # see below
-$ python train.py config/demo.py --init_from=resume             # go on where it stopped
+$ python train.py --out_dir=out/demo --init_from=resume         # go on where it stopped
 $ python train.py --help                                        # every setting
 
 One training at a constant rate has an end at several lengths: with cooldown_iters, a checkpoint of a run
@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import one_line_errors, write_json
+from lib.files import one_line_errors, write_json, write_whole
 from lib.machine import (
     INTERRUPTED,
     Machine,
@@ -670,6 +670,7 @@ class Reporter:
             print('resumed with other settings:', start.changed)
 
         self.folder = Path(settings.out_dir)
+        (self.folder / 'failed.txt').unlink(missing_ok=True)
         self.log = Log(self.folder / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
         self.facts = {}
@@ -856,8 +857,11 @@ def train(settings, config, machine, micro_steps, closing):
             if reporter:
                 reporter.step(step, loss, norm.item(), lr, scaler, skipped, seconds)
         if settings.max_skipped and in_a_row >= settings.max_skipped:
+            error = gave_up(step, in_a_row, settings)
             with machine.together():
-                raise gave_up(step, in_a_row, settings)
+                if reporter:
+                    write_whole(reporter.folder / 'failed.txt', f'{error}\n')
+                raise error
         step += 1
 
     loader.close()

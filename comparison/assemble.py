@@ -16,6 +16,7 @@ import torch
 from comparison.arms import contrast_name, lead, parse_contrasts
 from comparison.compute import multipliers
 from comparison.curves import measure_curves, smoothing
+from comparison.logs import text_in
 from comparison.plan import TEXT, changes
 from comparison.record import read_plan
 from comparison.results import losses_of, sweep
@@ -275,8 +276,10 @@ def planned_tuning_seeds(facts):
     """The seeds of those runs by which the plan beside them has chosen a learning rate."""
     seeds = set()
     for run, own in facts.items():
-        plan = Path(run).parent / 'plan.json'
-        if plan.exists() and own['seed'] in read_plan(plan)['plan']['tuning_seeds']:
+        folder = Path(run).parent
+        if text_in(folder, 'plan.json') is None:
+            continue
+        if own['seed'] in read_plan(folder / 'plan.json')['plan']['tuning_seeds']:
             seeds.add(own['seed'])
     return sorted(seeds)
 

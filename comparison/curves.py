@@ -25,11 +25,15 @@ def pair_series(ours, theirs):
     return np.array(steps), np.array([a[step] - b[step] for step in steps])
 
 
+def gap_of(steps):
+    """How many steps lie between two that were logged, as a rule."""
+    return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+
+
 def smoothed(steps, values, window):
     """(steps, means over `window` steps). A mean belongs to its last step: it uses no later ones."""
     # Fewer points lie in the window where not every step was logged.
-    interval = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    points = max(1, window // interval)
+    points = max(1, window // gap_of(steps))
     if len(steps) < points:
         raise ValueError(f'there are {len(steps)} steps, fewer than the {window} of a mean')
     return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
@@ -50,7 +54,9 @@ def measure_curves(pairs, smooth):
     for name, of_seeds in pairs.items():
         curves, ends = {}, {}
         for seed, (ours, theirs) in of_seeds.items():
-            steps, values = smoothed(*pair_series(ours, theirs), smooth)
+            steps, values = pair_series(ours, theirs)
+            # Of a short run, or one that logged few steps, the window is all of it.
+            steps, values = smoothed(steps, values, min(smooth, len(steps) * gap_of(steps)))
             curves[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
             ends[seed] = ours.loss - theirs.loss
         # All take the same steps, but may have logged others of them.

@@ -17,14 +17,21 @@ from lib.files import first_line, unreadable
 
 
 def text_of_run(run, name):
-    """The text of a file of a run, from its folder or from a pack beside it; None where there is none."""
-    path = Path(run, name)
+    """The text of a file of a run; None where there is none."""
+    run = Path(run)
+    return text_in(run.parent, f'{run.name}/{name}')
+
+
+def text_in(folder, name):
+    """The text of a file of a folder of runs, from the folder or from a pack in it; None where there is
+    none."""
+    path = Path(folder, name)
     if path.exists():
         return path.read_text(errors='replace')
     files = {}
-    for pack in path.parent.parent.glob('runs_*.tar.xz'):
+    for pack in Path(folder).glob('runs_*.tar.xz'):
         files |= read_pack(pack)
-    return files.get(f'{path.parent.name}/{name}')
+    return files.get(name)
 
 
 @functools.cache  # a pack is never rewritten

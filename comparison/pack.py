@@ -32,7 +32,7 @@ class PackConfig:
 FILES = ('config.json', 'log.jsonl')
 
 
-def check(runs, to):
+def check_command(runs, to):
     """Refuse what is not the finished runs of one folder."""
     if not runs or not to:
         raise ValueError('name the folders of finished runs, and where the packs go: --to=FOLDER')
@@ -78,7 +78,7 @@ def main():
     with one_line_errors():
         (settings,) = configure(PackConfig, doc=__doc__, plain='runs')
         runs = sorted({Path(run) for run in settings.runs})
-        check(runs, settings.to)
+        check_command(runs, settings.to)
         to = Path(settings.to)
         to.mkdir(parents=True, exist_ok=True)
         with locked(to, 'packing into', setting='--to'):

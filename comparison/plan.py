@@ -154,11 +154,16 @@ class Plan:
     def ignored(self, arm):
         """Names of facts in which an arm's runs may differ from facts().
 
-        How a run rounds is the machine's choice, unless it is what the arm is about.
+        How a run rounds is the machine's choice, unless somebody asked for it.
         """
-        own = self.arms[arm].own
-        ignored = [name for name in ROUNDING if str(own.get(name, 'auto')) == 'auto']
+        asked = self.rounding(arm)
+        ignored = [name for name in ROUNDING if asked.get(name, 'auto') == 'auto']
         return ignored + ['code'] * self.mixed_code
+
+    def rounding(self, arm):
+        """{how it rounds: value} that was asked for an arm."""
+        arm = self.arms[arm]
+        return {name: getattr(arm.training, name) for name in ROUNDING if name in arm.named}
 
     @functools.cached_property
     def data(self):

@@ -11,6 +11,7 @@ import hashlib
 import json
 
 from comparison.arms import contrast_name
+from comparison.logs import text_in
 from comparison.plan import changes
 from comparison.runs import MIXED_CODE, ROUNDING, difference
 from comparison.verdict import LEVEL, RULES
@@ -42,6 +43,7 @@ def contents_of(plan):
             'level': LEVEL,
             'judgement': plan.judgement,
             'rule': RULES[plan.judgement],
+            'rounding': plan.rounding(plan.baseline),
             'settings': {name: base[name] for name in base if name not in VARYING},
         }
     )
@@ -76,10 +78,11 @@ def write_plan(plan):
 
 
 def read_plan(path):
-    """What a plan.json holds. Raises ValueError if it is damaged, or not as it was written."""
+    """What a plan.json holds, which may be in a pack. Raises ValueError if it is damaged, or not as it
+    was written."""
     advice = 'move it away, to write the plan again'
     with unreadable(f'{path} is damaged', advice):
-        record = json.loads(path.read_text())
+        record = json.loads(text_in(path.parent, path.name))
         deciding_values(record['plan'])
         stated = record['hash']
     if stated != hash_of(record):
@@ -101,6 +104,8 @@ def check_same_plan(old, new, path, but=()):
     but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
     if set(old['seeds']) <= set(new['seeds']):
         but.add('seeds')
+    if 'rounding' not in old:
+        but.add('rounding')
     other = difference(deciding_values(old), deciding_values(new), but)
     if other:
         name, before, now = other
@@ -118,7 +123,11 @@ def deciding_values(contents):
         values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
     names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
     values |= contents['settings'] | {name: contents[name] for name in names}
-    return values | {'judgement': contents.get('judgement', 'paired')}  # older plans knew no other
+    # Older plans had one judgement, and said nothing of rounding.
+    return values | {
+        'judgement': contents.get('judgement', 'paired'),
+        'rounding': contents.get('rounding'),
+    }
 
 
 def code_state():

@@ -92,11 +92,14 @@ class Results:
     def jobs(self):
         """The runs still to be trained, as launch.Job.
 
-        A run that failed is tried again; a foreign one is never touched.
+        A run that failed is tried again, unless it told that its rate diverges; a foreign one is never
+        touched.
         """
         jobs = []
         for run in self.all_runs():
-            if self.state(run).kind not in ('finished', 'diverged', 'foreign'):
+            state = self.state(run)
+            has_lost = run.seed in self.plan.tuning_seeds and state.has_diverged
+            if not has_lost and state.kind not in ('finished', 'diverged', 'foreign'):
                 folder = self.plan.run_folder(run)
                 jobs.append(launch.Job(run.name, self.plan.arguments(run), folder))
         return jobs

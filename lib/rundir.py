@@ -2,6 +2,7 @@
 A run's folder: what train.py writes there and resumes from.
 
 ckpt_<step>.pt   checkpoints
+failed.txt       why training was given up, if it was; compare.py writes other reasons there
 log.jsonl        one JSON object per line: training steps, evaluations; where the run was resumed, the
                  changed settings and the provenance, before and after
 config.json      settings, GPTConfig, origin (scratch, or whose weights came first) and provenance

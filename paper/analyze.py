@@ -571,7 +571,7 @@ def main():
     with one_line_errors():
         modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
-        numbers = analyze(kind, settings, Machine(settings.device))
+        numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
         write_json(out.with_name(f'{out.name}.json'), numbers)
         drawn = over_seeds(numbers) if settings.seeds else numbers

@@ -142,8 +142,8 @@ class Arm:
         """{name: value} of train.py's settings; those after a + of the model are text."""
         values = scale.settings | scale.sizes[self.size] | wiring_of(self.model)
         values = {name: value for name, value in values.items() if name not in ('out_dir', 'seed')}
-        if 'n_kv_head' in values:  # of 8 heads
-            values['n_kv_head'] = max(1, values['n_kv_head'] * values['n_head'] // 8)
+        if 'n_kv_head' in values:  # of 8 heads; as text if it is after a + of the model
+            values['n_kv_head'] = max(1, int(values['n_kv_head']) * int(values['n_head']) // 8)
         length = scale.lengths[LENGTHS.index(self.length)]
         rows = scale.tokens // length // values['gradient_accumulation_steps']
         rate = scale.rates[self.rate]

@@ -317,6 +317,8 @@ def main():
             sys.exit(2)
         elif mode == 'claims':
             write_claims(pool, settings)
+        elif folders and not names:
+            raise ValueError('what of these runs: name figures, all, or the mode claims')
         elif folders:
             each(names, draw_kept, pool, settings)
         else:

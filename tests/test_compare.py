@@ -26,7 +26,7 @@ from conftest import assert_one_line
 
 import compare
 import train
-from comparison import charts, launch, report
+from comparison import charts, launch, pack, report
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run
 from comparison.record import code_state, contents_of, hash_of, write_plan
@@ -160,6 +160,7 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
         ([ARMS, '--seeds=2', '--weight_decay=0.3'], 'weight_decay'),
         ([ARMS, '--seeds=2', '--contrasts=svformer-resformer'], 'contrasts'),
         ([ARMS.replace('share_v', 'share_k'), '--seeds=2'], 'differs of svformer'),
+        ([ARMS, '--seeds=2', '--dtype=bfloat16'], "rounding was {}, not {'dtype': 'bfloat16'}"),
     ):
         status, _ = compare_command(*words)
         assert f'{path} is another plan: {name}' in status and '--name' in status
@@ -351,9 +352,9 @@ def test_a_tuning_run_that_was_killed_says_nothing_about_its_rate(place, reason,
         text = comparison['contrasts']['svformer-vanilla']['reason']
         assert f'{folder.name} is failed: killed by SIGKILL' in text
 
-    # It is tried again first: neither another rate, nor test runs at a rate that is not the best.
+    # The other is tried again first: neither another rate, nor test runs at a rate that is not the best.
     Path(folder, 'log.jsonl').write_text('')
-    assert [job.name for job in results.jobs()] == [folder.name]
+    assert [job.name for job in results.jobs()] == [folder.name] * (rate is None)
 
 
 def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
@@ -388,12 +389,15 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     for plot in ('forest', 'rates', 'relative'):
         assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
 
-    # Also where only the plan beside them says which seeds chose a rate: these never judge it.
+    # Also where only the plan beside them, or in a pack, says which seeds chose a rate: these never judge
+    # it.
     write_plan(plan)
     at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
-    comparison = compare_runs(at_its_best, 'runs')
-    assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
-    assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
+    assert runs.call(pack.main, *at_its_best, '--to=kept')[0] == 0
+    for some in (at_its_best, [f'kept/{Path(name).name}' for name in at_its_best]):
+        comparison = compare_runs(some, 'runs')
+        assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
+        assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
 
     pretend(plan, Run('svformer', 1e-2, 1), 2.0)
     status, _ = runs.call(compare.main, *folders_of(plan), *options)

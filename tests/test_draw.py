@@ -33,6 +33,8 @@ def test_a_curve_is_the_mean_of_a_window_and_ends_with_the_validation_loss(tmp_p
     expected = [(other - base)[step - 4 : step + 1].mean() for step in arm['steps']]
     assert arm['curves'][1] == pytest.approx(expected)
     assert arm['ends'] == {1: pytest.approx(other[-1] - base[-1])}
+    (all_of_it,) = measure_curves({'b': {1: pair}}, 99).values()
+    assert all_of_it['curves'][1] == pytest.approx([(other - base).mean()])
     assert losses.late_difference(*pair, 10) == pytest.approx((other - base)[-10:].mean())
     assert losses.early_difference(*pair) == pytest.approx((other - base)[:4].mean())
     with pytest.raises(ValueError, match='fewer than the 41'):

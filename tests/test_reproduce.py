@@ -80,6 +80,7 @@ def test_an_arms_wiring_is_its_config_files_and_its_flags_come_on_top():
     _, config = Arm('gpt2+v_residual=True').configs(TINY)
     assert (config.arch, config.v_residual) == ('gpt2', True)
     assert Arm('neutreno').configs(TINY)[1].neutreno == 0.4
+    assert Arm('vanilla+n_kv_head=2').configs(PAPER)[1].kv_heads == 2
     _, halved = Arm('gqa').configs(SCALES['claims'])  # of 4 heads in place of 8
     assert halved.kv_heads == 2
 
@@ -196,6 +197,7 @@ def test_figures_are_of_runs_that_exist(here, titles):
     assert titles == ["Fig. 13: All layers use the first layer's queries, keys or values (tiny)"]
     status, _, _ = reproduced('fig6', *folders)
     assert_one_line(status, 'fig6')
+    assert_one_line(reproduced(*folders)[0], 'claims')
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from runs import (
 )
 
 import train
+from comparison.runs import read_state
 from lib.files import locked
 from lib.machine import INTERRUPTED
 from lib.rundir import Log, checkpoints
@@ -341,6 +342,9 @@ def test_too_many_such_steps_in_a_row_stop_the_run_and_name_its_checkpoints(work
     assert 'out/stopped/ckpt_6.pt' in status and 'out/stopped/ckpt_4.pt' in status
     assert newest('out/stopped')['skipped'] == [4, 2]
     assert all(value.isfinite().all() for value in newest('out/stopped')['model'].values())
+    assert read_state('out/stopped').has_diverged  # whoever started it
+    good('out/stopped', init_from='resume', log_interval=9, **options)
+    assert read_state('out/stopped').kind == 'finished'
 
     spoil(monkeypatch, range(3), not_a_number)
     status, _ = here('out/nothing', max_skipped=2, eval_interval=0, save_steps=())
