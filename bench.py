@@ -203,8 +203,8 @@ def check_peer(settings, config):
         not importlib.util.find_spec('transformers'),
         '--peers=hf needs transformers: pip install -r requirements-dev.txt',
     )
-    names = ('optimizer', 'activation_checkpointing')
-    own = [name for name in names if getattr(settings, name) != getattr(BenchConfig, name)]
+    own = ['optimizer'] if settings.optimizer not in ('', 'adamw') else []
+    own += ['activation_checkpointing'] * settings.activation_checkpointing
     ours = [*config.variant(), *own]
     refuse(ours, f"hf is transformers' Llama, which has no {', '.join(ours)} of ours; drop it")
 
@@ -618,10 +618,13 @@ def check_start(settings, shape, machine):
             f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at '
             f'most block_size={shape.block_size}',
         )
-    elif machine.kind == 'cpu' and settings.batch_size * shape.block_size >= 2**14:
-        machine.warn(
-            'note: on a CPU such a step takes minutes; --n_layer=4 --batch_size=1 --block_size=512 will do'
-        )
+    elif machine.kind == 'cpu':
+        counted = GPT.without_weights(shape).flops_per_token(shape.block_size)
+        if counted * settings.batch_size * shape.block_size > 1e13:
+            machine.warn(
+                'note: a step of this size takes minutes on a CPU; try --n_layer=4 --batch_size=1 '
+                '--block_size=512'
+            )
     if settings.profile:
         Path(settings.profile).mkdir(parents=True, exist_ok=True)
     if settings.out:

@@ -559,7 +559,7 @@ class LayerWiring:
     v: PartWiring
     reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
     added: list  # keys of the raw values whose mean is added to attention's output
-    neutreno: float  # how much of V_1 - V_n is added to it
+    neutreno: float  # how much of V_1 - V'_n is added to it
     raw_later: list = ()  # keys of the raw tensors that later layers read
     attended_later: list = ()  # likewise of the attended ones
 

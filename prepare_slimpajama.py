@@ -23,11 +23,11 @@ A source is one of these:
 - 'stdlib', this Python's own library.
 
 In a folder, a file with another name holds rows if it begins as they do in JSON, and else text; where
-there are both, the kind with more bytes is read, and files that are named as rows count ten times. The
-first of the words train (or training), validation (valid, val, dev, development, eval, evaluation,
-held_out) and test (testing) in a file's path names its split, also with "set" behind it, and without one
-it is train; test is left out. A folder that names a split is no domain. Where all files of
-plain text are of other splits than train, the words mean nothing.
+there are both, the kind with more bytes is read, of which those of compressed files count ten times. A
+single short text beside the folders is left out. The first of the words train (or training), validation
+(valid, val, dev, development, eval, evaluation, held_out) and test (testing) in a file's path names its
+split, also with "set" behind it, and without one it is train; test is left out. A folder that names a
+split is no domain. Where all files of plain text are of other splits than train, the words mean nothing.
 
 Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
 when hash(seed, text) < val_fraction, and each domain's first one always is.

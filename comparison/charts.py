@@ -176,7 +176,7 @@ def curves_picture(arms, labels, look, baseline, smooth, title=''):
         draw_end(right, column, describe(arm['ends']), labels[name], look[name])
     show_all(left, shown)
     left.margins(x=0)
-    left.set_xlabel(f'step (curves: mean of {smooth} steps)')
+    left.set_xlabel(f'step (curves: mean of up to {smooth} steps)')
     left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
     left.set_title('training loss', fontsize=10)
     right.set_title(next(iter(arms.values()))['end'], fontsize=10)

@@ -48,7 +48,7 @@ def measure_curves(pairs, smooth):
     """What charts.curves_picture() shows, ready for JSON; pairs: {name: {seed: (ours, theirs)}}.
 
     {name: {'steps', 'curves': {seed: [...]}, 'end': what the ends are, 'ends': {seed: difference}}}; a
-    point of a curve is a mean of `smooth` steps.
+    point of a curve is a mean of `smooth` steps, or of all that a shorter run has.
     """
     result = {}
     for name, of_seeds in pairs.items():

@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import lzma
+import re
 import tarfile
 from pathlib import Path
 
@@ -29,9 +30,14 @@ def text_in(folder, name):
     if path.exists():
         return path.read_text(errors='replace')
     files = {}
-    for pack in Path(folder).glob('runs_*.tar.xz'):
+    for pack in sorted(Path(folder).glob('runs_*.tar.xz'), key=pack_number):
         files |= read_pack(pack)
     return files.get(name)
+
+
+def pack_number(pack):
+    """Of runs_12.tar.xz, 12."""
+    return int(re.search(r'\d*(?=\.tar)', pack.name)[0] or 0)
 
 
 @functools.cache  # a pack is never rewritten

@@ -33,7 +33,7 @@ FILES = ('config.json', 'log.jsonl')
 
 
 def check_command(runs, to):
-    """Refuse what is not the finished runs of one folder."""
+    """Refuse what is not the finished runs of one folder, and packs without a place."""
     if not runs or not to:
         raise ValueError('name the folders of finished runs, and where the packs go: --to=FOLDER')
     for run in runs:

@@ -23,7 +23,7 @@ from comparison.runs import ROUNDING, difference, differences, facts
 from comparison.verdict import RULES
 from lib.data import Dataset
 from lib.rundir import code_fingerprint
-from train import check_rates, share_of_micro_steps
+from train import TrainConfig, check_rates, share_of_micro_steps
 
 # How often and on how much a run is evaluated, unless somebody says otherwise: once, on everything.
 EVALUATION = ('eval_iters', 'eval_interval')
@@ -156,14 +156,15 @@ class Plan:
 
         How a run rounds is the machine's choice, unless somebody asked for it.
         """
-        asked = self.rounding(arm)
-        ignored = [name for name in ROUNDING if asked.get(name, 'auto') == 'auto']
-        return ignored + ['code'] * self.mixed_code
+        ignored = {*ROUNDING} - self.rounding(arm).keys()
+        return [*ignored] + ['code'] * self.mixed_code
 
     def rounding(self, arm):
-        """{how it rounds: value} that was asked for an arm."""
-        arm = self.arms[arm]
-        return {name: getattr(arm.training, name) for name in ROUNDING if name in arm.named}
+        """{how an arm rounds: value} where that is not left to the machine."""
+        values = {name: getattr(self.arms[arm].training, name) for name in ROUNDING}
+        return {
+            name: value for name, value in values.items() if value != getattr(TrainConfig, name)
+        }
 
     @functools.cached_property
     def data(self):

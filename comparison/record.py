@@ -80,7 +80,7 @@ def write_plan(plan):
 def read_plan(path):
     """What a plan.json holds, which may be in a pack. Raises ValueError if it is damaged, or not as it
     was written."""
-    advice = 'move it away, to write the plan again'
+    advice = 'move it away, to write the plan again, or name --tuning_seeds of runs that exist'
     with unreadable(f'{path} is damaged', advice):
         record = json.loads(text_in(path.parent, path.name))
         deciding_values(record['plan'])

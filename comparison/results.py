@@ -92,8 +92,7 @@ class Results:
     def jobs(self):
         """The runs still to be trained, as launch.Job.
 
-        A run that failed is tried again, unless it told that its rate diverges; a foreign one is never
-        touched.
+        A run that failed is tried again, but for a tuning run that diverged; a foreign one is never touched.
         """
         jobs = []
         for run in self.all_runs():

@@ -1,6 +1,6 @@
 # A small byte model on the Python standard library, for two CPU cores: `make demo` trains it with
 # three seeds as vanilla, ResFormer and SVFormer. 2.0M parameters; a step is 8 * 256 = 2,048 bytes,
-# a run 100 steps = 0.2M bytes, 80 seconds of one core.
+# a run 100 steps = 0.2M bytes, 50 to 80 seconds of one core.
 # $ python prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 # $ python train.py config/demo.py --v_residual=True
 out_dir = 'out/demo'

@@ -231,7 +231,7 @@ def kind_and_index(device):
     if device == 'auto':
         device = usable[0]
     kind, _, index = device.partition(':')
-    is_index = index.isdigit() if kind == 'cuda' else index in ('', '0')
+    is_index = index.isdigit() if kind == 'cuda' else index == '0'
     if kind not in usable or not (is_index or not index):
         raise ValueError(
             f'device={device!r}, but torch {torch.__version__} sees only '

@@ -248,15 +248,17 @@ def by_domain(source, names, skip=first_split):
 def folder_units(source, seed, column):
     """{domain: units} of a folder of rows or of plain text.
 
-    It is one of rows if these are most of its bytes. What is named so counts ten times: it may be
-    compressed.
+    It is one of rows if these are most of its bytes, of which those of compressed files count ten times.
     """
     sizes = list_folder(source)
     kinds = collections.defaultdict(dict)
     for name, size in sizes.items():
         kind = 'rows' if ROWS.search(name) else kind_of(Path(source, name), column)
         kinds[kind][name] = size
-    rows = sum(size * (10 if ROWS.search(name) else 1) for name, size in kinds['rows'].items())
+    rows = sum(
+        size * (10 if name.endswith(('.parquet', '.zst', '.gz')) else 1)
+        for name, size in kinds['rows'].items()
+    )
     is_rows = rows > sum(kinds['text'].values())
     tell_unread(kinds['binary'], 'binary')
     tell_unread(kinds['text' if is_rows else 'rows'], 'rows and plain text are not mixed')
@@ -329,7 +331,10 @@ def text_folder_units(source, names, seed):
         domains = by_domain(source, names, skip=lambda folder: False)
     # One short text, such as a README beside the folders, cannot be split.
     sizes = {name: Path(source, name).stat().st_size for name in splits}
-    lone = {d: each[0] for d, each in domains.items() if len(each) == 1 and sizes[each[0]] < LEAST}
+    lone = {}
+    for domain, each in domains.items():
+        if len(each) == 1 and splits[each[0]] == 'train' and sizes[each[0]] < LEAST:
+            lone[domain] = each[0]
     if len(lone) < len(domains):
         tell_unread(lone.values(), 'the only text of its domain, and too short to split')
         domains = {domain: each for domain, each in domains.items() if domain not in lone}

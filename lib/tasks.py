@@ -82,7 +82,7 @@ def read_items(task, data_dir):
     names, count = PUBLISHED[task]
     paths = [Path(data_dir, task, name) for name in names]
     preprocessed = Path(data_dir, task, 'hellaswag_val_preprocessed.jsonl')
-    if task == 'hellaswag' and preprocessed.is_file():
+    if preprocessed.is_file() and not paths[0].is_file():
         paths = [preprocessed]
     columns = []
     for path in paths:

@@ -76,14 +76,16 @@ class AnalyzeConfig:
             )
         if bool(self.hf) == bool(self.runs) or (self.hf and not self.text):
             raise ValueError('name the folders of runs, or give --hf=FOLDER and a --text to read')
+        if self.hf and self.seeds:
+            raise ValueError('a Hugging Face folder has no seed: leave out --seeds')
 
 
 # --- watching a forward pass ----------------------------------------------------------------------
 
 
 def watch(model, idx, targets=None):
-    """What each layer of a model works with that reads idx (B, T), and the loss where there are targets
-    (B, T): ([layer], loss).
+    """([layer], loss) of a model that reads idx (B, T): what each layer works with, and the loss where
+    there are targets (B, T).
 
     Of a layer, q, keys and values are what it attends with, as model.attend_cross() gets them: a gradient
     for its values is that of this layer's attention alone, though other layers may share them. projected,

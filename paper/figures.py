@@ -340,7 +340,7 @@ SIGNS = {'<': 'below', '>': 'above', '>=': 'not below'}
 # What a claim is about.
 METRICS = {
     'early loss': 'training loss in the first tenth of the steps',
-    'lead': "training loss at the end, minus vanilla's in the same setting",
+    'lead': "validation loss at the end, minus vanilla's in the same setting",
     'overtaken': 'training loss at the end of runs in which vanilla has had time to catch up',
     'critical step': 'step at which it is overtaken by vanilla',
     'validation loss': 'validation loss at the end, mean of the domains',

@@ -297,19 +297,19 @@ def claims_table(rows, pool=()):
         cells.append([*cell, p_text(numbers['p_holm']), str(numbers['seeds']), verdict])
     metrics = dict.fromkeys(row.metric for row in tested)
     untestable = [row for row in rows if row.verdict == 'untestable']
-    lines = [
-        f'{claims_headline(rows)}. {code_text(codes)}'.rstrip(),
-        '',
-        markdown_table(head, cells, (0, 1, len(head) - 1)),
-        '',
-        'What is compared (losses in nats per token; the validation loss where a row names nothing):',
-        '',
-        *(f'- {metric}: {METRICS[metric]}' for metric in metrics),
-        '',
-        'Not tested here:',
-        '',
-        *(f'- {row.label()} ({"; ".join(row.where)}): {row.reason}' for row in untestable),
-    ]
+    lines = [f'{claims_headline(rows)}. {code_text(codes)}'.rstrip(), '']
+    if tested:
+        lines += [
+            markdown_table(head, cells, (0, 1, len(head) - 1)),
+            '',
+            'What is compared (losses in nats per token; the validation loss where a row names nothing):',
+            '',
+            *(f'- {metric}: {METRICS[metric]}' for metric in metrics),
+            '',
+        ]
+    if untestable:
+        rest = [f'- {row.label()} ({"; ".join(row.where)}): {row.reason}' for row in untestable]
+        lines += ['Not tested here:', '', *rest]
     return '\n'.join(lines) + '\n'
 
 

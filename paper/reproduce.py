@@ -285,7 +285,7 @@ def print_list(settings):
         arms = ' '.join(arm.name for arm in figure.runs())
         rows.append([name, f'{done} of {runs}', figure.title, arms])
     minutes = SCALES[settings.scale].minutes
-    takes = f'about {minutes} minutes on one core' if minutes else 'hours on eight GPUs'
+    takes = f'about {minutes} min on one core' if minutes else 'hours on eight GPUs'
     print(markdown_table(['', 'runs', 'what', 'arms'], rows, (0, 2, 3)))
     print(f'\nA run takes {takes}.')
 

@@ -160,7 +160,7 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
         ([ARMS, '--seeds=2', '--weight_decay=0.3'], 'weight_decay'),
         ([ARMS, '--seeds=2', '--contrasts=svformer-resformer'], 'contrasts'),
         ([ARMS.replace('share_v', 'share_k'), '--seeds=2'], 'differs of svformer'),
-        ([ARMS, '--seeds=2', '--dtype=bfloat16'], "rounding was {}, not {'dtype': 'bfloat16'}"),
+        ([ARMS, '--seeds=2', '--dtype=bfloat16'], 'rounding was'),
     ):
         status, _ = compare_command(*words)
         assert f'{path} is another plan: {name}' in status and '--name' in status
@@ -352,7 +352,7 @@ def test_a_tuning_run_that_was_killed_says_nothing_about_its_rate(place, reason,
         text = comparison['contrasts']['svformer-vanilla']['reason']
         assert f'{folder.name} is failed: killed by SIGKILL' in text
 
-    # The other is tried again first: neither another rate, nor test runs at a rate that is not the best.
+    # A killed one is tried again first: neither another rate, nor test runs at one that is not the best.
     Path(folder, 'log.jsonl').write_text('')
     assert [job.name for job in results.jobs()] == [folder.name] * (rate is None)
 

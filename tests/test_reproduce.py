@@ -222,7 +222,7 @@ def test_the_list_names_every_figure_and_without_one_the_usage_is_printed(here):
     status, out, _ = reproduced('list')
     assert status == 0 and '| fig3 | 1 of 1 |' in out and '| fig6 | 1 of 4 |' in out
     assert all(f'| {name} |' in out for name in FIGURES)
-    assert 'about 1 minutes on one core' in out
+    assert 'about 1 min on one core' in out
     assert 'takes hours on eight GPUs' in reproduced('list', '--scale=paper')[1]
     status, out, _ = program(reproduce.main)
     assert status == 2 and 'python -m paper.reproduce list' in out

@@ -208,6 +208,11 @@ def test_one_short_text_or_file_of_rows_beside_the_folders_is_left_out_by_name(c
     out = capsys.readouterr().out
     assert 'such as README.md: the only text' in out and 'such as books/fixture.jsonl: rows' in out
 
+    # But not one that is named as validation: it is in the wrong place.
+    Path('raw/README.md').rename('raw/validation.txt')
+    with raises_one_line('raw', 'validation.txt', 'move them'):
+        sources.find_units('raw', '', {}, 1)
+
 
 def write_plain_rows(path, column, texts):
     """Rows of a text and of what nobody asks for. Parquet has a date beyond Python's, too."""

@@ -197,6 +197,13 @@ def in_line_2(old, new):
 
 
 # {the damage: (a file, what becomes of its bytes, a word of the message)}; 3 items are whole.
+def test_a_preprocessed_hellaswag_serves_where_the_published_one_is_missing(published):
+    folder = published / 'hellaswag'
+    before = tasks.read_items('hellaswag', published)
+    (folder / 'hellaswag_val.jsonl').rename(folder / 'hellaswag_val_preprocessed.jsonl')
+    assert tasks.read_items('hellaswag', published) == before
+
+
 DAMAGES = {
     'cut in a line': ('piqa/dev.jsonl', lambda data: data[:-12], 'item 3'),
     'a line less': ('piqa/dev.jsonl', lambda data: data[: data.rindex(b'\n', 0, -1)], '2 lines'),
