@@ -473,10 +473,12 @@ def start_run(settings, config, machine, closing):
             'checkpoint or a Hugging Face folder',
         )
         dataset, rows = open_dataset(settings, config, machine)
-        if settings.init_from != 'resume' and not settings.eval_only:
-            run = decisive(settings, config, dataset)
-            check_unused(Path(settings.out_dir), run, settings.first_save)
         checkpoint = open_checkpoint(settings, machine)
+        if settings.init_from != 'resume' and not settings.eval_only:
+            run, first_save = decisive(settings, config, dataset), settings.first_save
+            if settings.forks:  # its log begins with that of the other run, which it saves at once
+                run['origin'], first_save = checkpoint['origin'], checkpoint['step'] + 1
+            check_unused(Path(settings.out_dir), run, first_save)
         check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
         optimizers = make_optimizers(model, settings)

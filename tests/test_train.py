@@ -246,6 +246,15 @@ def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(wo
     assert call(train.main, '--init_from=resume', '--out_dir=out/fork')[0] == 0
     assert_same_run('out/fork', 'out/straight')
 
+    # Where it dies before its first checkpoint, the same command begins again.
+    for path in Path('out/fork').glob('ckpt_*.pt'):
+        path.unlink()
+    lines = Path('out/fork/log.jsonl').read_text().splitlines(keepends=True)
+    begins = next(n for n, line in enumerate(lines) if '"changed"' in line)
+    Path('out/fork/log.jsonl').write_text(''.join(lines[: begins + 1]))
+    assert call(train.main, *words, '--out_dir=out/fork')[0] == 0
+    assert_same_run('out/fork', 'out/straight')
+
 
 # --- memory --------------------------------------------------------------------------------------
 
