@@ -304,6 +304,43 @@ def test_the_first_layer_of_three_runs_attends_as_no_others_does():
     assert f'over the past has {uniform:.2f}' in text and f'token alone {np.log(256):.2f}' in text
 
 
+# --- start ----------------------------------------------------------------------------------------
+
+START = RESULTS / 'start'
+
+
+@pytest.mark.parametrize('part', ['start', 'start_norm'])
+def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
+    """By the rule of its plan: 90% power for 0.03 without the norm, intervals of 0.010 with it."""
+    text, norm = page('start'), part.removeprefix('start')
+    scatter = []
+    for name in ('vanilla', 'resformer', 'svformer'):
+        runs = {path.name for path in map(Path, named_runs(START.glob(f'{part}/*.xz')))}
+        rates = sorted(
+            float(r) for r in re.findall(rf'\b{name}{norm}_lr([\d.]+)_seed101', ' '.join(runs))
+        )
+        trials = [
+            [final(START / f'{part}/{name}{norm}_lr{rate:g}_seed{seed}') for seed in (101, 102)]
+            for rate in rates
+        ]
+        means = np.mean(trials, axis=1)
+        best = means.argmin()
+        cells = dict(zip(rates, (f'{mean:.4f}' for mean in means), strict=True))
+        cells[rates[best]] = f'**{cells[rates[best]]}**'
+        row = ' | '.join(cells.get(rate, '') for rate in (0.003, 0.006, 0.012, 0.024))
+        assert f'| {NAMES[name]}{norm.replace("_", ", ")} | {row} |' in text
+        scatter += list(np.var(trials, axis=1, ddof=1)[max(0, best - 1) : best + 2])
+    sd = np.sqrt(2 * np.mean(scatter))
+    if norm:
+        seeds = np.arange(8, 31)
+        enough = scipy.stats.t.ppf(0.975, seeds - 1) * sd / np.sqrt(seeds) <= 0.010
+    else:
+        seeds = np.arange(8, 21)
+        threshold = scipy.stats.t.ppf(1 - 0.05 / 16, seeds - 1)
+        enough = scipy.stats.nct.sf(threshold, seeds - 1, 0.03 / sd * np.sqrt(seeds)) >= 0.9
+    assert f'by {sd:.4f}, and so {seeds[enough][0]} seeds' in text
+
+
 # --- real -----------------------------------------------------------------------------------------
 
 
