@@ -341,6 +341,19 @@ def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
     assert f'by {sd:.4f}, and so {seeds[enough][0]} seeds' in text
 
 
+def test_the_sinks_of_start_are_those_that_were_measured():
+    rows = json.loads((START / 'sinks.json').read_text())['runs'].items()
+    for run, report in rows:
+        name, _, norm = run.partition('_lr')[0].partition('_')
+        s = {key: np.array(values['mean']) for key, values in report['series'].items()}
+        cells = [f'{s["sink rate"].max():.3f}', f'{s["sink rate of position 0"].max():.3f}']
+        cells += [f'{s[key].min():.2f} to {s[key].max():.2f}' for key in ('drain', 'peak')]
+        cells.append(f'{s["massive"].max():.1f}')
+        model = NAMES[name] + ', norm' * bool(norm)
+        assert f'| {model} | {" | ".join(cells)} |' in page('start')
+    assert len(rows) == 6
+
+
 # --- real -----------------------------------------------------------------------------------------
 
 
