@@ -56,6 +56,7 @@ from lib.rundir import (
     compare_data,
     compare_tokenizers,
     config_differences,
+    failure_file,
     load_checkpoint,
     load_state,
     load_weights,
@@ -672,7 +673,7 @@ class Reporter:
             print('resumed with other settings:', start.changed)
 
         self.folder = Path(settings.out_dir)
-        (self.folder / 'failed.txt').unlink(missing_ok=True)
+        failure_file(self.folder).unlink(missing_ok=True)
         self.log = Log(self.folder / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
         self.facts = {}
@@ -862,7 +863,7 @@ def train(settings, config, machine, micro_steps, closing):
             error = gave_up(step, in_a_row, settings)
             with machine.together():
                 if reporter:
-                    write_whole(reporter.folder / 'failed.txt', f'{error}\n')
+                    write_whole(failure_file(reporter.folder), f'{error}\n')
                 raise error
         step += 1
 

@@ -275,12 +275,11 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=Fal
 def planned_tuning_seeds(facts):
     """The seeds of those runs by which the plan beside them has chosen a learning rate."""
     seeds = set()
-    for run, own in facts.items():
-        folder = Path(run).parent
-        if text_in(folder, 'plan.json') is None:
-            continue
-        if own['seed'] in read_plan(folder / 'plan.json')['plan']['tuning_seeds']:
-            seeds.add(own['seed'])
+    for folder in {Path(run).parent for run in facts}:
+        if text_in(folder, 'plan.json') is not None:
+            planned = read_plan(folder / 'plan.json')['plan']['tuning_seeds']
+            here = {own['seed'] for run, own in facts.items() if Path(run).parent == folder}
+            seeds |= here & {*planned}
     return sorted(seeds)
 
 

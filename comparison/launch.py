@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lib.files import locked, write_whole
 from lib.machine import INTERRUPTED, cores, kind_and_index
+from lib.rundir import failure_file
 
 ROOT = Path(__file__).parent.parent
 
@@ -195,10 +196,6 @@ def stop(running):
             f'not waiting for the trainings in {", ".join(folders)}: each saves itself after its '
             'step, and then the same command goes on'
         ) from None
-
-
-def failure_file(folder):
-    return folder / 'failed.txt'
 
 
 def record(job):

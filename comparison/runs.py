@@ -30,7 +30,7 @@ from pathlib import Path
 
 from comparison.logs import entries_of, read_run_config, text_of_run
 from lib.files import as_json, first_line
-from lib.rundir import FACTS, build_config, has_its_mean, name_misfits
+from lib.rundir import FACTS, build_config, failure_file, has_its_mean, name_misfits
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig
 
@@ -233,7 +233,7 @@ def read_state(folder, wanted=None, but=()):
     """The State of a run. wanted: the facts that it must have. Those named in `but` do not count as its
     facts."""
     folder = Path(folder)
-    failed = (text_of_run(folder, 'failed.txt') or '').strip()
+    failed = (text_of_run(folder, failure_file(folder).name) or '').strip()
     log = text_of_run(folder, 'log.jsonl')
     if log is None:
         return State(folder, 'failed' if failed else 'missing', failed)

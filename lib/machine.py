@@ -232,7 +232,7 @@ def kind_and_index(device):
         device = usable[0]
     kind, _, index = device.partition(':')
     is_index = index.isdigit() if kind == 'cuda' else index == '0'
-    if kind not in usable or not (is_index or not index):
+    if kind not in usable or (index and not is_index):
         raise ValueError(
             f'device={device!r}, but torch {torch.__version__} sees only '
             f'{" and ".join(usable)} here'

@@ -62,6 +62,10 @@ def locked_run(folder):
                     path.rmdir()
 
 
+def failure_file(folder):
+    return folder / 'failed.txt'
+
+
 def check_unused(folder, run, first_save):
     """ValueError where a new run would write over results, whatever else its folder lacks.
 

@@ -320,17 +320,16 @@ def row_unit(source, name, commit, read):
     return Unit(name, split_of(name), read, (Path(source, name),))
 
 
-def text_folder_units(source, names, seed):
-    """{domain: units} of a folder of plain text."""
-    if any(split_of(name) == 'train' for name in names):
-        splits = by_split(names)
+def text_folder_units(source, sizes, seed):
+    """{domain: units} of a folder of plain text, {name: bytes}."""
+    if any(split_of(name) == 'train' for name in sizes):
+        splits = by_split(sizes)
         domains = by_domain(source, splits)
     else:
         # Nothing would be trained on: these words mean something else here.
-        splits = dict.fromkeys(names, 'train')
-        domains = by_domain(source, names, skip=lambda folder: False)
+        splits = dict.fromkeys(sizes, 'train')
+        domains = by_domain(source, sizes, skip=lambda folder: False)
     # One short text, such as a README beside the folders, cannot be split.
-    sizes = {name: Path(source, name).stat().st_size for name in splits}
     lone = {}
     for domain, each in domains.items():
         if len(each) == 1 and splits[each[0]] == 'train' and sizes[each[0]] < LEAST:

@@ -313,9 +313,9 @@ START = RESULTS / 'start'
 def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
     """By the rule of its plan: 90% power for 0.03 without the norm, intervals of 0.010 with it."""
     text, norm = page('start'), part.removeprefix('start')
+    runs = named_runs(START.glob(f'{part}/*.xz'))
     scatter = []
     for name in ('vanilla', 'resformer', 'svformer'):
-        runs = {path.name for path in map(Path, named_runs(START.glob(f'{part}/*.xz')))}
         rates = sorted(
             float(r) for r in re.findall(rf'\b{name}{norm}_lr([\d.]+)_seed101', ' '.join(runs))
         )
