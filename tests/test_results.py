@@ -61,7 +61,7 @@ def rounded(path):
     return number.sub(lambda found: f'{float(found[0]):.9g}', path.read_text())
 
 
-@pytest.mark.parametrize('topic', ['embedding', 'lasting', 'real'])
+@pytest.mark.parametrize('topic', ['embedding', 'lasting', 'real', 'start'])
 def test_what_a_pages_own_program_imports_is_there(topic):
     (program,) = re.findall(r"python - <<'END'\n(.*?)\nEND\n", page(topic), re.S)
     for line in re.findall('^(?:from|import) .*', program, re.M):
