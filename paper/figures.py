@@ -138,12 +138,16 @@ class Arm:
         """The arm whose loss is the zero of its curves."""
         return replace(self, model='gpt2' if self.model.startswith('gpt2') else V)
 
+    def kv_heads(self, scale):
+        """As large a share of a scale's heads as the model has of the paper's eight."""
+        return int(wiring_of(self.model).get('n_kv_head', 8)) * scale.sizes[self.size]['n_head'] / 8
+
     def settings(self, scale):
         """{name: value} of train.py's settings; those after a + of the model are text."""
         values = scale.settings | scale.sizes[self.size] | wiring_of(self.model)
         values = {name: value for name, value in values.items() if name not in ('out_dir', 'seed')}
-        if 'n_kv_head' in values:  # of 8 heads; as text if it is after a + of the model
-            values['n_kv_head'] = max(1, int(values['n_kv_head']) * int(values['n_head']) // 8)
+        if 'n_kv_head' in values:
+            values['n_kv_head'] = int(self.kv_heads(scale))
         length = scale.lengths[LENGTHS.index(self.length)]
         rows = scale.tokens // length // values['gradient_accumulation_steps']
         rate = scale.rates[self.rate]
@@ -244,8 +248,10 @@ class Figure:
         self.title = title
         self.panels = panels
 
-    def runs(self):
-        return list(dict.fromkeys(arm for panel in self.panels for arm in panel.runs()))
+    def runs(self, scale=PAPER):
+        """Each arm that must be trained, once. A scale with four heads has no eighth of them for MQA."""
+        arms = dict.fromkeys(arm for panel in self.panels for arm in panel.runs())
+        return [arm for arm in arms if arm.kv_heads(scale) >= 1]
 
 
 SOME_LENGTHS = (2048, 32000, LONGEST)  # of Fig. 5
@@ -372,6 +378,10 @@ class Claim:
     theirs: Arm
     metric: str = 'validation loss'  # of METRICS
     caveat: str = ''  # why a verdict would say too much, whatever p is
+
+    @property
+    def contrast(self):
+        return str(self.ours), str(self.theirs), self.metric
 
 
 def statement(figure, where, says, contrasts, metric='validation loss', caveat='', **at):

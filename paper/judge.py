@@ -167,6 +167,8 @@ INSIDE = {
     ),
 }
 
+JUDGED = (*OF_RUNS, *INSIDE, 'lead')
+
 
 def claim_difference(claim, seed, pair, pool, reports):
     """The difference of one seed; None where runs or reports are missing."""
@@ -219,15 +221,14 @@ def claim_rows(claims, pool, reports):
     """[ClaimRow] of the claims, tested by a pool."""
     groups = {}
     for claim in claims:
-        key = str(claim.ours), str(claim.theirs), claim.metric
-        groups.setdefault(key, []).append(claim)
+        groups.setdefault(claim.contrast, []).append(claim)
     rows, values = {}, {}
     for key, group in groups.items():
         claim = group[0]
         where, says = [each.where for each in group], [each.says for each in group]
         row = rows[key] = ClaimRow(claim.figure, *key, claim.sign, claim.caveat, where, says)
         pairs = {}
-        if claim.metric in (*OF_RUNS, *INSIDE, 'lead'):
+        if claim.metric in JUDGED:
             pairs = pairs_of(pool, claim.ours, claim.theirs)
         each = {s: claim_difference(claim, s, pair, pool, reports) for s, pair in pairs.items()}
         values[key] = {seed: value for seed, value in each.items() if value is not None}
@@ -243,10 +244,17 @@ def claim_rows(claims, pool, reports):
     return list(rows.values())
 
 
+def figure_rows(name, pool, reports):
+    """The rows that a figure prints. One that an earlier figure prints, too, stays in that one's family."""
+    printed = {claim.contrast for claim in CLAIMS if claim.figure == name}
+    rows = claim_rows(CLAIMS, pool, reports)
+    return [row for row in rows if (row.ours, row.theirs, row.metric) in printed]
+
+
 def why_larger(claim):
     """Why no runs of the usual size and length could test a claim, or ''."""
-    if claim.metric not in (*OF_RUNS, *INSIDE):
-        return f'needs {METRICS[claim.metric]}'
+    if claim.metric not in JUDGED:
+        return f'no verdict is given on {METRICS[claim.metric]}'
     for arm in (claim.ours, claim.theirs):
         if arm.unusual():
             return f'no runs of {str(arm)}'

@@ -77,7 +77,7 @@ class ReproduceConfig:
 def comparisons_of(names, settings):
     """[({arm's name: Arm}, its comparison.results.Results)] of figures: a comparison per length."""
     scale, by_length = SCALES[settings.scale], {}
-    for arm in (arm for name in names for arm in FIGURES[name].runs()):
+    for arm in (arm for name in names for arm in FIGURES[name].runs(scale)):
         by_length.setdefault(arm.length, {})[arm.name] = arm
     comparisons = []
     for arms in by_length.values():
@@ -147,7 +147,7 @@ def measure_panel(panel, pool, settings, machine=None):
     if panel.how in analyze.ANALYSES:
         sizes = {'sequences': scale.sequences, 'length': scale.lengths[1], 'batch_size': 10}
         options = analyze.AnalyzeConfig(tuple(folders), **sizes)
-        return analyze.analyze(panel.how, options, machine)
+        return analyze.analyze(panel.how, options, Machine(settings.device, 'float32'))
     return {}
 
 
@@ -233,9 +233,9 @@ def reproduce(name, pool, settings, machine):
     path = Path('results', scale.name, f'{name}.json')
     write_json(path, {'figure': name, **provenance(machine), 'panels': entries})
     redraw(name, scale)
-    claims = [claim for claim in CLAIMS if claim.figure == name]
-    if claims:
-        print(judge.claims_table(judge.claim_rows(claims, pool, reports), pool))
+    rows = judge.figure_rows(name, pool, reports)
+    if rows:
+        print(judge.claims_table(rows, pool))
 
 
 def redraw(name, scale):
@@ -277,14 +277,14 @@ def write_claims(pool, settings):
 
 
 def print_list(settings):
-    rows = []
+    scale, rows = SCALES[settings.scale], []
     for name in settings.figures():
         figure = FIGURES[name]
         done = sum(map(len, pool_of(comparisons_of([name], settings)).values()))
-        runs = len(figure.runs()) * settings.seeds
-        arms = ' '.join(arm.name for arm in figure.runs())
-        rows.append([name, f'{done} of {runs}', figure.title, arms])
-    minutes = SCALES[settings.scale].minutes
+        arms = [arm.name for arm in figure.runs(scale)]
+        runs = f'{done} of {len(arms) * settings.seeds}'
+        rows.append([name, runs, figure.title, ' '.join(arms)])
+    minutes = scale.minutes
     takes = f'about {minutes} min on one core' if minutes else 'hours on eight GPUs'
     print(markdown_table(['', 'runs', 'what', 'arms'], rows, (0, 2, 3)))
     print(f'\nA run takes {takes}.')

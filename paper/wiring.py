@@ -1,7 +1,7 @@
 """
 How models are wired, drawn from model.wire(): whose queries, keys and values a layer uses (Fig. 2).
 
-A layer is a row. A filled box is a tensor that the layer projects, a ring one that it borrows; a line or
+A layer is a row. A filled box is a tensor that the layer projects, a ring one that it does not; a line or
 an arrow comes from its source. An open box is an output, of attention or of a block.
 
 $ python -m paper.wiring vanilla vanilla+n_layer=4+v_residual=all out/demo/svformer
@@ -113,14 +113,20 @@ def draw_model(axes, config):
     used = {'q', 'k', 'v', *(arrow.part for arrow in every)}
     used |= {GOALS[arrow.kind] for arrow in every if arrow.kind in GOALS}
     places = {part: x for x, part in enumerate(part for part in COLUMNS if part in used)}
-    borrowed = {(arrow.part, arrow.layer) for arrow in every if arrow.kind == 'borrow'}
+    projected = {
+        (part.name, n)
+        for n, layer in enumerate(wire(config))
+        for part in layer.parts
+        if part.projects
+    }
     for part, x in places.items():
         color = COLUMNS[part]
         axes.text(x, -1.2, part, ha='center', color=color)
         for n in range(config.n_layer):
             box = {'marker': 's', 's': 110, 'facecolor': color if part in 'qkv' else 'white'}
             ring = {'s': 50, 'facecolor': 'white', 'zorder': 3}
-            axes.scatter(x, n, edgecolor=color, **(ring if (part, n) in borrowed else box))
+            is_box = part not in 'qkv' or (part, n) in projected
+            axes.scatter(x, n, edgecolor=color, **(box if is_box else ring))
     for n in range(config.n_layer):
         axes.text(-0.6, n, n + 1, ha='right', va='center', color='#777777', fontsize=9)
     for arrow in every:

@@ -99,6 +99,15 @@ def test_a_lead_is_a_difference_of_differences_of_each_seed(tmp_path):
     assert row.numbers['differences'] == pytest.approx(dict.fromkeys(SEEDS, -0.1))
 
 
+def test_a_contrast_that_several_figures_print_stays_in_the_family_of_the_first(tmp_path):
+    folders = write_runs(tmp_path, V, scattered(2.0)) + write_runs(tmp_path, R, alternating(1.9))
+    pool = judge.read_pool(folders, CLAIMS_SIZE)
+    of_all = {row.label(): row for row in judge.claim_rows(CLAIMS, pool, {})}
+    for figure in ('fig1', 'fig5', 'fig6'):
+        (row,) = [row for row in judge.figure_rows(figure, pool, {}) if row.numbers]
+        assert row == of_all['ResFormer below vanilla'] and row.numbers['p_holm'] > row.numbers['p']
+
+
 # --- which runs -----------------------------------------------------------------------------------
 
 
