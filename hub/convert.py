@@ -26,6 +26,7 @@ from lib.outside import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout
 from lib.outside import load_hub as load
 from lib.rundir import spelled_out
 from lib.trained import load_run
+from model import GPTConfig, acts, change
 
 __all__ = ['export', 'llama_settings', 'load']
 
@@ -61,7 +62,7 @@ def export(model, tokenizer, to):
     folder cannot be written. `to` is then as it was.
     """
     check_empty(to)
-    config = model.config
+    config = without_idle(model.config)
     if is_plain(config):
         kind, code, settings = config.arch, (), plain_settings(config)
     else:
@@ -85,6 +86,14 @@ def export(model, tokenizer, to):
         except OSError:
             check_empty(to)  # something came there in the meantime
             raise
+
+
+def without_idle(config):
+    """The config without what does nothing, which an older checkpoint may hold and no reader accepts."""
+    for name in config.variant():
+        if not acts(config, name):
+            config = change(config, name, getattr(GPTConfig, name))
+    return config
 
 
 def is_plain(config):
