@@ -56,7 +56,7 @@ def compare_plan(results, record):
 
     problems = results.problems()
 
-    def missing(*pair):
+    def missing(*pair, but=()):
         unknown = [problems[name] for name in pair if name in problems]  # their learning rates
         return [*unknown, unfinished(*(arms[name] for name in pair))][0]
 
@@ -78,21 +78,28 @@ def unfinished(*arms):
 def assemble(title, arms, contrasts, missing, problems, states, tuning, judgement='paired'):
     """Losses, verdicts, costs and curves of arms, {name: ArmRuns}.
 
-    missing(arm, arm): why their contrast has no verdict, or ''. problems: {run or arm: why it has not
-    finished}. states: of all runs, also of those that no arm has. tuning: {arm: results.sweep()}.
-    judgement: one of verdict.RULES.
+    missing(arm, arm, but=()): why their contrast has no verdict, or ''; `but`: facts in which they may
+    differ. problems: {run or arm: why it has not finished}. states: of all runs, also of those that no
+    arm has. tuning: {arm: results.sweep()}. judgement: one of verdict.RULES.
     """
     baseline = next(iter(arms))
     # Of an arm its losses, of a lead the differences of its contrast, which stands before.
     values = {name: arm.losses() for name, arm in arms.items()}
-    pairs, differences, incomplete = {}, {}, {}
+    pairs, differences, incomplete, of_lead = {}, {}, {}, {}
     for ours, theirs in contrasts:
         key = contrast_name(ours, theirs)
         pairs[key] = paired(values[ours], values[theirs])
         differences[key] = {seed: a - b for seed, (a, b) in pairs[key].items()}
         values[lead(ours, theirs)] = differences[key]
-        of_leads = (incomplete[name[1:-1]] for name in (ours, theirs) if name not in arms)
-        incomplete[key] = missing(ours, theirs) if ours in arms else max(of_leads)
+        of_lead[lead(ours, theirs)] = ours, theirs
+        if ours in arms:
+            incomplete[key] = missing(ours, theirs)
+        else:
+            # A lead after some steps may be compared with one after more.
+            across = zip(of_lead[ours], of_lead[theirs], strict=True)
+            reasons = [incomplete[name[1:-1]] for name in (ours, theirs)]
+            reasons += [missing(*arms, but=['max_iters']) for arms in across if len({*arms}) > 1]
+            incomplete[key] = next(filter(None, reasons), '')
     by = 'after Holm'
     if judgement == 'dunnett':
         losses = {name: list(values[name].values()) for name in arms}
@@ -265,8 +272,9 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=Fal
             if state.kind != 'finished':
                 problems[str(state.folder)] = state.reason
 
-    def missing(*pair):
-        return why_incomparable(*(arms[name] for name in pair), shared)
+    def missing(*pair, but=()):
+        only = [name for name in shared if name not in but]
+        return why_incomparable(*(arms[name] for name in pair), only)
 
     pairs = parse_contrasts(contrasts, arms)
     return assemble(title, arms, pairs, missing, problems, states.values(), tuning)

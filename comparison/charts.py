@@ -181,10 +181,13 @@ def curves_picture(arms, labels, look, baseline, smooth, title=''):
     left.set_title('training loss', fontsize=10)
     right.set_title(next(iter(arms.values()))['end'], fontsize=10)
     counts = sorted({len(arm['ends']) for arm in arms.values()})
-    right.set_xlabel(' or '.join(map(seeds_text, counts)))
+    right.set_xlabel(' or '.join(map(seeds_text, counts)) + '\n95% intervals,\nuncorrected')
     right.set_xlim(-0.7, len(arms) - 0.3)
     right.set_xticks([])
     right.legend(**BESIDE)
+    # As high as the legend, where that has many lines.
+    lines = '\n'.join(right.get_legend_handles_labels()[1]).count('\n') + 1
+    figure.set_figheight(max(figure.get_figheight(), 0.8 + 0.18 * lines))
     return figure
 
 

@@ -35,8 +35,10 @@ def multipliers(arms, numbers, baseline):
         for name, arm in arms.items()
         if not difference(arm.facts, arms[baseline].facts, LADDER)
     ]
-    curve.sort(key=lambda name: numbers[name]['flops'])
-    if len({numbers[name]['flops'] for name in curve}) < 2:
+    # The same model under other seeds is no further point.
+    points = {numbers[name]['flops']: name for name in reversed(curve)}
+    curve = [name for _, name in sorted(points.items())]
+    if len(curve) < 2:
         return {}
     result = {}
     for name in arms:

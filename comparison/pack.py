@@ -15,10 +15,12 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison.logs import read_pack, text_of_run
+from comparison.logs import read_pack, text_in, text_of_run
+from comparison.record import check_same_plan, read_plan
 from comparison.runs import read_state
 from configurator import configure
 from lib.files import locked, one_line_errors, write_whole
+from lib.rundir import failure_file
 
 LIMIT = 2**20  # bytes of a pack
 
@@ -29,7 +31,8 @@ class PackConfig:
     to: str = ''  # where the packs go
 
 
-FILES = ('config.json', 'log.jsonl')
+# The last one only of a run that failed.
+FILES = ('config.json', 'log.jsonl', failure_file(Path()).name)
 
 
 def check_command(runs, to):
@@ -37,12 +40,19 @@ def check_command(runs, to):
     if not runs or not to:
         raise ValueError('name the folders of finished runs, and where the packs go: --to=FOLDER')
     for run in runs:
-        if read_state(run).kind not in ('finished', 'diverged'):
+        state = read_state(run)
+        if state.kind != 'finished' and not state.has_diverged:
             raise ValueError(f'{run} is not a finished run')
         if run.parent != runs[0].parent:
             raise ValueError(
                 f'{runs[0]} and {run} are in two folders; pack the runs of each into a folder of its own'
             )
+    # A plan says which runs have only chosen learning rates; it may have had other seeds before.
+    here = runs[0].parent
+    plans = [text_in(folder, 'plan.json') for folder in (to, here)]
+    if None not in plans and plans[0] != plans[1]:
+        kept, ours = (read_plan(Path(folder, 'plan.json'))['plan'] for folder in (to, here))
+        check_same_plan(kept, ours, Path(to, 'plan.json'), ['seeds'], 'give another --to')
 
 
 def add(runs, to):
@@ -60,7 +70,7 @@ def add(runs, to):
 def compress(runs):
     """[the bytes of a pack]: as many as it takes to keep each within the limit."""
     folder = runs[0].parent
-    paths = [run / name for run in runs for name in FILES]
+    paths = [run / name for run in runs for name in FILES if (run / name).exists()]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode='w:xz', preset=9) as pack:
         for path in [*folder.glob('plan.json'), *paths]:

@@ -85,20 +85,20 @@ def read_plan(path):
         record = json.loads(text_in(path.parent, path.name))
         deciding_values(record['plan'])
         stated = record['hash']
-    if stated != hash_of(record):
+        rest = {name: value for name, value in record.items() if name != 'hash'}
+    # An older hash, until November 2026, is of the plan alone.
+    if stated not in (hash_of(rest), hash_of(record['plan'])):
         raise ValueError(
             f'{path} was edited: its hash is not {stated} any more; restore it, or {advice}'
         )
     return record
 
 
-def hash_of(record):
-    """The hash of all that a plan.json holds, but for its hash."""
-    rest = {name: value for name, value in record.items() if name != 'hash'}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]
+def hash_of(values):
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_same_plan(old, new, path, but=()):
+def check_same_plan(old, new, path, but=(), advice='give another --name'):
     """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
     # Settings that only one of them knows were added or taken away since.
     but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
@@ -110,9 +110,7 @@ def check_same_plan(old, new, path, but=()):
     if other:
         name, before, now = other
         mixed = f'; {MIXED_CODE}' if name == 'code' else ''
-        raise ValueError(
-            f'{path} is another plan: {name} was {before}, not {now}; give another --name{mixed}'
-        )
+        raise ValueError(f'{path} is another plan: {name} was {before}, not {now}; {advice}{mixed}')
 
 
 def deciding_values(contents):
@@ -125,6 +123,7 @@ def deciding_values(contents):
     values |= contents['settings'] | {name: contents[name] for name in names}
     # Older plans had one judgement, and said nothing of rounding.
     return values | {
+        'level': contents['level'],
         'judgement': contents.get('judgement', 'paired'),
         'rounding': contents.get('rounding'),
     }

@@ -12,7 +12,7 @@ from comparison import charts
 from comparison.charts import MINUS, TIMES, seeds_text, signed
 from comparison.curves import smoothing
 from comparison.record import METRIC
-from comparison.verdict import RULE
+from comparison.verdict import RULES
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -177,6 +177,7 @@ def cautions(comparison):
             f'These runs were not planned as one comparison: {untuned}what is compared, and how many '
             'runs there are, may have been chosen when some of them were known.'
         )
+        notes += seeds_alone(comparison)
     elif not comparison['tuning']:
         notes.append(
             'Untuned: every arm has the learning rate that it was given. An arm may win because '
@@ -202,11 +203,30 @@ def cautions(comparison):
     return notes
 
 
+def seeds_alone(comparison):
+    """What does not count in a contrast: seeds that only one of its arms has."""
+    notes, arms = [], comparison['arms']
+    for contrast in comparison['contrasts'].values():
+        pair = contrast['ours'], contrast['theirs']
+        if pair[0] in arms:
+            ours, theirs = (set(arms[name]['losses']) for name in pair)
+            seeds = listed(sorted(ours ^ theirs))
+            if seeds:
+                notes.append(
+                    f'{pair[0]} against {pair[1]}: without seeds {seeds}, which one of them lacks.'
+                )
+    return notes
+
+
 def how_made(comparison):
     """['name: text']: how it was made."""
     plan = comparison['plan']
     lines = [f'metric: {METRIC}, {comparison["evaluation"]}']
-    lines.append(f'rule: {plan["plan"]["rule"] if plan else RULE}')
+    contents = plan['plan'] if plan else {}
+    rule = RULES[contents.get('judgement', 'paired')]
+    lines.append(f'rule: {rule}')
+    if contents.get('rule', rule) != rule:
+        lines.append(f'rule, in the words of the plan: {contents["rule"]}')
     if plan:
         lines.append(f'plan: {plan["hash"]}, written {plan["date"]}, in plan.json')
         length = len(plan['diff'].splitlines())

@@ -289,7 +289,7 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
 
     if added['verdict'] != 'undecided':
         added['rests_on'] = seeds_rested_on(result['differences'], factor)
-    elif n >= LEAST_SEEDS and sd:
+    elif not reason and n >= LEAST_SEEDS and sd:
         added['smallest'] = float(smallest_difference(sd, n, contrasts))
         added['seeds_needed'] = seeds_needed(result['mean'], sd, n, contrasts)
     return added

@@ -26,7 +26,7 @@ from conftest import assert_one_line
 
 import compare
 import train
-from comparison import charts, launch, pack, report
+from comparison import charts, launch, pack, record, report, verdict
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run
 from comparison.record import code_state, contents_of, hash_of, write_plan
@@ -167,7 +167,7 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     assert json.loads(path.read_text()) == before
 
     # What only the older or the newer code knows is no change of the plan.
-    del before['plan']['settings']['grad_clip']
+    del before['hash'], before['plan']['settings']['grad_clip']
     before['plan'] |= {'equal': 'steps', 'settings': before['plan']['settings'] | {'gone': 1}}
     path.write_text(json.dumps(before | {'hash': hash_of(before)}))
     plan = make_plan(ARMS, '--seeds=3')
@@ -198,6 +198,18 @@ def test_a_plan_that_was_edited_is_refused(place, name):
     path.write_text(json.dumps(record))
     status, _ = compare_command(ARMS, '--print=True')
     assert_one_line(status, str(path), 'was edited', 'restore it, or move it away')
+
+
+def test_another_level_is_another_plan_and_other_words_of_a_rule_are_shown(place, monkeypatch):
+    assert compare_command(ARMS, '--print=True')[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setitem(verdict.RULES, 'paired', 'heads or tails')
+        compare_command(ARMS, '--print=True')
+    text = Path('out/compare/small/report.md').read_text()
+    assert '- rule: heads or tails' in text
+    assert f'- rule, in the words of the plan: {verdict.RULE}' in text
+    monkeypatch.setattr(record, 'LEVEL', 0.2)
+    assert_one_line(compare_command(ARMS, '--print=True')[0], 'level was 0.05, not 0.2')
 
 
 def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, monkeypatch):
@@ -399,6 +411,12 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
         assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
         assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
 
+    other = make_plan(ARMS, '--seeds=(101, 102, 103)', '--name=other')
+    pretend_all(other, lambda run: 2.0)
+    write_plan(other)
+    status, _ = runs.call(pack.main, *folders_of(other), '--to=kept')
+    assert_one_line(status, 'kept/plan.json is another plan', 'another --to')
+
     pretend(plan, Run('svformer', 1e-2, 1), 2.0)
     status, _ = runs.call(compare.main, *folders_of(plan), *options)
     assert 'svformer_lr0.01_seed1: the best rate of its arm is 0.04' in status
@@ -434,6 +452,24 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
     assert (
         contrast['verdict'] == 'undecided' and 'norm_lr0.02_seed2 is missing' in contrast['reason']
     )
+
+
+def test_leads_of_different_code_or_texts_have_no_verdict(place):
+    arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
+    plan = make_plan(arms, '--seeds=4')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    contrasts = '{both}-{norm} {v}-{vanilla} ({both}-{norm})-({v}-{vanilla})'
+    contrasts = contrasts.format(**{arm: f'{arm}_lr0.02' for arm in plan.arms})
+    folders = sorted(folders_of(plan), reverse=True)
+    for changed, reason in (('max_iters', ''), ('code', 'code'), ('data', 'data')):
+        for folder in folders:
+            of_norm = '/norm' in folder or '/both' in folder
+            is_here = of_norm and changed != 'max_iters'
+            runs.edit_config(folder, code='abc', data='abc')
+            runs.edit_config(folder, **{changed: 'def'} if is_here else {})
+        *_, contrast = compare_runs(folders, 'leads', contrasts)['contrasts'].values()
+        assert reason in contrast['reason'] and bool(contrast['reason']) == bool(reason)
+        assert contrast['seeds_needed'] is None or not reason
 
 
 def test_many_independent_arms_are_judged_together_where_the_plan_says_so(place):
@@ -532,6 +568,11 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
     assert list(comparison['arms']) == ['vanilla_lr0.02', 'resformer_lr0.02', 'svformer_lr0.02']
     assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'
     assert 'learning rates were not tuned' in report.markdown(comparison)
+    fewer = [name for name in folders if not name.endswith('svformer_lr0.02_seed3')]
+    text = report.markdown(compare_runs(fewer, 'runs'))
+    assert (
+        'svformer_lr0.02 against vanilla_lr0.02: without seeds 3, which one of them lacks' in text
+    )
     reason = contrast_of(compare_runs([folders[0], folders[-1]], 'runs'))['reason']
     assert reason == 'they have no test seed in common'
 
@@ -620,10 +661,11 @@ def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
 def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
     """At 30, 60 and 120 steps; an arm that ends as vanilla would after 90 of them, at half the speed."""
     arms = (
-        'vanilla; v30: max_iters=30; v120: max_iters=120; mine: v_residual=True; far: share_v=True'
+        'vanilla; v30: max_iters=30; v120: max_iters=120; mine: v_residual=True; far: share_v=True; '
+        'again: seed_offset=1000'
     )
     plan = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3')
-    steps = {'vanilla': 60, 'v30': 30, 'v120': 120, 'mine': 90, 'far': 500}
+    steps = {'vanilla': 60, 'again': 60, 'v30': 30, 'v120': 120, 'mine': 90, 'far': 500}
     pretend_all(plan, lambda run: 3 - 0.1 * math.log(steps[run.arm]) + scatter(run.seed))
     for folder in folders_of(plan):
         log = Path(folder, 'log.jsonl')
@@ -631,7 +673,7 @@ def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
             log.write_text(log.read_text().replace('"tok_per_s": 1000.0', '"tok_per_s": 500.0'))
     comparison = collect(plan)
     found = comparison['multipliers']
-    assert list(found) == ['mine', 'far']
+    assert list(found) == ['mine', 'far', 'again']
     # Between 60 and 120 steps, a line over the logarithm is the curve itself.
     assert [found['mine'][name] for name in ('mean', 'low', 'high')] == pytest.approx([1.5] * 3)
     assert found['mine']['speed'] == pytest.approx(0.5)

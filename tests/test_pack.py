@@ -9,6 +9,7 @@ import pytest
 import runs
 from conftest import assert_one_line, contents
 
+import train
 from comparison import pack
 from comparison.logs import named_runs, read_pack
 from comparison.runs import read_state
@@ -74,6 +75,18 @@ def test_no_pack_replaces_another_and_a_name_stands_for_one_run(tmp_path):
     theirs = write_runs(tmp_path / 'theirs')
     assert_refused(theirs[2], to=to, expected=['runs_3.tar.xz', theirs[2]])
     assert_refused(first, theirs[0], to=to, expected=[first, theirs[0]])
+
+
+def test_a_run_that_diverged_is_packed_with_the_reason(tmp_path):
+    folder, *_ = write_runs(tmp_path)
+    lines = (folder / 'log.jsonl').read_text().splitlines(keepends=True)
+    (folder / 'log.jsonl').write_text(''.join(lines[:-1]))
+    (folder / 'failed.txt').write_text(f'20 steps in a row {train.NOT_FINITE}\n')
+    before = read_state(folder)
+    assert before.has_diverged
+    assert runs.call(pack.main, folder, f'--to={tmp_path}')[0] == 0
+    shutil.rmtree(folder)
+    assert vars(read_state(folder)) == vars(before)
 
 
 def test_what_is_no_file_in_a_pack_made_by_hand_is_passed_over(tmp_path):

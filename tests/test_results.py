@@ -19,7 +19,8 @@ import scipy.stats
 from conftest import ROOT
 from programs import program
 
-from comparison.logs import named_runs
+from comparison.logs import named_runs, text_in
+from comparison.record import read_plan
 from comparison.runs import read_state
 from paper import losses, reproduce
 from paper.figures import NAMES
@@ -66,6 +67,16 @@ def test_what_a_pages_own_program_imports_is_there(topic):
     (program,) = re.findall(r"python - <<'END'\n(.*?)\nEND\n", page(topic), re.S)
     for line in re.findall('^(?:from|import) .*', program, re.M):
         exec(line, {})
+
+
+def test_every_kept_plan_is_as_it_was_written():
+    """Also those with the hash of older code, in a folder or in a pack."""
+    folders = {path.parent for path in RESULTS.rglob('runs_*.tar.xz')} | {RESULTS / 'ideas'}
+    plans = [folder for folder in folders if text_in(folder, 'plan.json') is not None]
+    plans.remove(LASTING)  # a plan of its own kind
+    for folder in plans:
+        assert read_plan(folder / 'plan.json')['plan']['arms']
+    assert len(plans) == 5
 
 
 # --- claims and deep ------------------------------------------------------------------------------
