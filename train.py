@@ -348,14 +348,12 @@ def check_rates(settings, config):
 
 def check_cooldown(settings):
     """Refuse a cooldown beside another schedule, and one that begins before the end of the warm-up."""
-    for name, is_other in (
-        ('lr_decay_iters', settings.lr_decay_iters),
-        ('decay_lr', not settings.decay_lr),
-    ):
+    for name, none in (('lr_decay_iters', 0), ('decay_lr', True)):
+        # It may be that of the run that is carried on.
         refuse(
-            is_other,
+            getattr(settings, name) != none,
             f'cooldown_iters={settings.cooldown_iters} is another schedule than '
-            f'{name}={getattr(settings, name)}; drop one of them',
+            f'{name}={getattr(settings, name)}; give --{name}={none}, or no cooldown',
         )
     refuse(
         settings.warmup_iters + settings.cooldown_iters > settings.max_iters,
@@ -486,17 +484,28 @@ def start_run(settings, config, machine, closing):
         start = Start(dataset, rows, model, optimizers, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config, machine.warn)
-    plans = machine.gather(f'{settings.init_from} from step {start.step}')
     with machine.together():
-        refuse(
-            len(set(plans)) > 1,
-            f'processes would go different ways, {plans}: out_dir must be shared by all',
-        )
+        check_alike(machine, settings, config, start)
 
     if writes and settings.init_from == 'resume':
         for path in checkpoint['damaged']:
             path.rename(f'{path}.damaged')
     return start
+
+
+def check_alike(machine, settings, config, start):
+    """Refuse processes that would go different ways: each machine reads files of its own."""
+    plan = {'step': start.step, **asdict(settings), **asdict(config)}
+    plan['dataset'] = start.dataset.fingerprint()
+    del plan['out_dir']  # which may be spelled in two ways
+    plans = machine.gather(plan)
+    for name, value in plans[0].items():
+        others = [other[name] for other in plans if other[name] != value]
+        refuse(
+            others,
+            f'processes would go different ways: {name} is {value!r} and {others[:1]}; out_dir must be '
+            'shared by all machines, and each must have the same config files and data',
+        )
 
 
 def open_dataset(settings, config, machine):
@@ -583,12 +592,14 @@ def check_same_run(checkpoint, settings, config, dataset):
     """Refuse to go on as another run. Returns the settings that changed, {name: [old, new]}."""
     path, step = checkpoint['path'], checkpoint['step']
     old = {**asdict(type(settings)()), **checkpoint['settings']}
-    # gradient_accumulation_steps * batch_size, which may be shared out otherwise.
-    old['rows_per_step'] = old['gradient_accumulation_steps'] * old['batch_size']
     forbidden = config_differences(checkpoint, config)
     # Of these, the optimizer has a state, and the others decide the data order.
-    for name in ('optimizer', 'seed', 'domain_weights', 'rows_per_step'):
+    for name in ('optimizer', 'seed', 'domain_weights'):
         forbidden[name] = old[name], getattr(settings, name)
+    if not settings.eval_only:
+        # They may be shared out otherwise.
+        rows = old['gradient_accumulation_steps'] * old['batch_size']
+        forbidden['gradient_accumulation_steps * batch_size'] = rows, settings.rows_per_step
     for name, (before, new) in forbidden.items():
         refuse(
             before != new,
@@ -676,8 +687,9 @@ class Reporter:
         failure_file(self.folder).unlink(missing_ok=True)
         self.log = Log(self.folder / 'log.jsonl', start.entries)
         # A finished run that is resumed has no new part, but it may be one that was shortened.
+        is_finished = start.step == settings.max_iters and start.evaluated
         self.facts = {}
-        if not start.goes_on or start.step < settings.max_iters or 'max_iters' in start.changed:
+        if not start.goes_on or not is_finished or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
             self.facts = everything
             write_json(self.folder / 'config.json', everything)
@@ -890,6 +902,8 @@ def seed_step(step, settings, machine):
 def share_of_micro_steps(settings, processes):
     """How many of a step's micro-batches each process has."""
     total = settings.gradient_accumulation_steps
+    if settings.eval_only:
+        return 0
     nearest = max(1, round(total / processes)) * processes
     refuse(
         total % processes,

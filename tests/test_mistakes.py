@@ -134,7 +134,7 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
         (dict(seed=1), ['seed=1337', '1']),
         (dict(optimizer='muon'), ['optimizer', 'adamw', 'muon']),
         (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
-        (dict(batch_size=4), ['rows_per_step=8', '16']),
+        (dict(batch_size=4), ['gradient_accumulation_steps * batch_size=8', '16']),
         (dict(max_iters=11), ['step 12', 'max_iters=11']),
         # The run has finished: another rate would do nothing.
         (dict(learning_rate=5e-3), ['learning_rate=0.01', 'ckpt_12.pt']),
@@ -163,6 +163,7 @@ def test_a_fork_that_is_no_cooldown_of_its_run_is_refused(whole):
     refused('step 5', path, 'max_iters=7', **fork, max_iters=7)
     refused('past max_iters=5', path, **fork, max_iters=5)
     refused('n_layer=2', path, **fork, n_layer=3)
+    refused('--lr_decay_iters=0', **fork | {'lr_decay_iters': 12})
     refused('already holds a run', out_dir=whole, **fork)
 
 

@@ -182,15 +182,23 @@ def test_a_mistake_of_all_processes_is_one_line_and_no_process_waits(work):
     assert snapshot('.') == before
 
 
-def test_machines_that_do_not_share_out_dir_are_refused(half):
-    """Rather than start at different steps."""
+def test_machines_that_would_train_different_runs_are_refused(half):
+    """They have another step, other data, or another config file."""
     name = half('out/unshared')
-    os.mkdir('apart')
     shutil.copytree('data', 'apart/data')
-    line = one_line(
-        ranks(2, train_with, 'folders apart', *command_line(name, {'init_from': 'auto'}))
-    )
-    assert "'resume from step 6'" in line and "'scratch from step 0'" in line and 'out_dir' in line
+    for path, rate in (('mine.py', 0.01), ('apart/mine.py', 0.02)):
+        Path(path).write_text(f'learning_rate = {rate}')
+    words = [*command_line(name, {'init_from': 'auto'})]
+    line = one_line(ranks(2, train_with, 'folders apart', *words))
+    assert 'step is 6 and [0]' in line and 'out_dir' in line
+
+    words = [word for word in command_line('out/new', {}) if 'learning_rate' not in word]
+    line = one_line(ranks(2, train_with, 'folders apart', 'mine.py', *words))
+    assert 'learning_rate is 0.01 and [0.02]' in line
+
+    write_dataset(Path('apart/data/tiny'), {'train': TRAIN, 'validation': VALIDATION}, seed=1)
+    line = one_line(ranks(2, train_with, 'folders apart', *words))
+    assert 'dataset is' in line
 
 
 def test_a_folder_that_another_process_holds_is_refused_and_no_process_waits(whole):

@@ -136,7 +136,8 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
 
 def test_eval_only_prints_the_losses_and_writes_nothing(whole, work):
     before = snapshot('out')
-    text = good(whole, init_from='resume', eval_only=True)
+    # On any machine: a step need not be shared out.
+    text = good(whole, init_from='resume', eval_only=True, gradient_accumulation_steps=5)
     assert f'mean {evaluations(whole)[-1]["val"]["mean"]:.4f}' in text
     assert snapshot('out') == before
 

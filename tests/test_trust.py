@@ -1,6 +1,7 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -131,8 +132,12 @@ def test_a_run_stopped_between_two_batches_of_an_evaluation_is_saved_and_then_on
     assert steps_of_checkpoints(name) == [step]
 
     before = log(name)
-    text = good(name, init_from='auto', **options)
-    assert log(name)[:-1] == before and f'finished at step {step}' in text
+    text = good(name, init_from='auto', **options, log_interval=7)
+    *kept, resumed, _ = log(name)
+    assert kept == before and f'finished at step {step}' in text
+    # What made this evaluation is in config.json, and what was before it in the log.
+    assert 'log_interval' in resumed['changed']
+    assert json.loads(Path(name, 'config.json').read_text())['log_interval'] == 7
     assert losses(name)[f'validation {step}'] == losses(whole)[f'validation {step}']
 
 
