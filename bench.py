@@ -23,7 +23,8 @@ The names of the numbers are those of --out:
 
 spread      interquartile range / median of a row's times
 x NAME      speed relative to the row NAME, median over rounds
-peak_gib    of tensors; with CUDA graphs also the pool that all graphs of this process share
+peak_gib    of tensors, a prefill's included; with CUDA graphs also the pool that all graphs of this
+            process share
 
 --out is written after each round: if a bench is interrupted, it holds the rounds that have finished.
 --profile=FOLDER traces one more step of each row and prints its costliest kernels.
@@ -123,7 +124,9 @@ class BenchConfig(TableConfig):
 @dataclass
 class DecodeConfig(TableConfig):
     mode: str = 'reduce-overhead'  # of torch.compile; this one uses CUDA graphs
-    attention: str = 'flash'  # as in sample.py, because cuDNN's plans anew for each shape
+    # As in sample.py, because cuDNN's plans anew for each shape. Under a mask, that is in compiled
+    # decoding and in later chunks of a prefill, flash cannot run, and the memory-efficient kernel does.
+    attention: str = 'flash'
     batch_sizes: tuple = (1, 8)  # texts decoded at once
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
     new_tokens: int = 32  # timed tokens, the last ones of the context
@@ -457,7 +460,9 @@ class Decoder(Row):
         for token in rest.split(1, dim=1):
             logits, _ = one_token(token, cache=cache, last_only=True)
             logits.argmax(dim=-1)
-        return seconds() / new
+        total = seconds()
+        self.first = self.first or total
+        return total / new
 
     def numbers(self, seconds):
         batch, context = self.about['batch'], self.about['context']

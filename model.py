@@ -143,8 +143,8 @@ class Part(nn.Module):
             add_mixing_weights(self)
 
     def forward(self, x, raw, attended, rope, cache):
-        """x (B, T, C) -> what the layer attends with, (B, heads, T, hs); raw and attended get it, too.
-        Arguments as in Attention.forward()."""
+        """x (B, T, C) -> what the layer attends with, (B, heads, T, hs). attended gets it, too, and raw what
+        was projected, before it is mixed. Arguments as in Attention.forward()."""
         wiring, key = self.wiring, self.wiring.key
         if not wiring.heads:
             return attended[wiring.name, wiring.owner]  # borrowed
@@ -661,7 +661,7 @@ def sources_of(config, part, owners, n):
     if not residual or owners[n] != n:
         return []
     # Its sources' weight is 0 for ever.
-    is_idle = config.residual_lambda == (0, 1) and config.residual_weights != 'learned'
+    is_idle = config.residual_lambda[:1] == (0,) and config.residual_weights != 'learned'
     every = () if is_outer(residual) else range(config.n_layer)  # such layers are named
     if is_idle or n not in (config.residual_layers or every):
         return []
@@ -803,13 +803,13 @@ def attend(q, k, v, dropout=0.0, mask=None):
     group = nh // k.size(1)
     k, v = k.type_as(q), v.type_as(q)  # a cache may have another type
     is_causal = mask is None and T > 1
-    if is_causal and group > 1 and lacks_gqa(q):
-        k, v = to_query_heads(k, q), to_query_heads(v, q)
-    if not is_causal and group > 1:
+    if group > 1 and T == 1:
         # The query heads of a group become rows, so that any kernel reads its keys only once.
-        q = q.reshape(B, nh // group, group * T, hs)
+        q = q.reshape(B, nh // group, group, hs)
         if mask is not None:
             mask = mask.repeat(group, 1)
+    elif group > 1 and (not is_causal or lacks_gqa(q)):
+        k, v = to_query_heads(k, q), to_query_heads(v, q)
     y = F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal, enable_gqa=q.size(1) != k.size(1)
     )
@@ -992,8 +992,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 
 # --- the loss ------------------------------------------------------------------------------------
 
-LOSS_CHUNK = 4096  # rows; at 50,304 ids a chunk's fp32 logits take 824 MB
-# With more chunks, the compiler fuses the sum of their weight gradients, and for it keeps the logits of
+LOSS_CHUNK = 4096  # rows at least; at 50,304 ids their fp32 logits take 824 MB
+# With more chunks than this, the compiler fuses the sum of their weight gradients, and for it keeps the logits of
 # most of them (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
 MOST_CHUNKS = 8
 
@@ -1045,6 +1045,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # it would silently be wrong
+            raise RuntimeError(
+                'the loss has no second derivative; take cross_entropy of the logits'
+            )
         grad_x, grad_w = ctx.saved_tensors
         # The product with a scalar has the tensor's type: in FP16 the loss scale would overflow.
         grad_x = grad_x.to(grad.dtype)
@@ -1233,11 +1237,12 @@ def check_contradictions(config):
             f'{residual}',
         )
     made = {part.key for layer in wiring for part in layer.parts if part.projects}
-    for part, n in wiring[0].raw_later:
+    read = [*wiring[0].raw_later, *([('v', 0)] if wiring[0].neutreno else ())]
+    for part, n in read:
         refuse(
             isinstance(n, int) and (part, n) not in made,
             f'with residual_lambda={config.residual_lambda}, layer {n} has no {part} of its own, which '
-            'later layers would read; name other sources or residual_layers',
+            'would be read; name other sources or residual_layers',
         )
     for n in layers:
         is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1

@@ -191,7 +191,9 @@ def attend(config, n, h, raw, attended):
         U = U - share[:, None] * v
     if maps == 'identity':  # Eq. 6, with the mean in place of the sum
         U = U + sum(raw['v'][s][g] for s in sources) / len(sources)
-    return U + config.neutreno * above_own(n, g, raw, attended)
+    if config.neutreno:
+        U = U + config.neutreno * above_own(n, g, raw, attended)
+    return U
 
 
 def kv_head(config, h):
