@@ -71,8 +71,28 @@ REFUSED = [
         'residual_lambda',
     ),
     (
+        dict(
+            v_residual='token',
+            residual_layers=(0,),
+            residual_lambda=(1.0, 0.0),
+            neutreno=0.4,
+            n_layer=1,
+        ),
+        'residual_lambda',
+    ),
+    (
         dict(RES, q_residual=True, k_residual=True, residual_lambda=(1.0, 0.0)),
         'none of q, k, v',
+    ),
+    # a weight of 0: nobody reads the table
+    (
+        dict(
+            v_residual='token',
+            residual_layers=(1,),
+            residual_weights='head',
+            residual_lambda=(0.0, 2.0),
+        ),
+        'v_residual',
     ),
     (dict(RES, residual_weights='head', gate_inputs=33), 'gate_inputs 32'),
     # out of range

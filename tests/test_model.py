@@ -22,6 +22,13 @@ def test_more_tokens_than_block_size_are_refused(arch):
         make(arch=arch)(tokens(1, 33))
 
 
+def test_a_second_derivative_of_the_loss_is_refused_rather_than_wrong():
+    model = make(n_layer=1)
+    _, loss = model(tokens(1, 8), tokens(1, 8, seed=1))
+    with pytest.raises(RuntimeError, match='cross_entropy of the logits'):
+        torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+
+
 class Dropouts(TorchDispatchMode):
     """Counts the dropouts by shape and by the probability that an element is kept."""
 

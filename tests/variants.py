@@ -150,6 +150,9 @@ VARIANTS = {
         residual_lambda=(2.0, 1.0),
     ),
     'anchor': dict(v_residual='anchor', residual_layers=(0, 1, 2), residual_lambda=(0.7, 0.4)),
+    'anchor, no values of the first layer': dict(
+        v_residual='anchor', residual_layers=(0, 1), residual_lambda=(1.0, 0.0)
+    ),
     'anchor, learned, gpt2': dict(
         GPT2, v_residual='anchor', residual_layers=(1, 2), residual_weights='learned'
     ),
