@@ -131,6 +131,8 @@ def doubt(contrast):
     if contrast['smallest'] is not None:
         needed = contrast['seeds_needed']
         more = f'about {needed} seeds' if needed else 'more than 1,000 seeds'
+        if needed and needed > contrast['seeds']:
+            more += f', {needed - contrast["seeds"]} more'
         parts.append(
             f'These seeds would find a difference of {contrast["smallest"]:.4f} with 80% '
             f'probability; one as large as the observed one would need {more}.'

@@ -44,7 +44,7 @@ class Dataset:
         if not path.exists():
             raise FileNotFoundError(
                 f'no prepared dataset in {self.folder}; prepare it with: '
-                f'python prepare_slimpajama.py --source=... --out={self.folder}'
+                f'python prepare_slimpajama.py --source=... --tokenizer=... --out={self.folder}'
             )
         with unreadable(f'{path} cannot be used', self.advice):
             self.meta = json.loads(path.read_bytes())
@@ -298,7 +298,8 @@ class Loader:
     def next(self):
         batch = self.ahead.popleft().result()  # or the error that the thread met
         self.ahead.append(self.thread.submit(self.make))
-        batch = batch.to(self.device, non_blocking=True)
+        # Only from pinned memory: elsewhere, such as on a Mac, the copy may read what is freed meanwhile.
+        batch = batch.to(self.device, non_blocking=batch.is_pinned())
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
     def close(self):

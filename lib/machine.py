@@ -12,6 +12,8 @@ import re
 import shutil
 import signal
 import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -259,6 +261,12 @@ def check_compiler(machine):
         raise ValueError(
             f'compile=True needs a compiler, and there is no {" or ".join(names)}; install one, name '
             f'yours in {variable}, or use --compile=False'
+        )
+    header = Path(sysconfig.get_path('include'), 'Python.h')
+    if not header.exists():
+        raise ValueError(
+            f'compile=True needs {header}, which is missing; install it (python3-dev), or use '
+            '--compile=False'
         )
 
 

@@ -6,6 +6,7 @@ All of them become a list of units; a unit's documents are read by one worker.
 >>> domain, text = next(documents(units[0], scratch='.'))       # the first unit's first document
 """
 
+import codecs
 import collections
 import contextlib
 import functools
@@ -93,6 +94,8 @@ def find_units(source, revision, weights, seed, column='text'):
         domains = stdlib_units(seed)
     elif os.path.isdir(source):
         domains = folder_units(source, seed, column)
+    elif os.path.isfile(source):
+        raise ValueError(f'--source={source} is a file: give the folder that it is in')
     elif HUB_ID.fullmatch(source):
         sizes, commit = list_hub(source, revision)
         rows = [name for name in sizes if ROWS.search(name)]
@@ -255,6 +258,8 @@ def folder_units(source, seed, column):
     for name, size in sizes.items():
         kind = 'rows' if ROWS.search(name) else kind_of(Path(source, name), column)
         kinds[kind][name] = size
+    others = kinds.pop('text, not UTF-8', {})
+    kinds['text'] |= others
     rows = sum(
         size * (10 if name.endswith(('.parquet', '.zst', '.gz')) else 1)
         for name, size in kinds['rows'].items()
@@ -266,11 +271,15 @@ def folder_units(source, seed, column):
         return row_units(source, kinds['rows'], '', column)
     if column != 'text':
         raise ValueError(f'--text_column={column}, but {source} has no file with such rows')
+    if others:
+        print(
+            f'{len(others):,} files are not UTF-8, such as {min(others)}: other letters become U+FFFD'
+        )
     return text_folder_units(source, kinds['text'], seed)
 
 
 def kind_of(path, column):
-    """What a file holds: 'rows', 'text', 'binary' or '' (nothing)."""
+    """What a file holds: 'rows', 'text', 'text, not UTF-8', 'binary' or '' (nothing)."""
     with open(path, 'rb') as file:
         head = file.read(2**16)
     if not head:
@@ -279,7 +288,14 @@ def kind_of(path, column):
     if b'\0' in head[:8192] or head.startswith((b'\x28\xb5\x2f\xfd', b'\x1f\x8b', b'PAR1')):
         return 'binary'
     text = head.decode('utf-8-sig', 'replace')
-    return 'rows' if re.match(JSON % re.escape(column), text, re.DOTALL) else 'text'
+    if re.match(JSON % re.escape(column), text, re.DOTALL):
+        return 'rows'
+    try:
+        # The last letter of the head of a longer file may be cut.
+        codecs.getincrementaldecoder('utf-8')().decode(head, final=len(head) < 2**16)
+    except UnicodeDecodeError:
+        return 'text, not UTF-8'
+    return 'text'
 
 
 def row_units(source, sizes, commit, column):

@@ -19,7 +19,7 @@ make setup
 python prepare_slimpajama.py
 
 for model in vanilla resformer svformer; do
-    torchrun --standalone --nproc_per_node=8 train.py "config/${model}_82m.py" --init_from=auto
+    torchrun --standalone --nproc_per_node=8 train.py "config/${model}_82m.py" --init_from=auto --device=cuda
 done
 
 python evaluate.py loss out/vanilla_82m out/resformer_82m out/svformer_82m --out=out/losses_82m.json

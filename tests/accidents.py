@@ -13,6 +13,7 @@ import signal
 import sys
 
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
@@ -167,7 +168,12 @@ def have_no_terminal():
 
 def compile_without_inductor():
     """No accident: graphs are traced and cut as always, and run as they are."""
-    torch.compile = functools.partial(torch.compile, backend='aot_eager')
+
+    def traced(graph, inputs):
+        print('a graph, with gradients:', torch.is_grad_enabled())
+        return aot_eager(graph, inputs)
+
+    torch.compile = functools.partial(torch.compile, backend=traced)
 
 
 def be_elsewhere():

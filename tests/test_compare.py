@@ -715,6 +715,11 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
         assert (
             changed < whole.index('Res is better than vanilla') < whole.index('Before you believe')
         )
+    undecided = comparison['contrasts']['slow-Res']
+    needed = undecided['seeds_needed']
+    assert f'would find a difference of {undecided["smallest"]:.4f} with 80% probability' in text
+    assert f'would need about {needed} seeds, {needed - 6} more.' in text or needed is None
+    assert comparison['arms']['vanilla']['cache_bytes_per_token'] == 2 * 2 * 32 * 2
     # The loss itself, the spread between seeds, interval and p corrected alike, and the cost.
     contrast = comparison['contrasts']['Res-vanilla']
     losses = [scatter(seed, 'Res') - 0.2 for seed in range(1, 7)]

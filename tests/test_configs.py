@@ -56,6 +56,11 @@ def test_overlays_are_table_3(length, batch, sequences):
     assert config.share_v and config.n_embd == 512
 
 
+def test_the_gates_of_others_weigh_as_theirs():
+    for name, weights in (('nanochat', (3.0, 1.0)), ('x0_values', (2.0, 1.0))):
+        assert read(f'{name}_82m.py')[1].residual_lambda == weights
+
+
 def test_every_config_can_be_read():
     for path in (ROOT / 'config').glob('*.py'):
         read(path.name)

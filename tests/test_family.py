@@ -111,10 +111,13 @@ def test_the_state_of_an_optimizer_is_taken_by_name(kind):
         for key, tensor in tensors.items():
             assert torch.equal(tensor, expected[name][key]), (name, key)
     name, moments = next(iter(expected.items()))
-    for absent in moments:  # AdamW would write past the end of one that is too small
-        lacking = {name: {key: t for key, t in moments.items() if key != absent}}
-        with pytest.raises(ValueError, match='moments'):
-            load_state(again, others, None, {'path': 'x', 'optimizer': {'state': lacking}})
+    for kind in moments:  # AdamW would write past the end of one that is too small
+        lacking = {key: t for key, t in moments.items() if key != kind}
+        for wrong in (lacking, moments | {kind: torch.ones(2)}):
+            with pytest.raises(ValueError, match='moments'):
+                load_state(
+                    again, others, None, {'path': 'x', 'optimizer': {'state': {name: wrong}}}
+                )
     # What the settings say now, not what they said when the checkpoint was written.
     groups = [group for optimizer in others for group in optimizer.param_groups]
     assert {group['weight_decay'] for group in groups} == {0.7, 0.0}

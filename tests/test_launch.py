@@ -40,6 +40,21 @@ def test_on_a_cpu_each_core_that_this_process_may_use_trains_with_one_thread(mon
         launch.find_slots('cuda')
 
 
+def test_each_slot_has_one_training_at_a_time(tmp_path, monkeypatch):
+    begun, naps = [], []
+
+    def start(words, env, **options):
+        begun.append((len(naps), env['CUDA_VISIBLE_DEVICES']))
+        return SimpleNamespace(poll=lambda: 0 if naps else None, returncode=0)
+
+    monkeypatch.setattr(launch.subprocess, 'Popen', start)
+    monkeypatch.setattr(launch.time, 'sleep', naps.append)
+    jobs = [launch.Job(str(n), [], tmp_path / str(n)) for n in range(3)]
+    slots = [{'CUDA_VISIBLE_DEVICES': gpu} for gpu in '45']
+    launch.launch(lambda: jobs, slots, 1, lambda running: None)
+    assert begun == [(0, '4'), (0, '5'), (1, '4')]
+
+
 def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
     """As after a compare.py that was killed, and whose trainings went on."""
     started, looks = [], []

@@ -39,6 +39,15 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(gpu):
     assert machine.peak_flops() == 125e12
 
 
+def test_only_training_multiplies_in_tf32(gpu, monkeypatch):
+    gpu('NVIDIA H200')
+    asked = []
+    monkeypatch.setattr(torch, 'set_float32_matmul_precision', asked.append)
+    Machine()
+    Machine(tf32=True)
+    assert asked == ['highest', 'high']
+
+
 def test_each_process_has_its_own_gpu(gpu, monkeypatch):
     gpu('NVIDIA H200')
     for name, value in (('RANK', '5'), ('LOCAL_RANK', '1'), ('WORLD_SIZE', '8')):
@@ -150,4 +159,7 @@ def test_the_compiler_that_torch_will_start_must_be_there(
     monkeypatch.setattr('shutil.which', lambda name: name if name == present else None)
     expected = pytest.raises(ValueError, match=missing) if missing else contextlib.nullcontext()
     with expected:
+        check_compiler(SimpleNamespace(kind=kind))
+    monkeypatch.setattr('sysconfig.get_path', lambda name: '/nowhere')
+    with pytest.raises(ValueError, match=missing or '/nowhere/Python.h.*python3-dev'):
         check_compiler(SimpleNamespace(kind=kind))

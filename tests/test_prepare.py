@@ -61,7 +61,7 @@ def test_rows_equal_recomputation(suffix, validation, tmp_path):
         assert_equals(out, recompute(source, weights or TABLE_2, tokens, val_fraction=0.1))
 
 
-def test_a_folder_of_plain_text_equals_recomputation():
+def test_a_folder_of_plain_text_equals_recomputation(capsys):
     root = Path('corpus')
     texts = {'b': [], 'a.1': [], 'corpus': []}
     for domain, folder in (('b', 'b/deep/er'), ('a.1', 'a.1'), ('corpus', '.')):
@@ -81,6 +81,10 @@ def test_a_folder_of_plain_text_equals_recomputation():
     (root / 'b' / "it's; $(true) #1.txt").write_text('naïve')
     texts['b'].append(("b/it's; $(true) #1.txt", 'naïve'))
     prepare(settings(root, tokens=0))
+    assert '1 files are not UTF-8, such as b/latin1.txt' in capsys.readouterr().out
+    kept = [each for split in read_meta('out')['splits'].values() for each in split.values()]
+    size = sum(len(text.encode()) for files in texts.values() for _, text in files)
+    assert sum(each['bytes'] for each in kept) == size
 
     # Small files of a domain make one unit, with the name of the first in seeded order.
     source = {}
@@ -169,7 +173,7 @@ def prepare_and_die(request, name, last):
         os._exit(1)
 
 
-@pytest.mark.parametrize('name', ['replace', 'mkdir', 'unlink'])
+@pytest.mark.parametrize('name', ['replace', 'mkdir', 'unlink', 'fsync'])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(name):
     make_source(validation=False, files=3)
     prepare(settings(out='whole'))
@@ -184,7 +188,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(name):
 
 def test_killed_with_its_workers_it_goes_on():
     make_source(files=12, count=1500)
-    request = settings(tokens=0, workers=2)
+    request = settings(tokens=1_000_000, workers=2)
     options = [f'--{name}={value}' for name, value in vars(request).items()]
     command = [sys.executable, ROOT / 'prepare_slimpajama.py', *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:

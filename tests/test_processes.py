@@ -93,8 +93,9 @@ def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefix
     model = dict(n_layer=1, **table, residual_weights='head', x0_residual=True, exclusive=True)
     good('out/eager', **model)
     words = command_line('out/compiled', dict(model, compile=True))
-    for status, _, err in ranks(2, train_with, 'without inductor', *words):
+    for status, out, err in ranks(2, train_with, 'without inductor', *words):
         assert status == 0, err
+        assert 'a graph, with gradients: True' in out
     assert_close_losses('out/compiled', 'out/eager')
     assert newest('out/compiled')['model'].keys() == newest('out/eager')['model'].keys()
 

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -187,6 +188,17 @@ def test_changes_that_resume_allows_take_effect_and_are_logged(half):
     assert changed == {**changes, 'out_dir': ['out/whole', name]}
 
 
+def test_a_table_at_a_rate_of_zero_stays_as_it_started(work):
+    table = dict(v_residual='token', residual_layers='(1,)', table_rate=0.0)
+    good('out/table', **table, max_iters=2)
+    checkpoint = newest('out/table')
+    start = GPT(
+        GPTConfig(**checkpoint['model_config']), checkpoint['settings']['seed']
+    ).state_dict()
+    moved = {name for name, w in checkpoint['model'].items() if not torch.equal(w, start[name])}
+    assert moved == start.keys() - {'transformer.ve.1.weight'}
+
+
 def test_a_rate_that_jumps_where_a_run_is_extended_is_said_and_logged(work, capsys):
     good('out/extended', lr_decay_iters=0, max_iters=6)
     capsys.readouterr()
@@ -265,9 +277,12 @@ def test_half_the_batch_and_twice_as_many_micro_steps_are_the_same_run(work, who
     assert_close_losses('out/halved', whole)
 
 
-def test_a_run_with_activation_checkpointing_is_the_same_run(work, whole):
+def test_a_run_with_activation_checkpointing_is_the_same_run(work, whole, monkeypatch):
+    checkpoint = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
+    monkeypatch.setattr(torch.utils.checkpoint, 'checkpoint', checkpoint)
     good('out/checkpointed', activation_checkpointing=True)
     assert_close_losses('out/checkpointed', whole)
+    assert checkpoint.called
 
 
 # --- precision -----------------------------------------------------------------------------------
@@ -276,6 +291,7 @@ def test_a_run_with_activation_checkpointing_is_the_same_run(work, whole):
 def test_float16_trains(work, whole):
     good('out/fp16', dtype='float16')
     assert_close_losses('out/fp16', whole, tolerance=0.02)
+    assert not losses('out/fp16').items() & losses(whole).items()  # rounded otherwise
     assert {entry['scale'] for entry in training_steps('out/fp16')} == {65536.0}
 
 

@@ -261,7 +261,7 @@ def test_a_checkpoint_with_q_k_and_v_in_one_matrix_is_refused_by_the_commit_that
 
 
 ONE = torch.ones(1)
-SMALL_MOMENTS = {0: {'step': torch.ones(()), 'exp_avg': ONE, 'exp_avg_sq': ONE}}
+SMALL_MOMENTS = {'lm_head.weight': {'step': torch.ones(()), 'exp_avg': ONE, 'exp_avg_sq': ONE}}
 FOREIGN = {
     'no step': dict(step=None),
     'negative step': dict(step=-3),

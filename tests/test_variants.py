@@ -161,14 +161,6 @@ def test_it_starts_with_the_weights_that_it_shares_with_vanilla_from_the_seed_al
         assert torch.equal(weight, weights[key]), f'{key} depends on more than the seed'
 
 
-def test_mixing_weights_start_uniform_or_as_given():
-    weights = [
-        GPT(config_of(name)).state_dict()['transformer.h.2.attn.v.residual_lambda'].tolist()
-        for name in ('learned', 'learned from all', 'learned from a constant')
-    ]
-    assert weights == [[0.5, 0.5], pytest.approx([1 / 3] * 3), [2.0, 1.0]]
-
-
 # --- training ------------------------------------------------------------------------------------
 
 
