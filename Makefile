@@ -13,9 +13,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Two files of packages, two marks: a file that changed installs again. On Linux pip would take torch's
 # CUDA build, gigabytes of it. Without a GPU the CPU build comes first, if its index can be reached.
 $(VENV)/requirements: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
-		|| { echo "$(PYTHON) must be Python 3.11 to 3.14: make PYTHON=python3.12"; exit 1; }
-	$(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip --version > /dev/null 2>&1 || { \
+		$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+			|| { echo "$(PYTHON) must be Python 3.11 to 3.14: make PYTHON=python3.12"; exit 1; }; \
+		$(PYTHON) -m venv $(VENV); }
 	if test "$$(uname)" = Linux && ! command -v nvidia-smi > /dev/null; then \
 		$(RUN) -m pip install --quiet --retries=1 --timeout=15 --index-url=$(TORCH_FOR_CPU) \
 			"$$(grep -o '^torch==[0-9.]*' requirements.txt)" 2> /dev/null \

@@ -143,8 +143,8 @@ class Part(nn.Module):
             add_mixing_weights(self)
 
     def forward(self, x, raw, attended, rope, cache):
-        """x (B, T, C) -> what the layer attends with, (B, heads, T, hs). attended gets it, too, and raw what
-        was projected, before it is mixed. Arguments as in Attention.forward()."""
+        """x (B, T, C) -> what the layer attends with, (B, heads, T, hs). attended gets it, too, and raw
+        what was projected, before it is mixed. Arguments as in Attention.forward()."""
         wiring, key = self.wiring, self.wiring.key
         if not wiring.heads:
             return attended[wiring.name, wiring.owner]  # borrowed
@@ -993,8 +993,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
 # --- the loss ------------------------------------------------------------------------------------
 
 LOSS_CHUNK = 4096  # rows at least; at 50,304 ids their fp32 logits take 824 MB
-# With more chunks than this, the compiler fuses the sum of their weight gradients, and for it keeps the logits of
-# most of them (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
+# With more chunks than this, the compiler fuses the sum of their weight gradients, and for it keeps the
+# logits of most of them (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
 MOST_CHUNKS = 8
 
 

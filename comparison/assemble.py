@@ -98,7 +98,7 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning, judgemen
             # A lead after some steps may be compared with one after more.
             across = zip(of_lead[ours], of_lead[theirs], strict=True)
             reasons = [incomplete[name[1:-1]] for name in (ours, theirs)]
-            reasons += [missing(*arms, but=['max_iters']) for arms in across if len({*arms}) > 1]
+            reasons += [missing(*pair, but=['max_iters']) for pair in across if pair[0] != pair[1]]
             incomplete[key] = next(filter(None, reasons), '')
     by = 'after Holm'
     if judgement == 'dunnett':
