@@ -661,7 +661,7 @@ def sources_of(config, part, owners, n):
     if not residual or owners[n] != n:
         return []
     # Its sources' weight is 0 for ever.
-    is_idle = config.residual_lambda[:1] == (0,) and config.residual_weights != 'learned'
+    is_idle = config.residual_lambda == (0, 1) and config.residual_weights != 'learned'
     every = () if is_outer(residual) else range(config.n_layer)  # such layers are named
     if is_idle or n not in (config.residual_layers or every):
         return []
@@ -1116,6 +1116,12 @@ def spelled(config, part):
 
 def check(config):
     """The one rule: a setting that is on changes what a model is made of."""
+    is_trained = is_outer(config.v_residual) or config.residual_weights in GATES
+    refuse(
+        is_trained and config.residual_lambda[:1] == (0,) and config.residual_weights != 'learned',
+        f'residual_lambda={config.residual_lambda} gives the sources of v_residual={config.v_residual!r} '
+        'the weight 0 for ever; give them another',
+    )
     for name, value in config.variant().items():
         if acts(config, name):
             continue

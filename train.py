@@ -24,6 +24,7 @@ Killed while it writes, a run goes on from the checkpoint before.
 import contextlib
 import datetime
 import functools
+import itertools
 import math
 import os
 import sys
@@ -53,6 +54,7 @@ from lib.rundir import (
     Log,
     check_unused,
     checkpoints,
+    code_fingerprint,
     compare_data,
     compare_tokenizers,
     config_differences,
@@ -484,8 +486,17 @@ def start_run(settings, config, machine, closing):
         start = Start(dataset, rows, model, optimizers, machine.scaler())
         if checkpoint:
             take_over(checkpoint, start, settings, config, machine.warn)
+        plan = {
+            'code': code_fingerprint(),
+            'step': start.step,
+            **asdict(settings),
+            **asdict(config),
+        }
+        plan['dataset'] = dataset.fingerprint()
+        del plan['out_dir']  # which may be spelled in two ways
+    plans = machine.gather(plan)
     with machine.together():
-        check_alike(machine, settings, config, start)
+        check_alike(plans)
 
     if writes and settings.init_from == 'resume':
         for path in checkpoint['damaged']:
@@ -493,18 +504,14 @@ def start_run(settings, config, machine, closing):
     return start
 
 
-def check_alike(machine, settings, config, start):
+def check_alike(plans):
     """Refuse processes that would go different ways: each machine reads files of its own."""
-    plan = {'step': start.step, **asdict(settings), **asdict(config)}
-    plan['dataset'] = start.dataset.fingerprint()
-    del plan['out_dir']  # which may be spelled in two ways
-    plans = machine.gather(plan)
-    for name, value in plans[0].items():
-        others = [other[name] for other in plans if other[name] != value]
+    first, *others = plans
+    for name, other in itertools.product(first, others):
         refuse(
-            others,
-            f'processes would go different ways: {name} is {value!r} and {others[:1]}; out_dir must be '
-            'shared by all machines, and each must have the same config files and data',
+            other[name] != first[name],
+            f'processes would go different ways: {name} is {first[name]!r} and {other[name]!r}; out_dir '
+            'must be shared by all machines, and each must have the same code, config files and data',
         )
 
 

@@ -95,10 +95,11 @@ def assemble(title, arms, contrasts, missing, problems, states, tuning, judgemen
         if ours in arms:
             incomplete[key] = missing(ours, theirs)
         else:
-            # A lead after some steps may be compared with one after more.
+            # A lead after some steps may be compared with one after more, to which a run was extended.
+            longer = ['max_iters', 'resumed']
             across = zip(of_lead[ours], of_lead[theirs], strict=True)
             reasons = [incomplete[name[1:-1]] for name in (ours, theirs)]
-            reasons += [missing(*pair, but=['max_iters']) for pair in across if pair[0] != pair[1]]
+            reasons += [missing(*pair, but=longer) for pair in across if pair[0] != pair[1]]
             incomplete[key] = next(filter(None, reasons), '')
     by = 'after Holm'
     if judgement == 'dunnett':

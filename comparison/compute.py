@@ -30,19 +30,19 @@ def multipliers(arms, numbers, baseline):
 
     arms: {name: ArmRuns} of assemble.py. numbers: {name: its line in the tables}.
     """
-    curve = [
+    same = [
         name
         for name, arm in arms.items()
         if not difference(arm.facts, arms[baseline].facts, LADDER)
     ]
-    # The same model under other seeds is no further point.
-    points = {numbers[name]['flops']: name for name in reversed(curve)}
+    # Of two at one size and length, such as under other seeds, the first is the point.
+    points = {numbers[name]['flops']: name for name in reversed(same)}
     curve = [name for _, name in sorted(points.items())]
     if len(curve) < 2:
         return {}
     result = {}
     for name in arms:
-        if name not in curve:
+        if name not in same:
             shape = arms[name].config.shape()
             alike = [numbers[other] for other in curve if arms[other].config.shape() == shape]
             result[name] = multiplier(numbers[name], [numbers[other] for other in curve])

@@ -1,5 +1,6 @@
 """
-Packs runs for keeping: the log.jsonl and config.json of each, and the plan.json beside them.
+Packs runs for keeping: the log.jsonl and config.json of each, the failed.txt of one that diverged, and
+the plan.json beside them.
 
 $ python -m comparison.pack out/compare/NAME/*_seed* --to=results/TOPIC
 
@@ -36,7 +37,7 @@ FILES = ('config.json', 'log.jsonl', failure_file(Path()).name)
 
 
 def check_command(runs, to):
-    """Refuse what is not the finished runs of one folder, and packs without a place."""
+    """Refuse what is not the runs of one folder and one plan, finished or diverged, and packs without a place."""
     if not runs or not to:
         raise ValueError('name the folders of finished runs, and where the packs go: --to=FOLDER')
     for run in runs:
@@ -52,7 +53,7 @@ def check_command(runs, to):
     plans = [text_in(folder, 'plan.json') for folder in (to, here)]
     if None not in plans and plans[0] != plans[1]:
         kept, ours = (read_plan(Path(folder, 'plan.json'))['plan'] for folder in (to, here))
-        check_same_plan(kept, ours, Path(to, 'plan.json'), ['seeds'], 'give another --to')
+        check_same_plan(kept, ours, Path(to, 'plan.json'), ['seeds'], '--to')
 
 
 def add(runs, to):
@@ -70,7 +71,9 @@ def add(runs, to):
 def compress(runs):
     """[the bytes of a pack]: as many as it takes to keep each within the limit."""
     folder = runs[0].parent
-    paths = [run / name for run in runs for name in FILES if (run / name).exists()]
+    paths = [
+        run / name for run in runs for name in FILES if name != FILES[-1] or (run / name).exists()
+    ]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode='w:xz', preset=9) as pack:
         for path in [*folder.glob('plan.json'), *paths]:

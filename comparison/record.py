@@ -98,7 +98,7 @@ def hash_of(values):
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_same_plan(old, new, path, but=(), advice='give another --name'):
+def check_same_plan(old, new, path, but=(), option='--name'):
     """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
     # Settings that only one of them knows were added or taken away since.
     but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
@@ -109,8 +109,10 @@ def check_same_plan(old, new, path, but=(), advice='give another --name'):
     other = difference(deciding_values(old), deciding_values(new), but)
     if other:
         name, before, now = other
-        mixed = f'; {MIXED_CODE}' if name == 'code' else ''
-        raise ValueError(f'{path} is another plan: {name} was {before}, not {now}; {advice}{mixed}')
+        mixed = f'; {MIXED_CODE}' if (name, option) == ('code', '--name') else ''
+        raise ValueError(
+            f'{path} is another plan: {name} was {before}, not {now}; give another {option}{mixed}'
+        )
 
 
 def deciding_values(contents):

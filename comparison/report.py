@@ -215,7 +215,7 @@ def seeds_alone(comparison):
             seeds = listed(sorted(ours ^ theirs))
             if seeds:
                 notes.append(
-                    f'{pair[0]} against {pair[1]}: without seeds {seeds}, which one of them lacks.'
+                    f'{pair[0]} against {pair[1]}: seeds that only one of them has do not count: {seeds}.'
                 )
     return notes
 

@@ -1,5 +1,5 @@
 # Value embeddings: each second layer's values are the mean of its own and the token's row of a table
-# (as modded-nanogpt's start).
+# (where modded-nanogpt's learned weights start).
 from config.vanilla_82m import *
 
 out_dir = 'out/token_82m'

@@ -273,7 +273,7 @@ def folder_units(source, seed, column):
         raise ValueError(f'--text_column={column}, but {source} has no file with such rows')
     if others:
         print(
-            f'{len(others):,} files are not UTF-8, such as {min(others)}: other letters become U+FFFD'
+            f'{len(others):,} files are not UTF-8, such as {min(others)}: their other bytes become U+FFFD'
         )
     return text_folder_units(source, kinds['text'], seed)
 

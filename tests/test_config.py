@@ -84,7 +84,7 @@ REFUSED = [
         dict(RES, q_residual=True, k_residual=True, residual_lambda=(1.0, 0.0)),
         'none of q, k, v',
     ),
-    # a weight of 0: nobody reads the table
+    # a weight of 0 for ever: the table would get no gradient
     (
         dict(
             v_residual='token',
@@ -92,7 +92,7 @@ REFUSED = [
             residual_weights='head',
             residual_lambda=(0.0, 2.0),
         ),
-        'v_residual',
+        'residual_lambda v_residual',
     ),
     (dict(RES, residual_weights='head', gate_inputs=33), 'gate_inputs 32'),
     # out of range

@@ -160,7 +160,7 @@ def test_the_memory_that_it_names_is_what_was_counted():
         'vanilla takes {} GiB of each GPU at 82M. At 180M and 468M an older version took {} and {}'
     )
     assert said.format(*gib) in TEXTS['train.md']
-    assert f'and {gib[0]} GiB of each GPU' in README
+    assert f'and {gib[0]} GiB per GPU' in README
 
 
 def test_the_gpu_hours_that_it_names_are_those_of_its_run():

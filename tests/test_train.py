@@ -141,6 +141,8 @@ def test_eval_only_prints_the_losses_and_writes_nothing(whole, work):
     text = good(whole, init_from='resume', eval_only=True, gradient_accumulation_steps=5)
     assert f'mean {evaluations(whole)[-1]["val"]["mean"]:.4f}' in text
     assert snapshot('out') == before
+    evaluates = train.TrainConfig(eval_only=True, init_from='resume', gradient_accumulation_steps=5)
+    assert train.share_of_micro_steps(evaluates, 2) == 0
 
 
 # --- resuming ------------------------------------------------------------------------------------
