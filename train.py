@@ -908,9 +908,9 @@ def seed_step(step, settings, machine):
 
 def share_of_micro_steps(settings, processes):
     """How many of a step's micro-batches each process has."""
-    total = settings.gradient_accumulation_steps
     if settings.eval_only:
         return 0
+    total = settings.gradient_accumulation_steps
     nearest = max(1, round(total / processes)) * processes
     refuse(
         total % processes,

@@ -113,12 +113,7 @@ def draw_model(axes, config):
     used = {'q', 'k', 'v', *(arrow.part for arrow in every)}
     used |= {GOALS[arrow.kind] for arrow in every if arrow.kind in GOALS}
     places = {part: x for x, part in enumerate(part for part in COLUMNS if part in used)}
-    projected = {
-        (part.name, n)
-        for n, layer in enumerate(wire(config))
-        for part in layer.parts
-        if part.projects
-    }
+    projected = {part.key for layer in wire(config) for part in layer.parts if part.projects}
     for part, x in places.items():
         color = COLUMNS[part]
         axes.text(x, -1.2, part, ha='center', color=color)
