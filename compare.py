@@ -111,6 +111,8 @@ def compare_arms(options, argv):
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.folder, 'comparing in', '--name'):
         record = write_plan(plan)
+        # Where the data are not, the plan says which they were.
+        plan.data = plan.data or record['plan']['settings'].get('data')
         try:
             if options.print:
                 # Those that depend on results come later.

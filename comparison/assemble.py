@@ -58,7 +58,8 @@ def compare_plan(results, record):
 
     def missing(*pair, but=()):
         unknown = [problems[name] for name in pair if name in problems]  # their learning rates
-        return [*unknown, unfinished(*(arms[name] for name in pair))][0]
+        # Runs may be judged where their data are not, and so nothing has compared them yet.
+        return [*unknown, why_incomparable(*(arms[name] for name in pair), ['data'])][0]
 
     states = [results.state(run) for run in results.all_runs()]
     tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
@@ -330,7 +331,7 @@ SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
 
 
 def why_incomparable(ours, theirs, shared):
-    """Why two arms of existing runs have no verdict, or ''; shared: of SHARED."""
+    """Why two arms have no verdict, or ''; shared: of SHARED."""
     reason = unfinished(ours, theirs)
     pairs = list(paired(ours.states, theirs.states).values())
     for pair in pairs:

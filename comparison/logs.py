@@ -10,11 +10,14 @@ import functools
 import io
 import json
 import lzma
+import posixpath
 import re
 import tarfile
 from pathlib import Path
 
 from lib.files import first_line, unreadable
+
+PACKS = 'runs_*.tar.xz'
 
 
 def text_of_run(run, name):
@@ -30,7 +33,7 @@ def text_in(folder, name):
     if path.exists():
         return path.read_text(errors='replace')
     files = {}
-    for pack in sorted(Path(folder).glob('runs_*.tar.xz'), key=pack_number):
+    for pack in sorted(Path(folder).glob(PACKS), key=pack_number):
         files |= read_pack(pack)
     return files.get(name)
 
@@ -48,7 +51,8 @@ def read_pack(path):
         with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
             # Whoever packs by hand packs folders, too.
             files = [m for m in pack if m.isfile()]
-            return {m.name: pack.extractfile(m).read().decode(errors='replace') for m in files}
+            texts = {m.name: pack.extractfile(m).read().decode(errors='replace') for m in files}
+            return {posixpath.normpath(name): text for name, text in texts.items()}
     except (lzma.LZMAError, tarfile.TarError) as error:
         raise ValueError(f'{path} is damaged: {first_line(error)}') from error
 
@@ -57,7 +61,12 @@ def named_runs(words):
     """The folders of the runs that words of a command line name; a pack stands for all its runs."""
     runs = []
     for path in map(Path, words):
-        files = read_pack(path) if path.name.endswith('.tar.xz') else {}
+        is_pack = path.name.endswith('.tar.xz')
+        if is_pack and not path.match(PACKS):
+            raise ValueError(
+                f'{path} is read as a pack only under a name like runs_1.tar.xz; rename it'
+            )
+        files = read_pack(path) if is_pack else {}
         logs = [path.parent / name for name in files if name.endswith('log.jsonl')]
         runs += [log.parent for log in logs] or [path]
     return tuple(map(str, runs))

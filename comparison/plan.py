@@ -125,8 +125,8 @@ class Plan:
     @property
     def replaced(self):
         """The eval_iters of the config that chosen_settings() replaces by 0; None where it does not."""
-        named = self.arms[self.baseline].named - self.arms[self.baseline].own.keys()
-        return None if 'eval_iters' in named else self.settings.eval_iters
+        is_named = 'eval_iters' in self.arms[self.baseline].named
+        return None if is_named else self.settings.eval_iters
 
     def configs(self, run):
         """(TrainConfig, GPTConfig) of a run."""

@@ -11,9 +11,9 @@ import hashlib
 import json
 
 from comparison.arms import contrast_name
-from comparison.logs import text_in
+from comparison.logs import renewed, text_in
 from comparison.plan import changes
-from comparison.runs import MIXED_CODE, ROUNDING, difference
+from comparison.runs import MIXED_CODE, ROUNDING, difference, facts
 from comparison.verdict import LEVEL, RULES
 from lib.files import as_json, unreadable, write_json
 from lib.rundir import commit_of, git
@@ -100,8 +100,12 @@ def hash_of(values):
 
 def check_same_plan(old, new, path, but=(), option='--name'):
     """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
-    # Settings that only one of them knows were added or taken away since.
-    but = {*but} | (old['settings'].keys() ^ new['settings'].keys())
+    # A setting that was taken away since does not count, and one that was added may have its default.
+    before, now = renewed(old['settings']), new['settings']
+    added = now.keys() - before.keys()
+    defaults = facts({})
+    but = {*but} | (before.keys() - now.keys())
+    but |= {name for name in added if now[name] == defaults.get(name)}
     if set(old['seeds']) <= set(new['seeds']):
         but.add('seeds')
     if 'rounding' not in old:
@@ -122,7 +126,7 @@ def deciding_values(contents):
     for name, arm in arms.items():
         values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
     names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
-    values |= contents['settings'] | {name: contents[name] for name in names}
+    values |= renewed(contents['settings']) | {name: contents[name] for name in names}
     # Older plans had one judgement, and said nothing of rounding.
     return values | {
         'level': contents['level'],

@@ -170,8 +170,8 @@ def cautions(comparison):
     notes, plan = [], comparison['plan']
     if comparison['problems']:
         notes.append(
-            'Not finished: a contrast gets no verdict before every planned seed of both its arms '
-            'has finished.'
+            'Not finished: a contrast gets no verdict before every planned run that its test needs has '
+            'finished.'
         )
     if not plan:
         untuned = '' if comparison['tuning'] else 'their learning rates were not tuned here, and '

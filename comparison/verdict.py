@@ -296,7 +296,7 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
 
 
 def seeds_rested_on(differences, factor):
-    """The seeds of a decided contrast without one of which it would be undecided."""
+    """The seeds of a decided contrast without one of which it would be undecided, at the same correction."""
     if len(differences) <= LEAST_SEEDS:  # fewer seeds decide nothing
         return list(differences)
     seeds = []

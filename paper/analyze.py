@@ -464,7 +464,8 @@ def summary(values):
 
 def over_seeds(numbers):
     """analyze()'s numbers with one report for the runs of a model, which has the first one's name. Means
-    are over runs, and so are standard errors: the spread of seeds, not of sequences.
+    are over runs, and so are standard errors, the spread of seeds, not of sequences: a model with one
+    run has none.
 
     Raises ValueError for two runs of one seed, and for checkpoints of different steps.
     """
@@ -479,6 +480,8 @@ def over_seeds(numbers):
         for name in reports[run]['series']:
             means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
             series[name] = summary(np.array(means, dtype=float))
+            if len(seeds) == 1:
+                series[name]['standard_error'] = np.full_like(means[0], np.nan, dtype=float)
         pooled[run] = {**reports[run], 'series': series, 'seeds': len(seeds)}
     return {**numbers, 'runs': pooled}
 
@@ -505,7 +508,7 @@ PANELS = {
     ),
     'spectrum': (
         'Eigenvalues of the values',
-        'largest eigenvalue',
+        'eigenvalue',
         {FIRST_LAYER: PROJECTED, PROJECTED: PROJECTED, ATTENDED: ATTENDED},
     ),
     'tokens': (
@@ -526,8 +529,8 @@ def figure_of(numbers, title=''):
     kind, reports = numbers['analysis'], numbers['runs']
     usual, y_label, panels = PANELS[kind]
     labels, look = draw.labels_and_looks(reports)
-    seeds = max(report.get('seeds', 1) for report in reports.values())
-    over = 'sequences, not over models' if seeds == 1 else seeds_text(seeds)
+    seeds = sorted({report['seeds'] for report in reports.values() if 'seeds' in report})
+    over = ' or '.join(map(seeds_text, seeds)) or 'sequences, not over models'
     title = f'{title or usual}\nbands: one standard error over {over}'
     size = (3.1 * max(len(panels), 2), 4.2)
     # One quantity has one axis.
@@ -536,6 +539,7 @@ def figure_of(numbers, title=''):
     axes = grid[0]
     if kind == 'spectrum':
         axes[2].sharey(axes[1])
+        axes[1].set_ylabel('largest eigenvalue')
     for ax in {'spectrum': axes, 'sinks': axes[1:]}.get(kind, ()):
         ax.set_yscale('log')
     for ax, (panel, series) in zip(axes, panels.items(), strict=True):

@@ -558,6 +558,42 @@ def test_a_run_on_other_data_is_not_the_plans(place):
     assert problem.startswith('foreign') and 'other data' in problem
 
 
+def test_runs_of_a_plan_are_compared_in_their_data_where_the_data_are_not(place, monkeypatch):
+    monkeypatch.setattr(Plan, 'data', None)
+    plan = make_plan(ARMS, '--seeds=3')
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    for seed in (1, 2, 3):
+        runs.edit_config(plan.run_folder(Run('svformer', 0.02, seed)), data='other')
+        runs.edit_config(plan.run_folder(Run('vanilla', 0.02, seed)), data='one')
+    contrast = collect(plan)['contrasts']['svformer-vanilla']
+    assert contrast['verdict'] == 'undecided' and 'differ in data' in contrast['reason']
+
+
+def test_the_plan_says_what_the_data_were_where_they_are_not(place, monkeypatch):
+    plan = make_plan(ARMS, '--seeds=3')
+    write_plan(plan)
+    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    for run in folders_of(plan):
+        runs.edit_config(run, data='other')
+    shutil.rmtree('data')
+    assert compare_command(ARMS, '--seeds=3', '--print=True')[0] == 0
+    problems = json.loads(Path('out/compare/small/report.json').read_text())['problems']
+    assert len(problems) == 9 and all('other data' in one for one in problems.values())
+
+
+def test_a_setting_that_the_code_has_learned_since_joins_a_plan_only_at_its_default(place):
+    words = (ARMS, '--seeds=3', '--mixed_code=True')
+    plan = make_plan(*words)
+    path = plan.folder / 'plan.json'
+    write_plan(plan)
+    older = json.loads(path.read_text())
+    del older['hash'], older['plan']['settings']['weight_decay']
+    path.write_text(json.dumps({'hash': hash_of(older)} | older))
+    write_plan(make_plan(*words))
+    with pytest.raises(ValueError, match='weight_decay was None, not 0.5'):
+        write_plan(make_plan(*words, '--weight_decay=0.5'))
+
+
 # --- runs that exist ------------------------------------------------------------------------------
 
 
@@ -666,7 +702,8 @@ def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
 def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
     """At 30, 60 and 120 steps; an arm that ends as vanilla would after 90 of them, at half the speed."""
     arms = (
-        'vanilla; v30: max_iters=30; v120: max_iters=120; mine: v_residual=True; far: share_v=True; '
+        'vanilla; v30: max_iters=30 cooldown_iters=3; v120: max_iters=120; mine: v_residual=True; '
+        'far: share_v=True; '
         'again: seed_offset=1000'
     )
     plan = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3')
@@ -777,6 +814,9 @@ def test_learned_weights_and_all_time_are_shown_and_a_replaced_setting_is_said(p
     assert compare_command(ARMS, '--print=True', '--name=b')[0] == 0
     assert '--eval_iters=7 keeps it' in capsys.readouterr().err
     compare_command(ARMS, '--print=True', '--name=c', '--eval_iters=7')
+    assert 'in place of' not in capsys.readouterr().err
+    own = '--arms=vanilla: eval_iters=5; mine: eval_iters=5 v_residual=True'
+    compare_command(own, '--print=True', '--name=d')
     assert 'in place of' not in capsys.readouterr().err
 
 

@@ -96,7 +96,9 @@ def test_what_is_no_file_in_a_pack_made_by_hand_is_passed_over(tmp_path):
     os.mkfifo(folder / 'pipe')
     before = read_state(folder)
     with tarfile.open(tmp_path / 'runs_1.tar.xz', 'w:xz') as pack:
-        pack.add(folder, folder.name)
+        pack.add(folder, f'./{folder.name}')  # as tar c ./* packs
+    with pytest.raises(ValueError, match='runs_1.tar.xz; rename'):
+        named_runs([tmp_path / 'mine.tar.xz'])
     shutil.rmtree(folder)
     assert vars(read_state(folder)) == vars(before)
 
