@@ -82,7 +82,9 @@ def all_rows():
                 add(f'{length} {name}', config)
             add(f'{length} {name} checkpointed', config, checkpointed)
     add('82m vanilla eager', 'vanilla_82m', '--compile=False')
-    add('82m vanilla, DDP of 8', 'vanilla_82m', what='ddp')
+    for size in ('82m', '180m', '468m'):
+        add(f'{size} vanilla, DDP of 8', f'vanilla_{size}', what='ddp')
+    add('468m vanilla, batch 16, DDP of 8', 'vanilla_468m', '--batch_size=16', what='ddp')
     for name in ('vanilla', 'svformer', 'cla', 'svformer_gqa'):
         add(f'decoding {name}', f'{name}_82m', what='decode')
         add(f'decoding {name}, CUDA graphs', f'{name}_82m', what='decode in graphs')

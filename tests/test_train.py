@@ -371,9 +371,13 @@ class FakeRun:
     def __init__(self, broken):
         self.broken = broken
         self.logged = []
+        self.axes = set()
 
-    def log(self, entry, step):
-        self.logged.append((step, entry))
+    def define_metric(self, name, step_metric):
+        self.axes.add((name, step_metric))
+
+    def log(self, entry):  # without wandb's own step, which must rise
+        self.logged.append(entry)
         if self.broken:
             raise RuntimeError('the network is gone')
 
@@ -389,8 +393,9 @@ def test_wandb_gets_the_settings_and_the_log_and_stops_nothing(work, monkeypatch
     good(name, wandb_log=True, max_iters=2, init_from='resume')
     assert [call['id'] for call in calls] == [None, 'abc123']
     assert calls[0]['project'] == 'p' and calls[0]['config']['n_embd'] == 32
-    assert [step for step, _ in run.logged] == [0, 0, 1, 1, 2]
-    assert 'val/mean' in run.logged[0][1] and 'loss' in run.logged[1][1]
+    assert run.axes == {('*', 'step')}
+    assert [entry['step'] for entry in run.logged] == [0, 0, 1, 1, 2]
+    assert 'val/mean' in run.logged[0] and 'loss' in run.logged[1]
 
 
 # --- the core stands alone -----------------------------------------------------------------------
