@@ -241,6 +241,9 @@ def prepare(settings):
                 f'{out} holds files that this program did not write: choose another --out'
             )
         plan = make_plan(settings, out, begun)
+        # A worker that was killed could not remove what it had downloaded.
+        for folder in plan.pieces.glob(f'{sources.DOWNLOAD}*'):
+            shutil.rmtree(folder)
         check_space(plan)
         try:
             write_dataset(plan)
@@ -341,6 +344,9 @@ def check_space(plan):
     # Two bytes a token, twice. Without --tokens, what it takes is not known before it is read.
     needed = max(0, 4 * tokens - present)
     free = shutil.disk_usage(plan.out).free
+    # Token files of an earlier call are written anew.
+    paths = [token_file(plan, *names) for names in itertools.product(SPLITS, plan.shares)]
+    free += sum(path.stat().st_size for path in paths if path.exists())
     need = f'{needed / 1e9:,.2f} GB' if tokens else 'an unknown part'
     splits = collections.Counter(unit.split for unit in plan.units)
     files = f'{len(plan.units):,} files, {splits["validation"]:,} of them validation'

@@ -398,15 +398,20 @@ def text_units(domain, root, names, seed, split='train'):
 # ---- Documents: iterators over (domain, text), whose ValueErrors and OSErrors name the line ------
 
 
+DOWNLOAD = 'download.'  # how the folders begin in which files of the hub are downloaded
+
+
 def documents(unit, scratch):
     """The documents of a unit. A file of the hub is downloaded into the folder `scratch` meanwhile.
 
-    Raises ValueError, which names the unit and the line.
+    Raises ValueError, which names the unit and the line, or ConnectionError where the hub fails.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        with tempfile.TemporaryDirectory(prefix=DOWNLOAD, dir=scratch) as folder:
             for path in unit.paths or [folder]:
                 yield from unit.read(path)
+    except ConnectionError as error:
+        raise ConnectionError(f'{unit.name}: {error}') from error
     except (ValueError, OSError, ImportError, OverflowError) as error:
         raise ValueError(f'{unit.name}: {first_line(error)}') from error
 
@@ -563,7 +568,8 @@ def read_hub(source, commit, name, read, folder):
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
             reason = first_line(error)
             if wait is None:
-                raise OSError(f'the hub fails, after {len(WAITS)} retries: {reason}') from error
+                message = f'the hub fails, after {len(WAITS)} retries: {reason}'
+                raise ConnectionError(message) from error
             print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
         time.sleep(wait)
     yield from read(Path(path))

@@ -500,6 +500,22 @@ def test_a_disk_without_room_is_refused(monkeypatch):
     prepare(settings(out='some', tokens=0, weights={'Wikipedia': 1}))
 
 
+def test_an_interrupted_preparation_fits_the_disk_that_it_fitted_before(monkeypatch):
+    make_source()
+
+    def disk_usage(path):
+        used = sum(path.stat().st_size for path in Path('out').rglob('*.*'))
+        return types.SimpleNamespace(free=4 * 20_000 + 20_000 - used)
+
+    monkeypatch.setattr(shutil, 'disk_usage', disk_usage)
+    stop_halfway(settings())
+    # As a worker that was killed leaves it.
+    Path('out/.pieces/download.x').mkdir()
+    Path('out/.pieces/download.x/a.part').write_bytes(bytes(100_000))
+    prepare(settings())
+    assert Path('out/meta.json').exists()
+
+
 def test_a_file_that_takes_long_shows_that_it_goes_on(tmp_path):
     said = queue.Queue()
     bar = types.SimpleNamespace(set_postfix_str=said.put)
