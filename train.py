@@ -298,7 +298,7 @@ def distribute(model, machine):
         device_ids=[machine.device] if machine.kind == 'cuda' else None,
         gradient_as_bucket_view=True,
         # The compiler cuts the model where a bucket is full, and what crosses a cut is stored. Torch's
-        # 25 MiB would cut each block of 468M twice, for 15 GiB more (results/fakegpu).
+        # 25 MiB cut each block of 468M twice, which takes 15 GiB more (results/fakegpu).
         bucket_cap_mb=100,
         broadcast_buffers=False,  # RoPE's tables are constants: do not send them at every step
     )

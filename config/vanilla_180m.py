@@ -1,5 +1,6 @@
-# The paper's 180M Transformer (Table 4), otherwise as at 82M. A step takes 30.6 GiB of each GPU,
-# with batch_size=16 17.1, checkpointed 8.5 (counted on a stand-in for a GPU: results/fakegpu).
+# The paper's 180M Transformer (Table 4), otherwise as at 82M. A step takes 27.1 GiB of a GPU, 28.0
+# of each of eight, with batch_size=16 14.6, checkpointed 7.1 (counted on a stand-in for a GPU:
+# results/fakegpu).
 from config.vanilla_82m import *
 
 out_dir = 'out/vanilla_180m'

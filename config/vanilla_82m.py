@@ -1,7 +1,7 @@
 # The paper's 82M Transformer (Table 4) on 20B tokens of SlimPajama, sequences of 2,048. About 2M
 # tokens a step: 32 micro-batches (4 on each of 8 GPUs) * 32 sequences * 2,048 tokens = 2,097,152;
-# 10,000 steps = 20.97B, a little more than an epoch. A step takes 13.1 GiB of each GPU,
-# checkpointed 4.7 with an older version (counted on a stand-in for a GPU: results/fakegpu).
+# 10,000 steps = 20.97B, a little more than an epoch. A step takes 13.1 GiB of a GPU, 13.5
+# of each of eight, checkpointed 4.0 (counted on a stand-in for a GPU: results/fakegpu).
 # $ torchrun --nproc_per_node=8 train.py config/vanilla_82m.py
 out_dir = 'out/vanilla_82m'
 dataset = 'slimpajama'

@@ -51,7 +51,8 @@ def test_the_memory_that_a_config_names_is_that_of_its_rows(size, checkpointed):
     text = (ROOT / f'config/vanilla_{size}.py').read_text()
     comment = ' '.join(re.findall(r'^# (.*)$', text, re.M))
     quoted = {
-        rf'A step takes {NUMBER} GiB of each GPU': f'{size} vanilla',
+        rf'A step takes {NUMBER} GiB of a GPU': f'{size} vanilla',
+        rf'{NUMBER} of each of eight': f'{size} vanilla, DDP of 8',
         rf'with batch_size=16 {NUMBER}': f'{size} vanilla, batch 16',
         rf'with 8 {NUMBER}': f'{size} vanilla, batch 8',
         rf'checkpointed {NUMBER}': checkpointed,
