@@ -6,7 +6,7 @@ $ python compare.py config/demo.py --name=tuned --seeds=5 --rates="(1e-3, 2e-3, 
       --arms="vanilla; mine: v_residual=previous"   # each at its best learning rate
 $ python compare.py config/demo.py --name=again --arms="vanilla; again: seed_offset=1000"   # with itself
 $ python compare.py ... --print=True                 # the commands still to be run, for any scheduler
-$ python compare.py out/demo/vanilla out/demo/resformer out/demo/svformer     # runs that exist
+$ python compare.py out/vanilla_82m out/resformer_82m out/svformer_82m       # runs that exist
 
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are

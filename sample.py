@@ -1,7 +1,7 @@
 """
 Text from a run, through the KV cache.
 
-$ python sample.py --out_dir=out/demo/resformer --start="def main("
+$ python sample.py --out_dir=out/demo --start="def main("
 $ python sample.py --out_dir=out/resformer_82m --start=FILE:prompt.txt --num_samples=4 --top_k=50
 $ echo "Once upon a time" | python sample.py --out_dir=out/resformer_82m --start=- --temperature=0
 """

@@ -1,4 +1,4 @@
-# The claims' models on tokens in place of bytes: 4,096 ids (a BPE of the corpus), 0.52M parameters
+# The claims' models on tokens in place of bytes: 4,096 ids (a BPE of the corpus), 0.48M parameters
 # in the blocks and 0.52M in embedding and lm_head, 16 * 256 = 4,096 tokens a step, 1,250 steps =
 # 5.1M tokens of some 3.1 bytes each; about 10 minutes on one core. Everything else as claims.py.
 # $ python prepare_slimpajama.py --source=FOLDER --tokenizer=TOKENIZER --tokens=0 --out=data/slimpajama_mini_4k

@@ -67,7 +67,7 @@ PAPER = Scale(
     sequences=1000,
 )
 
-# 1,250 steps of 4,096 bytes of text, as in results/claims: 6 to 25 minutes on one core.
+# 1,250 steps of 4,096 bytes of text, as in results/claims: 9 to 34 minutes on one core.
 CLAIMS_SIZE = Scale(
     'claims',
     tokens=4096,

@@ -4,7 +4,7 @@ How models are wired, drawn from model.wire(): whose queries, keys and values a 
 A layer is a row. A filled box is a tensor that the layer projects, a ring one that it does not; a line or
 an arrow comes from its source. An open box is an output, of attention or of a block.
 
-$ python -m paper.wiring vanilla vanilla+n_layer=4+v_residual=all out/demo/svformer
+$ python -m paper.wiring vanilla vanilla+n_layer=4+v_residual=all out/svformer_82m
 
 A word is a model of config/, with +setting=value, or the folder of a run. --out=FILE.png, .svg or .pdf is
 the picture.
