@@ -278,9 +278,8 @@ def test_what_bad_starts_handicaps_and_too_few_seeds_make_of_the_embeddings_numb
     gain = both[1] - both[0]
     without = np.delete(gain, (3, 6))  # seeds 6 and 9
     low, high = scipy.stats.ttest_1samp(without, 0).confidence_interval(0.95)
-    for some in (text, (ROOT / 'docs/results.md').read_text()):
-        assert f'{np.median(gain):.3f}' in some
-        assert f'{without.mean():.3f} ± {(high - low) / 2:.3f}' in some
+    assert f'{np.median(gain):.3f}' in text
+    assert f'{without.mean():.3f} ± {(high - low) / 2:.3f}' in text
 
     at_6, at_3 = (embedding_losses('vanilla', rate, tuning).mean() for rate in (0.006, 0.003))
     lead = at_3 - embedding_losses('resformer', 0.003, tuning).mean()
@@ -350,6 +349,51 @@ def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
         threshold = scipy.stats.t.ppf(1 - 0.05 / 16, seeds - 1)
         enough = scipy.stats.nct.sf(threshold, seeds - 1, 0.03 / sd * np.sqrt(seeds)) >= 0.9
     assert f'by {sd:.4f}, and so {seeds[enough][0]} seeds' in text
+
+
+RATES_OF_START = {'vanilla': 0.012, 'resformer': 0.006, 'svformer': 0.012}
+
+
+def start_losses(model, norm):
+    run = f'start{norm}/{model}{norm}_lr{RATES_OF_START[model]:g}_seed'
+    return np.array([final(START / f'{run}{seed}') for seed in range(21, 34 if norm else 32)])
+
+
+def test_all_runs_of_start_are_of_one_code_and_one_dataset_and_as_many_as_planned():
+    states = [read_state(run) for run in named_runs(START.glob('*/*.xz'))]
+    for name in ('commit', 'data'):
+        assert len({state.config[name] for state in states}) == 1
+    assert not any('before' in entry for state in states for entry in state.entries)  # resumed
+    tests = [state for state in states if state.config['seed'] not in (101, 102)]
+    assert (len(states) - len(tests), len(tests)) == (42, 3 * 11 + 3 * 13)
+
+
+def test_the_losses_and_leads_of_start_are_those_of_the_kept_runs():
+    text, leads, names = page('start'), {}, {}
+    losses = {
+        (model, norm): start_losses(model, norm)
+        for model in RATES_OF_START
+        for norm in ('', '_norm')
+    }
+    for (model, norm), values in losses.items():
+        names[model, norm] = NAMES[model] + norm.replace('_', ', ')
+        assert f'| {names[model, norm]} | {cells_of(values)} |' in text
+        assert values.max() < np.median(values) + 0.15  # no bad start
+    for norm in ('', '_norm'):
+        for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
+            ours, theirs = ((model, norm) for model in pair)
+            leads[f'{names[ours]} - {names[theirs]}'] = losses[ours] - losses[theirs]
+    for model in ('resformer', 'svformer'):
+        with_norm, without = (losses[model, n] - losses['vanilla', n] for n in ('_norm', ''))
+        leads[f"{NAMES[model]}'s lead with the norm - that without"] = with_norm[:11] - without
+    for name, p_holm in p_after_holm(leads).items():
+        d = leads[name]
+        low, high = scipy.stats.ttest_1samp(d, 0).confidence_interval(0.95)
+        verdict = 'undecided' if p_holm > 0.05 else 'better' if d.mean() < 0 else 'worse'
+        start = re.escape(f'| {name} | {d.mean():+.4f} | {low:+.4f} to {high:+.4f} | ')
+        end = re.escape(f' | {sum(d < 0)} of {len(d)} | {verdict} |')
+        (row,) = re.findall(f'^{start}.*{end}$', text, re.M)
+        assert f'| {p_holm:.4f} |' in row
 
 
 def test_the_sinks_of_start_are_those_that_were_measured():
