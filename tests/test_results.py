@@ -396,6 +396,16 @@ def test_the_losses_and_leads_of_start_are_those_of_the_kept_runs():
         assert f'| {p_holm:.4f} |' in row
 
 
+def test_start_quotes_the_leads_of_the_embeddings_page_beside_its_own():
+    texts = page('embedding'), page('start')
+    for model, norm in itertools.product(('ResFormer', 'SVFormer'), ('', ', norm')):
+        name = f'{model}{norm} - vanilla{norm}'
+        row = rf'^\| {name} \| (\S+) \|.* (\S+ to \S+) \| [\d.]+ \| [\d.]+ \| \d+ of \d+ \|'
+        leads = [re.search(row, text, re.M).groups() for text in texts]
+        cells = ' | '.join(f'{lead} ({interval})' for lead, interval in leads)
+        assert f'| {name} | {cells} |' in texts[1]
+
+
 def test_the_sinks_of_start_are_those_that_were_measured():
     rows = json.loads((START / 'sinks.json').read_text())['runs'].items()
     for run, report in rows:
