@@ -76,7 +76,7 @@ def test_every_kept_plan_is_as_it_was_written():
     plans.remove(LASTING)  # a plan of its own kind
     for folder in plans:
         assert read_plan(folder / 'plan.json')['plan']['arms']
-    assert len(plans) == 5
+    assert len(plans) == 6
 
 
 # --- claims and deep ------------------------------------------------------------------------------
