@@ -345,8 +345,7 @@ def check_space(plan):
     needed = max(0, 4 * tokens - present)
     free = shutil.disk_usage(plan.out).free
     # Token files of an earlier call are written anew.
-    paths = [token_file(plan, *names) for names in itertools.product(SPLITS, plan.shares)]
-    free += sum(path.stat().st_size for path in paths if path.exists())
+    free += sum(path.stat().st_size for path in plan.out.glob('*/*.bin'))
     need = f'{needed / 1e9:,.2f} GB' if tokens else 'an unknown part'
     splits = collections.Counter(unit.split for unit in plan.units)
     files = f'{len(plan.units):,} files, {splits["validation"]:,} of them validation'

@@ -19,9 +19,8 @@ from model import GPTConfig
 # Facts in which one model at two sizes or numbers of tokens may differ.
 LADDER = {
     *GPTConfig().shape(),
-    *'max_iters lr_decay_iters warmup_iters cooldown_iters learning_rate'.split(),
-    *'seed resumed data'.split(),
-    *'batch_size gradient_accumulation_steps'.split(),
+    *'max_iters lr_decay_iters warmup_iters cooldown_iters learning_rate seed'.split(),
+    *'resumed data batch_size gradient_accumulation_steps'.split(),
     *ROUNDING,
 }
 

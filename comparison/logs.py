@@ -51,8 +51,10 @@ def read_pack(path):
         with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
             # Whoever packs by hand packs folders, too.
             files = [m for m in pack if m.isfile()]
-            texts = {m.name: pack.extractfile(m).read().decode(errors='replace') for m in files}
-            return {posixpath.normpath(name): text for name, text in texts.items()}
+            return {
+                posixpath.normpath(m.name): pack.extractfile(m).read().decode(errors='replace')
+                for m in files
+            }
     except (lzma.LZMAError, tarfile.TarError) as error:
         raise ValueError(f'{path} is damaged: {first_line(error)}') from error
 

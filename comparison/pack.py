@@ -11,12 +11,11 @@ A name stands for one run: another run of a packed name is refused.
 
 import io
 import itertools
-import re
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison.logs import read_pack, text_in, text_of_run
+from comparison.logs import PACKS, pack_number, read_pack, text_in, text_of_run
 from comparison.record import check_same_plan, read_plan
 from comparison.runs import read_state
 from configurator import configure
@@ -58,13 +57,13 @@ def check_command(runs, to):
 
 def add(runs, to):
     """Write runs into new packs of a folder."""
-    packs = {path: read_pack(path) for path in to.glob('runs_*.tar.xz')}
+    packs = {path: read_pack(path) for path in to.glob(PACKS)}
     for run, (path, files) in itertools.product(runs, packs.items()):
         for name in FILES:
             if files.get(f'{run.name}/{name}') not in (None, text_of_run(run, name)):
                 raise ValueError(f'{path} holds another run of the name {run.name}; rename {run}')
-    numbers = [int(number) for path in packs for number in re.findall(r'\d+', path.name)]
-    for number, contents in enumerate(compress(runs), max(numbers, default=0) + 1):
+    last = max(map(pack_number, packs), default=0)
+    for number, contents in enumerate(compress(runs), last + 1):
         write_whole(to / f'runs_{number}.tar.xz', contents)
 
 

@@ -133,6 +133,39 @@ def p_after_holm(leads):
     return dict(zip(leads, holm(p), strict=True))
 
 
+def minus(ours, theirs):
+    """Differences of the seeds that both have, the first ones."""
+    both = min(len(ours), len(theirs))
+    return ours[:both] - theirs[:both]
+
+
+def leads_of(losses, names):
+    """{contrast: differences} of three models, {model: losses}, without and with the norm."""
+    leads = {}
+    for norm in ('', '_norm'):
+        for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
+            ours, theirs = (model + norm for model in pair)
+            leads[f'{names[ours]} - {names[theirs]}'] = minus(losses[ours], losses[theirs])
+    for name in (NAMES['resformer'], NAMES['svformer']):
+        change = minus(leads[f'{name}, norm - vanilla, norm'], leads[f'{name} - vanilla'])
+        leads[f"{name}'s lead with the norm - that without"] = change
+    return leads
+
+
+def row_of(text, name, differences, p_holm, digits):
+    """The row of a contrast in a page's table, which begins and ends as it should."""
+    n = len(differences)
+    flips = np.stack(np.meshgrid(*[[-1, 1]] * n), axis=-1).reshape(-1, n)
+    # The share of flips that give a mean at least as far from 0.
+    p = np.mean(np.abs(flips @ differences) >= abs(differences.sum()) * (1 - 1e-12))
+    verdict = 'undecided' if p_holm > 0.05 else 'better' if differences.mean() < 0 else 'worse'
+    below = f'{sum(differences < 0)} of {n}'
+    start = re.escape(f'| {name} | {differences.mean():+.4f} | ')
+    end = re.escape(f' | {p_holm:.{digits}f} | {p:.4f} | {below} | {verdict} |')
+    (row,) = re.findall(f'^{start}.*{end}$', text, re.M)
+    return row
+
+
 def cells_of(losses):
     """Mean, standard deviation and each of the losses, as a table's cells."""
     return ' | '.join(f'{x:.4f}' for x in (losses.mean(), losses.std(ddof=1), *losses))
@@ -246,30 +279,12 @@ def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
         rate = f' {rates[model] * 1000:g}e-3 |' if model in rates else ''
         assert f'| {names[model]} |{rate} {cells_of(values)} |' in text
 
-    def lead(ours, theirs):
-        both = min(len(losses[ours]), len(losses[theirs]))
-        return losses[ours][:both] - losses[theirs][:both]
-
-    leads = {}
-    for suffix in ('', '_norm'):
-        for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
-            ours, theirs = (model + suffix for model in pair)
-            leads[f'{names[ours]} - {names[theirs]}'] = lead(ours, theirs)
+    leads = leads_of(losses, names)
     for model in rates:
-        leads[f'{NAMES[model]}, norm - vanilla'] = lead(f'{model}_norm', 'vanilla')
-    for model in ('resformer', 'svformer'):
-        change = lead(f'{model}_norm', 'vanilla_norm')[:8] - lead(model, 'vanilla')
-        leads[f"{NAMES[model]}'s lead with the norm - that without"] = change
+        name = f'{NAMES[model]}, norm - vanilla'
+        leads[name] = minus(losses[f'{model}_norm'], losses['vanilla'])
     for name, p_holm in p_after_holm(leads).items():
-        differences, n = leads[name], len(leads[name])
-        flips = np.stack(np.meshgrid(*[[-1, 1]] * n), axis=-1).reshape(-1, n)
-        # The share of flips that give a mean at least as far from 0.
-        p = np.mean(np.abs(flips @ differences) >= abs(differences.sum()) * (1 - 1e-12))
-        verdict = 'undecided' if p_holm > 0.05 else 'better' if differences.mean() < 0 else 'worse'
-        below = f'{sum(differences < 0)} of {n}'
-        start = re.escape(f'| {name} | {differences.mean():+.4f} | ')
-        end = re.escape(f' | {p_holm:.3f} | {p:.4f} | {below} | {verdict} |')
-        assert re.search(f'^{start}.*{end}$', text, re.M), name
+        row_of(text, name, leads[name], p_holm, digits=3)
 
 
 def test_what_bad_starts_handicaps_and_too_few_seeds_make_of_the_embeddings_numbers():
@@ -351,14 +366,6 @@ def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
     assert f'by {sd:.4f}, and so {seeds[enough][0]} seeds' in text
 
 
-RATES_OF_START = {'vanilla': 0.012, 'resformer': 0.006, 'svformer': 0.012}
-
-
-def start_losses(model, norm):
-    run = f'start{norm}/{model}{norm}_lr{RATES_OF_START[model]:g}_seed'
-    return np.array([final(START / f'{run}{seed}') for seed in range(21, 34 if norm else 32)])
-
-
 def test_all_runs_of_start_are_of_one_code_and_one_dataset_and_as_many_as_planned():
     states = [read_state(run) for run in named_runs(START.glob('*/*.xz'))]
     for name in ('commit', 'data'):
@@ -369,31 +376,20 @@ def test_all_runs_of_start_are_of_one_code_and_one_dataset_and_as_many_as_planne
 
 
 def test_the_losses_and_leads_of_start_are_those_of_the_kept_runs():
-    text, leads, names = page('start'), {}, {}
-    losses = {
-        (model, norm): start_losses(model, norm)
-        for model in RATES_OF_START
-        for norm in ('', '_norm')
-    }
-    for (model, norm), values in losses.items():
-        names[model, norm] = NAMES[model] + norm.replace('_', ', ')
-        assert f'| {names[model, norm]} | {cells_of(values)} |' in text
-        assert values.max() < np.median(values) + 0.15  # no bad start
-    for norm in ('', '_norm'):
-        for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
-            ours, theirs = ((model, norm) for model in pair)
-            leads[f'{names[ours]} - {names[theirs]}'] = losses[ours] - losses[theirs]
-    for model in ('resformer', 'svformer'):
-        with_norm, without = (losses[model, n] - losses['vanilla', n] for n in ('_norm', ''))
-        leads[f"{NAMES[model]}'s lead with the norm - that without"] = with_norm[:11] - without
+    text, losses, names = page('start'), {}, {}
+    for model, rate in {'vanilla': 0.012, 'resformer': 0.006, 'svformer': 0.012}.items():
+        for norm, seeds in (('', range(21, 32)), ('_norm', range(21, 34))):
+            run = f'start{norm}/{model}{norm}_lr{rate:g}_seed'
+            values = np.array([final(START / f'{run}{seed}') for seed in seeds])
+            losses[model + norm] = values
+            names[model + norm] = NAMES[model] + norm.replace('_', ', ')
+            assert f'| {names[model + norm]} | {cells_of(values)} |' in text
+            assert values.max() < np.median(values) + 0.15  # no bad start
+    leads = leads_of(losses, names)
     for name, p_holm in p_after_holm(leads).items():
-        d = leads[name]
-        low, high = scipy.stats.ttest_1samp(d, 0).confidence_interval(0.95)
-        verdict = 'undecided' if p_holm > 0.05 else 'better' if d.mean() < 0 else 'worse'
-        start = re.escape(f'| {name} | {d.mean():+.4f} | {low:+.4f} to {high:+.4f} | ')
-        end = re.escape(f' | {sum(d < 0)} of {len(d)} | {verdict} |')
-        (row,) = re.findall(f'^{start}.*{end}$', text, re.M)
-        assert f'| {p_holm:.4f} |' in row
+        row = row_of(text, name, leads[name], p_holm, digits=4)
+        low, high = scipy.stats.ttest_1samp(leads[name], 0).confidence_interval(0.95)
+        assert f' | {low:+.4f} to {high:+.4f} | ' in row
 
 
 def test_start_quotes_the_leads_of_the_embeddings_page_beside_its_own():
