@@ -31,11 +31,9 @@ peak_gib    of tensors, a prefill's included; with CUDA graphs also the pool tha
 """
 
 import copy
-import dataclasses
 import gc
 import importlib.util
 import re
-import statistics
 import sys
 import time
 import traceback
@@ -116,9 +114,12 @@ class BenchConfig(TableConfig):
 
     def training(self):
         """The settings of a training that takes such steps. Refuses what training would."""
-        names = {field.name for field in dataclasses.fields(TrainConfig)} & vars(self).keys()
-        said = {name: getattr(self, name) for name in names if getattr(self, name) != ''}
-        return TrainConfig(**said)
+        shared = {
+            name: value
+            for name, value in vars(self).items()
+            if hasattr(TrainConfig, name) and value != ''
+        }
+        return TrainConfig(**shared)
 
 
 @dataclass
@@ -144,7 +145,7 @@ class DecodeConfig(TableConfig):
 
 
 # Settings that a row may have for itself, besides the fields that make its variant.
-OF_ROWS = tuple(
+OF_ROWS = (
     'compile mode attention activation_memory_budget activation_checkpointing optimizer'.split()
 )
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
@@ -185,12 +186,11 @@ def read_name(name, settings, shape):
             field in options.keys() - OF_ROWS,
             f'{name}: {field} is the same in all rows; set it with --{field}',
         )
-    unsaid = set(OF_COMPILER) if 'compile=False' in changes else set()
-    if not options.get('optimizer'):
-        unsaid.add('optimizer')
-    options = {field: options[field] for field in options if field not in unsaid}
+    left_out = OF_COMPILER if 'compile=False' in changes else ()
     words = [VARIANTS['vanilla' if is_peer else kind]]
-    words += [f'--{field}={value}' for field, value in options.items()]
+    for field, value in options.items():
+        if field not in left_out and value != '':  # optimizer='' is the variant's own
+            words.append(f'--{field}={value}')
     words += [f'--{change}' for change in changes]
     try:
         own, config = configure(type(settings), GPTConfig, argv=words, ignored=[TrainConfig])
@@ -408,9 +408,9 @@ class Row:
         processes = self.machine.world_size
         tokens = processes * self.settings.batch_size * self.config.block_size
         speed = tokens / seconds
-        mfu, peak_flops = None, self.machine.peak_flops()
-        if peak_flops:
-            mfu = self.flops_per_token * speed / processes / peak_flops
+        peak_flops = self.machine.peak_flops()
+        flops = self.flops_per_token * speed / processes
+        mfu = flops / peak_flops if peak_flops else None
         return {'ms_per_step': 1e3 * seconds, 'tok_per_s': speed, 'mfu': mfu}
 
 
@@ -467,7 +467,7 @@ class Decoder(Row):
     def numbers(self, seconds):
         batch, context = self.about['batch'], self.about['context']
         prompts = batch * (context - self.settings.new_tokens)
-        prefill = statistics.median(self.prefill[-len(self.seconds) :])
+        prefill = np.median(self.prefill[-len(self.seconds) :])
         _, _, cache = self.parts
         return {
             'prefill_tok_per_s': prompts / prefill,
@@ -572,8 +572,8 @@ def compared(rows):
             continue
         for row, report in zip(rows, reports, strict=True):
             if not row.problem:
-                ratios = [a / b for a, b in zip(reference.seconds, row.seconds, strict=True)]
-                report[f'x {reference.name}'] = statistics.median(ratios)
+                ratios = np.divide(reference.seconds, row.seconds)
+                report[f'x {reference.name}'] = np.median(ratios)
     return reports
 
 
@@ -618,7 +618,7 @@ def check_start(settings, shape, machine):
             'each process would decode the same by itself; start bench.py decode without torchrun',
         )
         refuse(
-            not settings.new_tokens < min(settings.contexts)
+            settings.new_tokens >= min(settings.contexts)
             or max(settings.contexts) > shape.block_size,
             f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at '
             f'most block_size={shape.block_size}',

@@ -12,7 +12,6 @@ items come from.
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from lib.rundir import check_tokenizer, compare_data, provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from lib.tasks import TASKS, harness
 from lib.trained import find_weights, load_run
-from model import LOSS_CHUNK
+from model import LOSS_CHUNK, refuse
 
 # What the standard errors are over; every table and JSON file says so.
 LOSS_ERRORS = 'over windows of one run, not over seeds'
@@ -47,10 +46,8 @@ class EvaluateConfig:
     out: str = ''  # write the numbers here, as JSON
 
     def __post_init__(self):
-        if not self.runs:
-            raise ValueError('name the runs')
-        if self.batch_size < 1:
-            raise ValueError(f'batch_size={self.batch_size} must be at least 1')
+        refuse(not self.runs, 'name the runs')
+        refuse(self.batch_size < 1, f'batch_size={self.batch_size} must be at least 1')
         if self.out:
             check_out(self.out)
 
@@ -68,13 +65,12 @@ class TasksConfig(EvaluateConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.limit < 0:
-            raise ValueError(f'limit={self.limit} must not be negative')
+        refuse(self.limit < 0, f'limit={self.limit} must not be negative')
         for name in self.tasks.split(','):
-            if name not in TASKS:
-                raise ValueError(f'there is no task {name!r}; the tasks are {", ".join(TASKS)}')
-        if int(os.environ.get('WORLD_SIZE') or 1) > 1:
-            raise ValueError('evaluate.py tasks is one process: start it without torchrun')
+            refuse(
+                name not in TASKS,
+                f'there is no task {name!r}; the tasks are {", ".join(TASKS)}',
+            )
 
 
 @torch.no_grad()
@@ -137,16 +133,8 @@ def run_losses(run, settings, machine):
         dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
-    domains = loss_summary(losses)
-    mean = domains.pop('mean')
-    for domain, (sums, counts) in losses.items():
-        n_bytes = dataset.meta['splits']['validation'][domain]['bytes']
-        bits_per_byte = float(sums.sum() / math.log(2) / n_bytes)
-        domains[domain] |= {'bits_per_byte': bits_per_byte, 'tokens': int(counts.sum())}
-    mean['bits_per_byte'] = mean_of(domains, 'bits_per_byte')
     return {
-        'domains': domains,
-        'mean': mean,
+        **loss_summary(losses, dataset),
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
         'step': checkpoint['step'] if checkpoint else None,
@@ -178,25 +166,35 @@ def domain_losses(model, dataset, settings, machine, label):
     return losses
 
 
-def loss_summary(losses):
-    """{domain or 'mean': {its loss, and the standard error of it}}. losses: as domain_losses()
+def loss_summary(losses, dataset):
+    """{'domains': {domain: its losses}, 'mean': their mean}. losses: as domain_losses()
 
     A window with more predictions weighs more. There is no error of a single window, and where a
     domain has none, no error of the mean over domains.
     """
-    entries = {}
+    domains = {}
     for domain, (sums, counts) in losses.items():
-        loss = sums.sum() / counts.sum()
+        tokens = counts.sum()
+        loss = sums.sum() / tokens
         error = None
         if len(sums) > 1:
             spread = (sums - counts * loss).std(ddof=1)
-            error = float(spread * math.sqrt(len(sums)) / counts.sum())
-        entries[domain] = {'loss': float(loss), 'standard_error': error}
+            error = float(spread * math.sqrt(len(sums)) / tokens)
+        n_bytes = dataset.meta['splits']['validation'][domain]['bytes']
+        domains[domain] = {
+            'loss': float(loss),
+            'standard_error': error,
+            'bits_per_byte': float(sums.sum() / math.log(2) / n_bytes),
+            'tokens': int(tokens),
+        }
 
-    errors = [entry['standard_error'] for entry in entries.values()]
-    error = None if None in errors else math.hypot(*errors) / len(errors)
-    entries['mean'] = {'loss': mean_of(entries, 'loss'), 'standard_error': error}
-    return entries
+    errors = [entry['standard_error'] for entry in domains.values()]
+    mean = {
+        'loss': mean_of(domains, 'loss'),
+        'standard_error': None if None in errors else math.hypot(*errors) / len(errors),
+        'bits_per_byte': mean_of(domains, 'bits_per_byte'),
+    }
+    return {'domains': domains, 'mean': mean}
 
 
 def mean_of(entries, name):
@@ -250,9 +248,8 @@ def task_scores(output, name, lm, block_size):
         if isinstance(value, float):  # the error of a single item is 'N/A'
             scores[metric] = value
 
-    lengths = []
-    for sample in samples:
-        lengths += [len(lm.tok_encode(''.join(texts))) for texts in sample['arguments']]
+    choices = [''.join(texts) for sample in samples for texts in sample['arguments']]
+    lengths = [len(lm.tok_encode(choice)) for choice in choices]
     scores['choices'] = len(lengths)
     scores['cut_choices'] = sum(length > block_size + 1 for length in lengths)
     return scores
@@ -310,10 +307,9 @@ def print_losses(numbers):
     for run, report in numbers['runs'].items():
         entries = {**report['domains'], 'mean': report['mean']}
         step = report['step']
-        losses = {name: pm(x['loss'], x['standard_error']) for name, x in entries.items()}
-        columns.append((run if step is None else f'{run}, step {step:,}', losses))
-        bits = {name: f'{x["bits_per_byte"]:.4f}' for name, x in entries.items()}
-        columns.append(('bits/byte', bits))
+        title = run if step is None else f'{run}, step {step:,}'
+        columns.append((title, cells_of(entries, 'loss', 'standard_error', digits=4)))
+        columns.append(('bits/byte', cells_of(entries, 'bits_per_byte', digits=4)))
     print_table(columns, LOSS_ERRORS)
 
 
@@ -322,16 +318,12 @@ def print_tasks(numbers):
     columns = []
     for run, report in numbers['runs'].items():
         tasks = report['tasks']
+        average = {'acc': report['average'], 'chance': mean_of(tasks, 'chance')}
+        entries = {**tasks, 'average': average}
         for metric in ('acc', 'acc_norm'):  # winogrande has no acc_norm
-            cells = {
-                name: pm(scores[metric], scores.get(f'{metric}_stderr'), digits=3)
-                for name, scores in tasks.items()
-                if metric in scores
-            }
+            cells = cells_of(entries, metric, f'{metric}_stderr', digits=3)
             columns.append((f'{run}, {metric}', cells))
-        columns[-2][1]['average'] = f'{report["average"]:.3f}'
-    chances = {name: f'{scores["chance"]:.3f}' for name, scores in tasks.items()}
-    columns.append(('chance', {**chances, 'average': f'{mean_of(tasks, "chance"):.3f}'}))
+    columns.append(('chance', cells_of(entries, 'chance', digits=3)))
     print_table(columns, TASK_ERRORS)
 
     for run, report in numbers['runs'].items():
@@ -342,18 +334,24 @@ def print_tasks(numbers):
             )
 
 
+def cells_of(entries, name, error_name='', *, digits):
+    """{row: '1.8145 ± 0.0033', without an error '1.8145'} of the entries that have a number `name`."""
+    cells = {}
+    for row, entry in entries.items():
+        if name in entry:
+            cells[row] = f'{entry[name]:.{digits}f}'
+            error = entry.get(error_name)
+            if error is not None:
+                cells[row] += f' ± {error:.{digits}f}'
+    return cells
+
+
 def print_table(columns, errors):
     """A Markdown table. columns: [(title, {row: text})]"""
     names = dict.fromkeys(name for _, cells in columns for name in cells)
     rows = [[name, *(cells.get(name, '') for _, cells in columns)] for name in names]
     print('\n' + markdown_table(['', *(title for title, _ in columns)], rows))
     print(f'\n±: standard errors {errors}.')
-
-
-def pm(value, error, digits=4):
-    """'1.8145 ± 0.0033', without an error '1.8145'."""
-    text = f'{value:.{digits}f}'
-    return text if error is None else f'{text} ± {error:.{digits}f}'
 
 
 # {mode: what measures, and what prints}
@@ -368,6 +366,10 @@ def main():
         for run in runs:
             find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
+        refuse(
+            mode == 'tasks' and machine.world_size > 1,
+            'evaluate.py tasks is one process: start it without torchrun',
+        )
         machine.join()
 
     errors = one_line_errors(everywhere=True)

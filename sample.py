@@ -67,28 +67,6 @@ def read_stdin():
     return sys.stdin.read()
 
 
-def start_stream(model, ids, n_vocab, settings, generator):
-    """(the stream of tokens after `ids`, its cache). Raises ValueError before the first token."""
-    longest = model.config.block_size
-    if len(ids) >= longest:
-        raise ValueError(
-            f'the prompt has {len(ids)} tokens, the model takes fewer than {longest}; shorten it'
-        )
-    new_tokens = min(settings.max_new_tokens, longest - len(ids))
-    cache = model.new_cache(1, len(ids) + new_tokens)
-    stream = model.stream(
-        torch.tensor([ids], device=generator.device),
-        new_tokens,
-        cache,
-        n_vocab,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        generator=generator,
-    )
-    return stream, cache
-
-
 def print_sample(prompt, stream, tokenizer):
     """Print a prompt and its continuation as it comes, up to <|endoftext|>, and never a part of a
     character. Returns the number of steps."""
@@ -115,12 +93,29 @@ def main():
         model.to(device)
         prompt = read_prompt(settings.start)
         ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
+        room = model.config.block_size - len(ids)
+        if room < 1:
+            raise ValueError(
+                f'the prompt has {len(ids)} tokens, the model takes fewer than '
+                f'{model.config.block_size}; shorten it'
+            )
+        new_tokens = min(settings.max_new_tokens, room)
         generator = torch.Generator(device).manual_seed(settings.seed % 2**63)
 
         began = time.perf_counter()
         count = 0
         for number in range(settings.num_samples):
-            stream, cache = start_stream(model, ids, tokenizer.n_vocab, settings, generator)
+            cache = model.new_cache(1, len(ids) + new_tokens)
+            stream = model.stream(
+                torch.tensor([ids], device=device),
+                new_tokens,
+                cache,
+                tokenizer.n_vocab,
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                generator=generator,
+            )
             if number:
                 print('-' * 80)
             count += print_sample(prompt, stream, tokenizer)
