@@ -89,10 +89,7 @@ B, T = 2, 10
 CHUNKS = 3, 1, 1, 4, 1
 LEVELS = {2: 'model', 4: 'mixing'}  # by the number of a port's arguments
 # The settings of a variant that are shown whatever they are.
-ALWAYS = (
-    *('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_inner', 'vocab_size', 'block_size'),
-    *('norm_eps', 'rope_theta'),
-)
+ALWAYS = 'n_layer n_head n_kv_head n_embd n_inner vocab_size block_size norm_eps rope_theta'.split()
 
 
 @dataclass
@@ -109,7 +106,7 @@ def formula(name, shape):
 
 def text(name, vocab_size):
     """Ids (B, T) of a name."""
-    return np.floor((formula(name, (B, T)) + 0.5) * vocab_size).astype(np.int64)
+    return ((formula(name, (B, T)) + 0.5) * vocab_size).astype(np.int64)
 
 
 @dataclass
@@ -120,37 +117,31 @@ class Case:
     weights: dict  # {name: array}
     # {check: array}, in the order in which a mistake spreads. NaN: this number is not compared.
     expected: dict
-    mistakes: (
-        dict  # {mistake, or another variant: {check: some_numbers()} of what it gives otherwise}
-    )
+    # {mistake, or another variant: {check: some_numbers()} of what it gives otherwise}
+    mistakes: dict
 
 
-def read_fixture(path=FIXTURE):
+def read_fixture():
     """{level: {variant: Case}}"""
-    with np.load(path) as file:
+    with np.load(FIXTURE) as file:
         arrays = dict(file)
-    index = json.loads(arrays['index'].item())
-    return {level: read_level(level, cases, arrays) for level, cases in index.items()}
-
-
-def read_level(level, index, arrays):
-    """{variant: Case}"""
-    cases = {name: read_case(case, arrays[f'{level}/{name}']) for name, case in index.items()}
-    samples = {
-        name: {check: some_numbers(array) for check, array in case.expected.items()}
-        for name, case in cases.items()
-    }
-    for case in cases.values():
-        case.mistakes |= samples  # in a port of one variant, another one is a mistake
-    return cases
+    levels = {}
+    for level, index in json.loads(arrays['index'].item()).items():
+        cases = {name: read_case(case, arrays[f'{level}/{name}']) for name, case in index.items()}
+        samples = {
+            name: {check: some_numbers(array) for check, array in case.expected.items()}
+            for name, case in cases.items()
+        }
+        for case in cases.values():
+            case.mistakes |= samples  # in a port of one variant, another one is a mistake
+        levels[level] = cases
+    return levels
 
 
 def read_case(case, numbers):
     """A Case of what the index says of it, and of its numbers: of each check, then of each mistake."""
     numbers = iter(np.split(numbers, np.cumsum(case['sizes'])[:-1]))
-    expected = {}
-    for check, shape in case['checks'].items():
-        expected[check] = restore(next(numbers), shape)
+    expected = {check: restore(next(numbers), shape) for check, shape in case['checks'].items()}
     mistakes = {
         mistake: {check: next(numbers) for check in checks}
         for mistake, checks in case['mistakes'].items()
@@ -188,23 +179,19 @@ def observe_model(build, config, weights, *calls):
     """Yield (check, array) for all that a port of a whole model gives in each call, its logits first."""
     model = build(config, dict(weights))
     for call in calls:
-        yield from call_model(model, config, call)
-
-
-def call_model(model, config, call):
-    ids, targets = (text(call + name, config.vocab_size) for name in ('ids', 'targets'))
-    yield 'logits', model(ids)
-    if hasattr(model, 'values'):
-        for n, t in enumerate(model.values(ids), 1):
-            yield f'values of layer {n}', t
-    if hasattr(model, 'gradients'):
-        for name, gradient in model.gradients(ids, targets).items():
-            yield f'gradient of {name}', gradient
-    if hasattr(model, 'decode'):
-        logits, numbers = model.decode(np.split(ids, np.cumsum(CHUNKS)[:-1], axis=1))
-        yield 'logits decoded with a cache', logits
-        if numbers is not None:
-            yield 'numbers in the cache', numbers
+        ids, targets = (text(call + name, config.vocab_size) for name in ('ids', 'targets'))
+        yield 'logits', model(ids)
+        if hasattr(model, 'values'):
+            for n, t in enumerate(model.values(ids), 1):
+                yield f'values of layer {n}', t
+        if hasattr(model, 'gradients'):
+            for name, gradient in model.gradients(ids, targets).items():
+                yield f'gradient of {name}', gradient
+        if hasattr(model, 'decode'):
+            logits, numbers = model.decode(np.split(ids, np.cumsum(CHUNKS)[:-1], axis=1))
+            yield 'logits decoded with a cache', logits
+            if numbers is not None:
+                yield 'numbers in the cache', numbers
 
 
 def observe_mixing(mix, config, weights, *calls):
@@ -253,7 +240,7 @@ MISTAKES = {
 
 def is_close(got, wanted, scale):
     error = np.abs(got - wanted)[~np.isnan(wanted)]
-    return bool(np.all(error <= TOLERANCE * scale))
+    return np.all(error <= TOLERANCE * scale)
 
 
 def passes(got, right):
@@ -313,14 +300,14 @@ def explain_cache(config, got, right):
     layer = B * T * config.n_kv_head * config.n_embd // config.n_head  # one layer's keys, or values
     borrowed = 'a cache where none is needed: what a layer borrows has no entry of its own'
     repeated = 'keys and values repeated for each query head (right: once for each KV head)'
-    causes = [
-        (borrowed, 2 * config.n_layer * layer),
-        (repeated, right * config.n_head // config.n_kv_head),
-        ("one layer's keys or values too many: is V_1 kept twice?", right + layer),
-        ('bytes of fp32 (right: how many numbers)', 4 * right),
-        ('bytes of fp64 (right: how many numbers)', 8 * right),
-    ]
-    found = [words for words, numbers in causes if got == numbers]
+    causes = {
+        borrowed: 2 * config.n_layer * layer,
+        repeated: right * config.n_head // config.n_kv_head,
+        "one layer's keys or values too many: is V_1 kept twice?": right + layer,
+        'bytes of fp32 (right: how many numbers)': 4 * right,
+        'bytes of fp64 (right: how many numbers)': 8 * right,
+    }
+    found = [words for words, numbers in causes.items() if got == numbers]
     return f'which is {", or ".join(found)}' if found else ''
 
 
@@ -361,35 +348,31 @@ def unread(observe, port, case):
 def check_port(observe, port, name, case):
     """Print what a variant's checks say. Returns how many fail, None if the port does not have it."""
     try:
-        after_another = collect(observe(port, case.config, case.weights, 'other ', ''))
-        alone = collect(observe(port, case.config, case.weights, ''))
+        after_another = collect(observe, port, case, 'other ', '')
+        alone = collect(observe, port, case, '')
     except NotImplementedError:
         return None
-    seen, failing, kept = {}, [], []
+    seen, failing = {}, []
     for check, right in case.expected.items():
         if check not in alone:
             continue
-        seen[check] = as_array(alone[check], right)
-        is_right_alone = passes(seen[check], right)
-        if is_right_alone:
-            seen[check] = as_array(after_another[check], right)
+        seen[check] = (after_another if passes(alone[check], right) else alone)[check]
         if not passes(seen[check], right):
             failing.append(check)
-            kept += [check] if is_right_alone else []
     print_summary(name, case, alone, seen, failing)
     if failing:
-        explain_failure(observe, port, case, seen, failing, kept)
+        explain_failure(observe, port, case, alone, seen, failing)
     return len(failing)
 
 
-def collect(pairs):
-    """{check: what the last call gave}. It is copied: the next call may write to the same memory."""
-    return {check: None if t is None else np.array(t, dtype=float) for check, t in pairs}
-
-
-def as_array(given, right):
-    """None is no gradient."""
-    return np.zeros_like(right) if given is None else given
+def collect(observe, port, case, *calls):
+    """{check: what the last of these calls gave}. It is copied: the next call may write to the same memory."""
+    given = {}
+    for check, t in observe(port, case.config, case.weights, *calls):
+        if t is None:  # no gradient
+            t = np.zeros_like(case.expected.get(check, 0))
+        given[check] = np.array(t, dtype=float)
+    return given
 
 
 def print_summary(name, case, given, seen, failing):
@@ -407,13 +390,14 @@ def print_summary(name, case, given, seen, failing):
     print(line)
 
 
-def explain_failure(observe, port, case, seen, failing, kept):
+def explain_failure(observe, port, case, alone, seen, failing):
     """Print the first check that fails, why, and the others."""
     check = failing[0]
+    is_right_alone = passes(alone[check], case.expected[check])
     # Many variants' caches have the same size.
-    is_said = check in kept or check == 'numbers in the cache'
+    is_said = is_right_alone or check == 'numbers in the cache'
     found = {} if is_said else find_mistakes(case, seen, failing)
-    if check in kept:
+    if is_right_alone:
         words = 'but right without an earlier call: something is kept from one call to the next'
     elif found:
         names = [MISTAKES.get(mistake, mistake) for mistake in found]
@@ -480,14 +464,20 @@ def choose_cases(cases, names):
     return {name: cases[name] for name in chosen}
 
 
-def print_settings(case, usual):
-    """Print a variant's settings, but for those that are off as in another case, and its weights."""
-    usual = vars(usual.config)
-    for name, value in vars(case.config).items():
-        if name in ALWAYS or value != usual[name]:
-            print(f'  {name} = {value!r}')
-    for name, weight in case.weights.items():
-        print(f'  {name} {weight.shape}')
+def show_variants(cases, names):
+    """Print the settings of variants, but for those that are off as in vanilla, and their weights."""
+    if not names:
+        raise ValueError(
+            f'name a port, as module:function (see --help), or a --variant: {", ".join(cases)}'
+        )
+    usual = vars(cases['vanilla'].config)
+    for name, case in choose_cases(cases, names).items():
+        print(name)
+        for setting, value in vars(case.config).items():
+            if setting in ALWAYS or value != usual[setting]:
+                print(f'  {setting} = {value!r}')
+        for weight, array in case.weights.items():
+            print(f'  {weight} {array.shape}')
 
 
 def main():
@@ -495,16 +485,9 @@ def main():
         _, (settings,) = choose({'': (Settings,)}, __doc__, plain='port')
         sys.path.insert(0, '')
         levels = read_fixture()
-        if settings.variant and not settings.port:
-            for name, case in choose_cases(levels['model'], settings.variant).items():
-                print(name)
-                print_settings(case, levels['model']['vanilla'])
-            sys.exit(0)
         if not settings.port:
-            names = ', '.join(levels['model'])
-            raise ValueError(
-                f'name a port, as module:function (see --help), or a --variant: {names}'
-            )
+            show_variants(levels['model'], settings.variant)
+            sys.exit(0)
         port, level = load_port(settings.port)
         cases = choose_cases(levels[level], settings.variant)
         taken = choose_cases(levels[level], getattr(port, 'variants', ''))
