@@ -63,11 +63,10 @@ def export(model, tokenizer, to):
     """
     check_empty(to)
     config = without_idle(model.config)
-    if is_plain(config):
-        kind, code, settings = config.arch, (), plain_settings(config)
-    else:
-        kind, code, settings = VARIANT, CODE, remote_settings(config)
-    state = rename_weights(model, kind)
+    # Whether a model of transformers computes the same.
+    is_plain = {*config.shape(), *config.variant()} <= EXPRESSIBLE[config.arch]
+    settings = plain_settings(config) if is_plain else remote_settings(config)
+    state = rename_weights(model, settings['model_type'])
     settings['dtype'] = 'float32'
     settings['bos_token_id'] = settings['eos_token_id'] = tokenizer.eot
 
@@ -78,7 +77,7 @@ def export(model, tokenizer, to):
         whole.mkdir()
         write_json(whole / 'config.json', settings)
         write_tokenizer(whole, tokenizer, config.block_size)
-        for path in code:
+        for path in () if is_plain else CODE:
             shutil.copy(path, whole)
         write_weights(whole / 'model.safetensors', state)
         try:
@@ -94,11 +93,6 @@ def without_idle(config):
         if not acts(config, name):
             config = change(config, name, getattr(GPTConfig, name))
     return config
-
-
-def is_plain(config):
-    """Whether a model of transformers computes the same as a GPT of this config."""
-    return {*config.shape(), *config.variant()} <= EXPRESSIBLE[config.arch]
 
 
 # --- config.json ---------------------------------------------------------------------------------

@@ -57,10 +57,6 @@ class Past(Cache):
         """The model.KVCache; None before the first token."""
         return self.layers[0].cache
 
-    def grow(self, model, rows, more):
-        """The KVCache, with room for more tokens."""
-        return self.layers[0].grow(model, rows, more)
-
 
 class Tokens(DynamicLayer):
     """What a Past holds of its tokens: the keys and values of all layers together."""
@@ -72,6 +68,7 @@ class Tokens(DynamicLayer):
 
     @torch.compiler.disable
     def grow(self, model, rows, more):
+        """The KVCache, with room for more tokens."""
         new = model.new_cache(rows, more)
         length = self.get_seq_length()
         if length:
@@ -141,13 +138,12 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def compute(self, input_ids, past, last_only):
         """Logits. A cache keeps no gradients: at its beginning, a second pass without it gives them, and
         later there are none."""
-        has_gradients = torch.is_grad_enabled()
-        is_first = past is None or not past.get_seq_length()
+        has_own_pass = past is None or (torch.is_grad_enabled() and not past.get_seq_length())
         if past is not None:
             with torch.no_grad():
-                cache = past.grow(self.model, *input_ids.shape)
+                cache = past.layers[0].grow(self.model, *input_ids.shape)
                 logits, _ = self.model(input_ids, cache=cache, last_only=last_only)
-        if past is None or (is_first and has_gradients):
+        if has_own_pass:
             logits, _ = self.model(input_ids, last_only=last_only)
         return logits
 
@@ -188,7 +184,8 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not trains and not is_padded
         if use_cache and past is None:
             past = Past()
-        last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
+        keeps_last = isinstance(logits_to_keep, int)
+        last_only = keeps_last and logits_to_keep == 1
         if is_padded and (past is not None or last_only):
             raise ValueError(
                 'generation would go on behind the padding: give sequences of equal length'
@@ -201,7 +198,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if start + T > self.model.config.block_size:
             self.reach(start + T)
         logits = self.compute(input_ids, past, last_only)
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keep = slice(-logits_to_keep, None) if keeps_last else logits_to_keep
         logits = logits[:, keep]
         loss = None
         if labels is not None:
@@ -224,14 +221,14 @@ def refuse_options(config, options):
             raise ValueError(f'this model does not compute {name}: leave it out')
 
 
-def own_cache(*given):
+def own_cache(past_key_values, cache):
     """The Past that was given, by whatever name; a new one in place of an empty DynamicCache; or None."""
-    given = [cache for cache in given if cache is not None]
-    if len(given) > 1:
+    if cache is None:
+        cache = past_key_values
+    elif past_key_values is not None:
         raise ValueError('give past_key_values or cache, not both')
-    if not given or isinstance(given[0], Past):
-        return given[0] if given else None
-    (cache,) = given
+    if cache is None or isinstance(cache, Past):
+        return cache
     if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length():
         raise ValueError(
             f'this model cannot go on from this {type(cache).__name__}, nor fill one that is static, '
