@@ -42,19 +42,19 @@ def load_hub(path_or_hub_id, warn=print):
     folder = fetch(path_or_hub_id)
     kind, config = read_config(folder / 'config.json')
     model = GPT.without_weights(config)
-    shapes = {name: t.shape for name, t in model.state_dict().items()}
+    wanted = model.state_dict()
 
     tensors = read_tensors(folder, 'transformer.' if kind == 'gpt2' else 'model.', warn)
     places = layout(kind, config)
-    head = head_name(kind)
+    head = 'model.lm_head.weight' if kind == VARIANT else 'lm_head.weight'
     if config.tie_embeddings:
         (embedding,) = [name for name, ours in places.items() if ours == ['transformer.wte.weight']]
         if embedding not in tensors and head in tensors:  # stored by one of its two names
             tensors[embedding] = tensors.pop(head)
     state = {}
     for theirs, ours in places.items():
-        rows = [shapes[name][0] for name in ours]
-        shape = sum(rows), *shapes[ours[0]][1:]
+        rows = [len(wanted[name]) for name in ours]
+        shape = sum(rows), *wanted[ours[0]].shape[1:]
         flips = is_flipped(kind, theirs)
         weight = take(folder, tensors, theirs, shape[::-1] if flips else shape).float()
         weight = weight.t() if flips else weight
@@ -288,19 +288,15 @@ def llama_layout(config):
 
 def gpt2_layout(config):
     modules = ['ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj']
-    names = {f'transformer.{name}.weight': None for name in ('wte', 'wpe')}
-    for kind in ('weight', 'bias'):
-        names[f'transformer.ln_f.{kind}'] = None
-        for n in range(config.n_layer):
-            block = f'transformer.h.{n}.'
-            names |= {f'{block}{module}.{kind}': None for module in modules}
-            rows = [f'{block}{part}.{kind}' for part in PROJECTIONS]
-            names[f'{block}attn.c_attn.{kind}'] = rows
-    return {theirs: ours or [theirs] for theirs, ours in names.items()}
-
-
-def head_name(kind):
-    return 'model.lm_head.weight' if kind == VARIANT else 'lm_head.weight'
+    blocks = [f'transformer.h.{n}.{module}' for n in range(config.n_layer) for module in modules]
+    names = ['transformer.wte.weight', 'transformer.wpe.weight']
+    for module in ('transformer.ln_f', *blocks):
+        names += [f'{module}.weight', f'{module}.bias']
+    places = {}
+    for theirs in names:
+        parts = PROJECTIONS if 'c_attn' in theirs else ['attn.c_attn']
+        places[theirs] = [theirs.replace('attn.c_attn', part) for part in parts]
+    return places
 
 
 def is_flipped(kind, name):
