@@ -81,11 +81,12 @@ def score(model, idx, targets, machine, n_vocab=None):
     is shared among the first n_vocab ids only. Raises ValueError where it is not finite: an accuracy
     would not show it, because the argmax over NaN is the first choice.
     """
+    targets = targets.to(machine.device)
     is_target = targets != -1
-    ids = targets[is_target].to(machine.device)
+    ids = targets[is_target]
     values, hits = [], []
     with machine.autocast():
-        hidden = model.hidden(idx.to(machine.device))[is_target.to(machine.device)]
+        hidden = model.hidden(idx.to(machine.device))[is_target]
         for rows, labels in zip(hidden.split(LOSS_CHUNK), ids.split(LOSS_CHUNK), strict=True):
             logits = model.lm_head(rows)[:, :n_vocab].float()
             values.append(-F.cross_entropy(logits, labels, reduction='none').cpu())
@@ -372,8 +373,7 @@ def main():
         )
         machine.join()
 
-    errors = one_line_errors(everywhere=True)
-    with errors, advise_on_memory('Lower --batch_size.'):
+    with one_line_errors(everywhere=True), advise_on_memory('Lower --batch_size.'):
         evaluate, show = PARTS[mode]
         numbers = evaluate(runs, settings, machine)
         if machine.is_first:
