@@ -309,8 +309,8 @@ def print_losses(numbers):
         entries = {**report['domains'], 'mean': report['mean']}
         step = report['step']
         title = run if step is None else f'{run}, step {step:,}'
-        columns.append((title, cells_of(entries, 'loss', 'standard_error', digits=4)))
-        columns.append(('bits/byte', cells_of(entries, 'bits_per_byte', digits=4)))
+        columns.append((title, table_cells(entries, 'loss', 4, 'standard_error')))
+        columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
     print_table(columns, LOSS_ERRORS)
 
 
@@ -322,9 +322,9 @@ def print_tasks(numbers):
         average = {'acc': report['average'], 'chance': mean_of(tasks, 'chance')}
         entries = {**tasks, 'average': average}
         for metric in ('acc', 'acc_norm'):  # winogrande has no acc_norm
-            cells = cells_of(entries, metric, f'{metric}_stderr', digits=3)
+            cells = table_cells(entries, metric, 3, f'{metric}_stderr')
             columns.append((f'{run}, {metric}', cells))
-    columns.append(('chance', cells_of(entries, 'chance', digits=3)))
+    columns.append(('chance', table_cells(entries, 'chance', 3)))
     print_table(columns, TASK_ERRORS)
 
     for run, report in numbers['runs'].items():
@@ -335,7 +335,7 @@ def print_tasks(numbers):
             )
 
 
-def cells_of(entries, name, error_name='', *, digits):
+def table_cells(entries, name, digits, error_name=''):
     """{row: '1.8145 ± 0.0033', without an error '1.8145'} of the entries that have a number `name`."""
     cells = {}
     for row, entry in entries.items():
