@@ -12,6 +12,7 @@ items come from.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,10 @@ class TasksConfig(EvaluateConfig):
                 name not in TASKS,
                 f'there is no task {name!r}; the tasks are {", ".join(TASKS)}',
             )
+        refuse(
+            int(os.environ.get('WORLD_SIZE') or 1) > 1,
+            'evaluate.py tasks is one process: start it without torchrun',
+        )
 
 
 @torch.no_grad()
@@ -367,10 +372,6 @@ def main():
         for run in runs:
             find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
-        refuse(
-            mode == 'tasks' and machine.world_size > 1,
-            'evaluate.py tasks is one process: start it without torchrun',
-        )
         machine.join()
 
     with one_line_errors(everywhere=True), advise_on_memory('Lower --batch_size.'):
