@@ -69,10 +69,12 @@ WAITS = (1, 2, 4, 8, 16, 32)
 
 class Unit(NamedTuple):
     name: str  # path within the source: decides its place in the order and its documents' shuffling
+    domain: str  # '': SlimPajama's, whose rows name their domains
     split: str  # 'train', 'validation', or 'hash': each document's hash decides
-    read: object  # path -> iterator over (domain, text); picklable
-    paths: tuple = ()  # of its files; () on the hub, where read() takes a folder for them
-    size: int = 0  # bytes of plain text
+    read: object  # (path, domain) -> iterator over (domain, text); picklable
+    paths: tuple  # of its files; () on the hub
+    size: int  # bytes
+    hub: tuple = ()  # (repository, commit), from which the file is downloaded
 
 
 # ---- Units ---------------------------------------------------------------------------------------
@@ -91,24 +93,22 @@ def find_units(source, revision, weights, seed, column='text'):
     """
     commit = ''
     if source == 'stdlib':
-        domains = stdlib_units(seed)
+        units = stdlib_units(seed)
     elif os.path.isdir(source):
-        domains = folder_units(source, seed, column)
+        units = folder_units(source, seed, column)
     elif os.path.isfile(source):
         raise ValueError(f'--source={source} is a file: give the folder that it is in')
     elif HUB_ID.fullmatch(source):
         sizes, commit = list_hub(source, revision)
-        rows = [name for name in sizes if ROWS.search(name)]
+        rows = {name: size for name, size in sizes.items() if ROWS.search(name)}
         tell_unread(sizes.keys() - rows, 'not named as rows')
-        domains = row_units(source, {name: sizes[name] for name in rows}, commit, column)
+        units = row_units(source, rows, commit, column)
     else:
         raise ValueError(
             f"no source {source!r}: give an existing folder, a hub repository, or 'stdlib'"
         )
 
-    # Those of SlimPajama, whose rows name their domains.
-    units = with_validation(domains.pop('', []))
-    natural = TABLE_2 if units else natural_weights(domains)
+    natural = natural_weights(units)
     weights = weights or natural
     for domain in weights:
         if domain not in natural:
@@ -116,45 +116,43 @@ def find_units(source, revision, weights, seed, column='text'):
                 f'--weights names {domain!r}, which the source lacks: it has {", ".join(natural)}'
             )
         if not natural[domain]:
+            names = [unit.name for unit in units if unit.domain == domain]
             raise ValueError(
-                f'all files of the domain {domain}, such as {domains[domain][0].name}, are named as '
-                'validation: move them to the folder of the domain that they belong to, rename them, '
-                'or choose domains with --weights'
+                f'all files of the domain {domain}, such as {names[0]}, are named as validation: move '
+                'them to the folder of the domain that they belong to, rename them, or choose domains '
+                'with --weights'
             )
-        units += with_validation(domains.get(domain, []))
+    units = [unit for unit in with_validation(units) if unit.domain in ('', *weights)]
     if all(unit.split == 'validation' for unit in units):
         raise ValueError(
             f'{source} has no training file: wanted .jsonl, .ndjson or .json.gz, .zst of them, '
             '.parquet, or in a folder plain text'
         )
     # Validation first, and the files of each split in an order that the seed decides.
-    units.sort(key=lambda unit: (unit.split != 'validation', *seeded_place(seed, unit.name)))
+    units.sort(key=lambda unit: (unit.split != 'validation', hash_fraction(seed, unit.name)))
     total = sum(weights.values())
     return units, {domain: weight / total for domain, weight in weights.items()}, commit
 
 
-def with_validation(units):
-    """Units of which some are validation: where no name says so, each document's hash decides."""
-    if any(unit.split == 'validation' for unit in units):
-        return units
-    return [unit._replace(split='hash') for unit in units]
-
-
-def natural_weights(domains):
-    """{domain: bytes for training}"""
-    weights = {}
-    for domain, units in domains.items():
-        weights[domain] = sum(unit.size for unit in units if unit.split == 'train')
+def natural_weights(units):
+    """{domain: bytes for training}, or Table 2 for SlimPajama."""
+    weights = dict.fromkeys(sorted({unit.domain for unit in units}), 0)
+    if '' in weights:
+        return TABLE_2
+    for unit in units:
+        if unit.split == 'train':
+            weights[unit.domain] += unit.size
     return weights
+
+
+def with_validation(units):
+    """The units. Where no name of a domain says validation, each document's hash decides."""
+    held_out = {unit.domain for unit in units if unit.split == 'validation'}
+    return [unit if unit.domain in held_out else unit._replace(split='hash') for unit in units]
 
 
 def is_here(source):
     return source == 'stdlib' or os.path.isdir(source)
-
-
-def seeded_place(seed, name):
-    """What to sort names by, for an order that the seed decides."""
-    return hash_fraction(seed, name), name
 
 
 def hash_fraction(seed, text):
@@ -174,13 +172,14 @@ def list_folder(root):
     for folder, folders, names in os.walk(root, onerror=refuse_folder):
         # In place: os.walk() goes on with what is left.
         folders[:] = [name for name in folders if not name.startswith('.')]
-        for path in [Path(folder, name) for name in folders + names]:
+        for name in folders + names:
+            path = Path(folder, name)
             if path.is_symlink() and not path.is_file():
                 raise ValueError(
                     f'{path} is a link to a folder, which is not followed, or to nothing: '
                     'put there what it should lead to, or remove it'
                 )
-            if path.is_file() and not path.name.startswith('.'):
+            if path.is_file() and not name.startswith('.'):
                 sizes[path.relative_to(root).as_posix()] = path.stat().st_size
     return sizes
 
@@ -220,18 +219,16 @@ def by_split(names):
 
 
 def by_domain(source, names, skip=first_split):
-    """{domain: names}. The first folder of a name is its domain, but for folders to be skipped, which
+    """{name: domain}. The first folder of a name is its domain, but for folders to be skipped, which
     name a split; where there is none, the source's own folder is."""
     root = Path(os.path.realpath(source)).name
-    folders = {}
+    domains = {}
+    folders = {}  # {domain: folder}
     for name in sorted(names):
         parents = [folder for folder in name.split('/')[:-1] if not skip(folder)]
-        folders.setdefault([*parents, root][0], []).append(name)
-
-    domains = {}
-    for folder in sorted(folders):
+        folder = [*parents, root][0]
         domain = UNSAFE.sub('_', folder)
-        if domain in domains:
+        if folders.setdefault(domain, folder) != folder:
             raise ValueError(
                 f'{folder!r} and another folder of {source} would both be the domain {domain!r}: '
                 'rename one'
@@ -241,15 +238,15 @@ def by_domain(source, names, skip=first_split):
                 f'{folder!r} of {source} would be the domain {domain!r}, a name that logs use for '
                 'something else: rename the folder'
             )
-        domains[domain] = folders[folder]
-    return {domain: domains[domain] for domain in sorted(domains)}
+        domains[name] = domain
+    return domains
 
 
 # ---- Folders ---------------------------------------------------------------------------------------
 
 
 def folder_units(source, seed, column):
-    """{domain: units} of a folder of rows or of plain text.
+    """The units of a folder of rows or of plain text.
 
     It is one of rows if these are most of its bytes, of which those of compressed files count ten times.
     """
@@ -299,45 +296,31 @@ def kind_of(path, column):
 
 
 def row_units(source, sizes, commit, column):
-    """{domain: units} of files of rows, {name: bytes}, of the hub if there is a commit; {'': units} of
-    SlimPajama's, whose rows name their domains."""
+    """The units of files of rows, {name: bytes}, of the hub if there is a commit."""
     splits = by_split(sizes)
-    if not splits:
-        return {}
-    if is_slimpajama(source, sizes, splits, commit, column):
-        domains = {'': splits}
-    else:
-        domains = by_domain(source, splits)
-    units = {}
-    for domain, names in domains.items():
-        read = functools.partial(read_rows, domain=domain, column=column)
-        units[domain] = [
-            row_unit(source, name, commit, read)._replace(size=sizes[name]) for name in names
-        ]
-    return units
+    read = functools.partial(read_rows, column=column)
+    units = []
+    for name, split in splits.items():
+        paths = () if commit else (Path(source, name),)
+        units.append(Unit(name, '', split, read, paths, sizes[name], (source, commit)))
+    if is_slimpajama(units, column):
+        return units
+    domains = by_domain(source, splits)
+    return [unit._replace(domain=domains[unit.name]) for unit in units]
 
 
-def is_slimpajama(source, sizes, names, commit, column):
+def is_slimpajama(units, column):
     """Whether rows name their domains. The first one of the smallest file tells, because the hub may
     have to send it."""
-    look = functools.partial(rows_of, column=column)
-    if commit:
-        print('looking at a row')
-    for name in sorted(names, key=sizes.get):
-        for _, row in documents(row_unit(source, name, commit, look), scratch=None):
+    for unit in sorted(units, key=lambda unit: unit.size):
+        whole = unit._replace(read=lambda path, domain: rows_of(path, column))
+        for _, row in documents(whole, scratch=None):
             return set_name(row) is not None
     return True
 
 
-def row_unit(source, name, commit, read):
-    if commit:
-        read = functools.partial(read_hub, source, commit, name, read)
-        return Unit(name, split_of(name), read)
-    return Unit(name, split_of(name), read, (Path(source, name),))
-
-
 def text_folder_units(source, sizes, seed):
-    """{domain: units} of a folder of plain text, {name: bytes}."""
+    """The units of a folder of plain text, {name: bytes}."""
     if any(split_of(name) == 'train' for name in sizes):
         splits = by_split(sizes)
         domains = by_domain(source, splits)
@@ -345,25 +328,29 @@ def text_folder_units(source, sizes, seed):
         # Nothing would be trained on: these words mean something else here.
         splits = dict.fromkeys(sizes, 'train')
         domains = by_domain(source, sizes, skip=lambda folder: False)
+    groups = collections.defaultdict(list)
+    for name, domain in domains.items():
+        groups[domain, splits[name]].append(name)
+
     # One short text, such as a README beside the folders, cannot be split.
     lone = {}
-    for domain, each in domains.items():
-        if len(each) == 1 and splits[each[0]] == 'train' and sizes[each[0]] < LEAST:
-            lone[domain] = each[0]
-    if len(lone) < len(domains):
+    for (domain, split), names in groups.items():
+        only = len(names) == 1 and (domain, 'validation') not in groups
+        if only and sizes[names[0]] < LEAST:
+            lone[domain, split] = names[0]
+    if len(lone) < len(groups):
         tell_unread(lone.values(), 'the only text of its domain, and too short to split')
-        domains = {domain: each for domain, each in domains.items() if domain not in lone}
+        for group in lone:
+            del groups[group]
 
-    units = {domain: [] for domain in domains}
-    for domain, names in domains.items():
-        for split in ('train', 'validation'):
-            members = [name for name in names if splits[name] == split]
-            units[domain] += text_units(domain, source, members, seed, split)
+    units = []
+    for (domain, split), names in groups.items():
+        units += text_units(domain, source, names, seed, split)
     return units
 
 
 def stdlib_units(seed):
-    """{domain: units} of Python's own library: its sources, without tests, and help()'s topics."""
+    """The units of Python's own library: its sources, without tests, and help()'s topics."""
     root = Path(sysconfig.get_paths()['stdlib'])
     skip = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'pydoc_data'}
     names = []
@@ -373,25 +360,23 @@ def stdlib_units(seed):
             names.append(path.as_posix())
     topics = 'pydoc_data/topics.py'
     size = sum(len(text) for _, text in read_topics())
-    return {
-        'Source': text_units('Source', root, names, seed),
-        'Topics': [Unit(topics, 'train', read_topics, (root / topics,), size)],
-    }
+    units = text_units('Source', root, names, seed)
+    return [*units, Unit(topics, 'Topics', 'train', read_topics, (root / topics,), size)]
 
 
 def text_units(domain, root, names, seed, split='train'):
     """Shuffle a domain's files of a split, and deal them out to units of about 4 MB."""
-    names = sorted(names, key=functools.partial(seeded_place, seed))
+    names = sorted(names, key=functools.partial(hash_fraction, seed))
     size = sum(Path(root, name).stat().st_size for name in names)
     number = min(size // 2**22 + 1, len(names))
     # A document is a twentieth of its domain at most, so that one long file can be split, too.
     longest = min(max(size // 20, LEAST), 2**22)
-    read = functools.partial(read_text, domain, longest)
+    read = functools.partial(read_text, longest=longest)
 
     units = []
     for first in range(number):
         paths = tuple(Path(root, name) for name in names[first::number])
-        units.append(Unit(names[first], split, read, paths, size // number))
+        units.append(Unit(names[first], domain, split, read, paths, size // number))
     return units
 
 
@@ -408,25 +393,25 @@ def documents(unit, scratch):
     """
     try:
         with tempfile.TemporaryDirectory(prefix=DOWNLOAD, dir=scratch) as folder:
-            for path in unit.paths or [folder]:
-                yield from unit.read(path)
+            for path in unit.paths or [download_rows(unit, folder)]:
+                yield from unit.read(path, unit.domain)
     except ConnectionError as error:
         raise ConnectionError(f'{unit.name}: {error}') from error
     except (ValueError, OSError, ImportError, OverflowError) as error:
         raise ValueError(f'{unit.name}: {first_line(error)}') from error
 
 
-def read_text(domain, longest, path):
+def read_text(path, domain, longest):
     """A plain text file, cut at line ends where it is longer than `longest` characters."""
     with open(path, encoding='utf-8-sig', errors='replace', newline='') as file:
         while piece := file.read(longest) + file.readline(longest):
             yield domain, piece
 
 
-def read_topics(path=None):
+def read_topics(path='', domain=''):
     from pydoc_data.topics import topics
 
-    return (('Topics', text) for text in topics.values())
+    return ((domain, text) for text in topics.values())
 
 
 def read_rows(path, domain='', column='text'):
@@ -461,11 +446,14 @@ def rows_of(path, column):
     """(where it is, row) of each row of a .parquet file or one of JSON lines, all with a text."""
     rows = parquet_rows(path, column) if path.name.endswith('.parquet') else jsonl_rows(path)
     for where, row in rows:
-        if isinstance(row, list):
-            raise ValueError(f'{where} is a list: write one {{"{column}": "..."}} a line')
-        if isinstance(row, dict) and row.get(column, '') is None:
-            continue  # a row without a text
-        if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'{where} is a list or a value: write one {{"{column}": "..."}} a line'
+            )
+        text = row.get(column, 0)
+        if text is None:
+            continue
+        if not isinstance(text, str):
             raise ValueError(
                 f'{where} is not {{"{column}": "..."}}: name the column of the text with --text_column'
             )
@@ -496,8 +484,7 @@ def jsonl_rows(path):
 
 def open_lines(path):
     """A file of lines, compressed as its name says, open for reading bytes."""
-    compression = {'.zst': 'zstd', '.gz': 'gzip'}.get(path.suffix)
-    if not compression:
+    if path.suffix not in ('.zst', '.gz'):
         return open(path, 'rb')
     # Even without a row, a compressed file has a header.
     if not path.stat().st_size:
@@ -505,7 +492,7 @@ def open_lines(path):
     # Not the package zstandard, which does not notice that a file was cut off.
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(path, compression=compression))
+    return io.BufferedReader(pyarrow.input_stream(path))
 
 
 def parquet_rows(path, column):
@@ -519,9 +506,8 @@ def parquet_rows(path, column):
                 f'{", ".join(names)}'
             )
         # Of a struct, no more than is needed: another field may hold what Python has no type for.
-        columns = [column, 'meta.redpajama_set_name']
-        if 'meta' in names and not pyarrow.types.is_struct(table.schema_arrow.field('meta').type):
-            columns = [column, 'meta']
+        needed = (column, 'meta', 'meta.redpajama_set_name')
+        columns = [leaf.path for leaf in table.schema if leaf.path in needed]
 
         number = 0
         # Few rows at a time, because each may be long.
@@ -539,7 +525,7 @@ def parquet_rows(path, column):
 
 def list_hub(source, revision):
     """{name: bytes} of the files of a hub repository, and the commit that `revision` is now."""
-    print(f'asking the hub for the files of {source}')
+    print(f'asking the hub for the files of {source}, and for a row')
     try:
         from huggingface_hub import HfApi
 
@@ -554,17 +540,17 @@ def list_hub(source, revision):
         ) from error
 
 
-def read_hub(source, commit, name, read, folder):
-    """read() a file of a hub repository, which is downloaded into `folder`."""
+def download_rows(unit, folder):
+    """The path of a unit's file, which is downloaded from the hub into `folder`."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
+    source, commit = unit.hub
     place = {'repo_type': 'dataset', 'revision': commit, 'local_dir': folder}
     for wait in (*WAITS, None):
         try:
-            path = hf_hub_download(source, name, **place)
-            break
+            return Path(hf_hub_download(source, unit.name, **place))
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
             reason = first_line(error)
             if wait is None:
@@ -572,4 +558,3 @@ def read_hub(source, commit, name, read, folder):
                 raise ConnectionError(message) from error
             print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
         time.sleep(wait)
-    yield from read(Path(path))
