@@ -56,7 +56,6 @@ import threading
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -65,7 +64,6 @@ from configurator import configure
 from lib import sources, tokenizer
 from lib.files import (
     DATASET_FORMAT,
-    first_line,
     locked,
     one_line_errors,
     sha256_of,
@@ -133,7 +131,6 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
     if piece.exists():
         return
     encoder = load_tokenizer(tokenizer_path)
-    eot = encoder.eot.to_bytes(2, 'little')
     domains = list(room)
     domains_met = set()
     validation = unit.split == 'validation'
@@ -143,18 +140,17 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
         for domain, text in shuffled_documents(unit, settings.seed, piece.parent):
             if room.get(domain, 0) <= 0:
                 continue
-            ids = encoder.encode(text)
-            file.write(ids.astype('<u2').tobytes() + eot)
+            ids = np.append(encoder.encode(text), encoder.eot).astype('<u2')
+            file.write(ids)
             if unit.split == 'hash':
                 validation = sources.hash_fraction(settings.seed, text) < settings.val_fraction
-            tokens = len(ids) + 1
             size = len(text.encode('utf-8', 'replace'))
-            row = domains.index(domain), tokens, size, validation
+            row = domains.index(domain), len(ids), size, validation
             table += np.array(row, DOCUMENT).tobytes()
 
             # A domain's first document may become validation, see append().
             if domain in domains_met and not validation:
-                room[domain] -= tokens
+                room[domain] -= len(ids)
                 if max(room.values()) <= 0:
                     break
             domains_met.add(domain)
@@ -179,10 +175,7 @@ def shuffled_documents(unit, seed, scratch):
             return
 
         random.Random(f'{seed} {unit.name} {number}').shuffle(block)
-        # Each is freed as it goes, so that there is one block at a time.
-        block.reverse()
-        while block:
-            yield block.pop()
+        yield from block
 
 
 def start_worker():
@@ -199,19 +192,33 @@ def die_with_parent():
 # ---- The parent: pieces, merged in reading order until every domain is full -------------------------------
 
 
-class Preparation(NamedTuple):
-    """What a preparation works from; all of it follows from the settings and the source."""
+class Preparation:
+    """What a preparation works from; all of it follows from the settings, the source, and what an
+    earlier call left, see read_begun()."""
 
-    settings: PrepareConfig
-    out: Path
-    pieces: Path  # the folder of the pieces
-    begun: dict  # the settings that decide the bytes, and the commit of a hub repository
-    units: list
-    shares: dict  # {domain: share}, which add up to 1
-    goals: dict  # {domain: training tokens}, infinite where everything is wanted
-    encoder: object
-    workers: int
-    ahead: int  # units on their way at a time
+    def __init__(self, settings, begun):
+        # Here, because it imports torch, which workers do not need.
+        from lib.machine import cores
+
+        self.settings = settings
+        self.out = Path(settings.out)
+        self.pieces = self.out / '.pieces'  # the folder of the pieces
+        self.encoder = load_tokenizer(settings.tokenizer)
+        self.workers = settings.workers or cores()
+
+        # The commit that was read from the start, whatever the branch holds by now.
+        revision = begun.get('revision', settings.revision)
+        # {domain: share}, which add up to 1
+        self.units, self.shares, commit = sources.find_units(
+            settings.source, revision, settings.weights, settings.seed, settings.text_column
+        )
+        # {domain: training tokens}, infinite where everything is wanted
+        self.goals = dict.fromkeys(self.shares, math.inf)
+        if settings.tokens:
+            for domain, share in self.shares.items():
+                self.goals[domain] = max(round(settings.tokens * share), 1)
+        # The settings that decide the bytes, and the commit of a hub repository.
+        self.begun = {'asked': deciding_settings(settings), 'revision': commit}
 
 
 def prepare(settings):
@@ -240,7 +247,7 @@ def prepare(settings):
             raise ValueError(
                 f'{out} holds files that this program did not write: choose another --out'
             )
-        plan = make_plan(settings, out, begun)
+        plan = Preparation(settings, begun)
         # A worker that was killed could not remove what it had downloaded.
         for folder in plan.pieces.glob(f'{sources.DOWNLOAD}*'):
             shutil.rmtree(folder)
@@ -248,10 +255,9 @@ def prepare(settings):
         try:
             write_dataset(plan)
         except (KeyboardInterrupt, OSError, BrokenProcessPool) as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            reason = 'interrupted' if interrupted else first_line(error)
+            # Ctrl-C has no message.
             raise OSError(
-                f'{reason} (what is finished is kept in {out}, and the same command goes on '
+                f'{str(error) or "interrupted"} (what is finished is kept in {out}, and the same command goes on '
                 'from there)'
             ) from error
 
@@ -299,8 +305,8 @@ def check_complete(settings, out, meta):
     # A commit of the hub does not change, and older datasets have no fingerprint.
     if sources.is_here(settings.source) and 'fingerprint' in meta:
         print(f'{out} is here: comparing {settings.source} with what was read')
-        paths = piece_paths(make_plan(settings, out, meta))
-        *_, last = itertools.islice(paths, meta['files'][0])
+        pieces = units_and_pieces(Preparation(settings, meta))
+        *_, (_, last) = itertools.islice(pieces, meta['files'][0])
         if last.name != meta['fingerprint']:
             raise ValueError(
                 f'the files of --source={settings.source} or --tokenizer={settings.tokenizer} have '
@@ -308,49 +314,21 @@ def check_complete(settings, out, meta):
             )
 
 
-def make_plan(settings, out, begun):
-    # Here, because it imports torch, which workers do not need.
-    from lib.machine import cores
-
-    # The commit that was read from the start, whatever the branch holds by now.
-    revision = begun.get('revision', settings.revision)
-    units, shares, commit = sources.find_units(
-        settings.source, revision, settings.weights, settings.seed, settings.text_column
-    )
-    goals = dict.fromkeys(shares, math.inf)
-    if settings.tokens:
-        goals = {domain: max(round(settings.tokens * shares[domain]), 1) for domain in shares}
-    workers = settings.workers or cores()
-    return Preparation(
-        settings,
-        out,
-        pieces=out / '.pieces',
-        begun={'asked': deciding_settings(settings), 'revision': commit},
-        units=units,
-        shares=shares,
-        goals=goals,
-        encoder=load_tokenizer(settings.tokenizer),
-        workers=workers,
-        # With fewer, a slow unit would idle the workers that are done with those after it; with more,
-        # more may be made in vain.
-        ahead=4 * workers if workers > 1 else 1,
-    )
-
-
 def check_space(plan):
     """Refuse a disk without room for the pieces and for the token files that are made of them."""
     tokens = plan.settings.tokens
-    present = sum(path.stat().st_size for path in plan.pieces.glob('*.ids'))
     # Two bytes a token, twice. Without --tokens, what it takes is not known before it is read.
-    needed = max(0, 4 * tokens - present)
-    free = shutil.disk_usage(plan.out).free
-    # Token files of an earlier call are written anew.
-    free += sum(path.stat().st_size for path in plan.out.glob('*/*.bin'))
+    needed = 4 * tokens
     need = f'{needed / 1e9:,.2f} GB' if tokens else 'an unknown part'
+    # Pieces of an earlier call are used again, and its token files are written anew.
+    present = [*plan.pieces.glob('*.ids'), *plan.out.glob('*/*.bin')]
+    space = shutil.disk_usage(plan.out).free + sum(path.stat().st_size for path in present)
     splits = collections.Counter(unit.split for unit in plan.units)
-    files = f'{len(plan.units):,} files, {splits["validation"]:,} of them validation'
-    print(f'{files}; needs {need} of the {free / 1e9:,.2f} GB that are free in {plan.out}')
-    if tokens and free < needed:
+    print(
+        f'{len(plan.units):,} files, {splits["validation"]:,} of them validation; needs {need} of the '
+        f'{space / 1e9:,.2f} GB that are free in {plan.out}, its own files included'
+    )
+    if space < needed:
         raise OSError(
             f'not enough space for {need} in {plan.out}: make room, choose another --out '
             'or fewer --tokens (0: all that the source holds)'
@@ -371,16 +349,17 @@ def merge_pieces(plan, counts):
     """Write the token files from pieces, in reading order, until every domain is full. Returns the
     pieces."""
     pieces = []
-    with contextlib.ExitStack() as stack:
+    total = plan.settings.tokens or None
+    with (
+        contextlib.ExitStack() as stack,
+        open_workers(plan.workers) as submit,
+        tqdm(total=total, unit='tok', unit_scale=True) as bar,
+        heartbeat(bar, plan.pieces),
+    ):
         files = {}
-        for split, domain in itertools.product(SPLITS, plan.shares):
-            path = token_file(plan, split, domain)
+        for target, path in token_files(plan).items():
             path.parent.mkdir(exist_ok=True)
-            files[split, domain] = stack.enter_context(open(path, 'wb'))
-        submit = stack.enter_context(open_workers(plan.workers))
-        total = plan.settings.tokens or None
-        bar = stack.enter_context(tqdm(total=total, unit='tok', unit_scale=True))
-        stack.enter_context(heartbeat(bar, plan.pieces))
+            files[target] = stack.enter_context(open(path, 'wb'))
 
         for unit, piece, wait in submit_units(plan, counts, submit):
             if max(room(plan, counts).values()) <= 0:
@@ -434,10 +413,7 @@ def append(plan, counts, files, unit, piece):
             target = 'validation' if validation or first else 'train', domain
             files[target].write(ids)
             targets.add(target)
-            entry = counts[target]
-            entry['documents'] += 1
-            entry['tokens'] += tokens
-            entry['bytes'] += size
+            counts[target].update(documents=1, tokens=tokens, bytes=size)
     for target in targets:
         counts[target]['files'] += 1
 
@@ -445,25 +421,28 @@ def append(plan, counts, files, unit, piece):
 def submit_units(plan, counts, submit):
     """(unit, its piece, a function that waits until the piece is finished), in reading order, while
     those after it are worked on. `counts` says what is merged by then."""
+    # With fewer ahead, a slow unit would idle the workers that are done with those after it; with more,
+    # more may be made in vain.
+    ahead = 4 * plan.workers if plan.workers > 1 else 1
     running = collections.deque()
-    for unit, piece in zip(plan.units, piece_paths(plan), strict=True):
+    for unit, piece in units_and_pieces(plan):
         path = plan.encoder.path or 'bytes'
         task = functools.partial(make_piece, unit, piece, room(plan, counts), path, plan.settings)
         running.append((unit, piece, submit(task)))
-        if len(running) == plan.ahead:
+        if len(running) == ahead:
             yield running.popleft()
     yield from running
 
 
-def piece_paths(plan):
-    """Where the pieces of the units are. A name stands for the tokenizer, for the names of all files,
+def units_and_pieces(plan):
+    """(unit, where its piece is), in reading order. A name stands for the tokenizer, for the names of all files,
     and for the contents of those up to its own: pieces of others are not found, and made again."""
     names = [(unit.name, unit.split) for unit in plan.units]
     digest = hashlib.sha256(json.dumps([names, plan.shares, plan.encoder.sha256]).encode())
     for number, unit in enumerate(plan.units):
         for path in unit.paths:
             digest.update(sha256_of(path).encode())
-        yield plan.pieces / f'{number:06}_{digest.hexdigest()[:24]}'
+        yield unit, plan.pieces / f'{number:06}_{digest.hexdigest()[:24]}'
 
 
 @contextlib.contextmanager
@@ -498,9 +477,8 @@ def room(plan, counts):
 def finish(plan, pieces, counts):
     """Write meta.json, after all that it describes is on the disk, and remove the pieces."""
     print('checking what was written')
-    splits = {split: {} for split in SPLITS}
-    for split, domain in itertools.product(SPLITS, plan.shares):
-        path = token_file(plan, split, domain)
+    splits = collections.defaultdict(dict)
+    for (split, domain), path in token_files(plan).items():
         entry = counts[split, domain]
         if path.stat().st_size != 2 * entry['tokens']:
             raise ValueError(f'{plan.pieces} is damaged: delete it, and run the same command')
@@ -529,20 +507,21 @@ def finish(plan, pieces, counts):
     shutil.rmtree(plan.pieces)
 
 
-def token_file(plan, split, domain):
-    return plan.out / split / f'{domain}.bin'
+def token_files(plan):
+    """{(split, domain): path}"""
+    targets = itertools.product(SPLITS, plan.shares)
+    return {(split, domain): plan.out / split / f'{domain}.bin' for split, domain in targets}
 
 
 def check_documents(plan, counts, split):
     """Refuse a source without a document of a split, and a domain whose only one is held out."""
-    hashed = any(unit.split == 'hash' for unit in plan.units)
-    for domain in plan.shares:
-        held_out = hashed and counts['validation', domain]
-        if split == 'train' and held_out and not counts['train', domain]:
-            raise ValueError(
-                f'{domain} has one document only, and validation takes it: add more, or leave it out '
-                'with --weights'
-            )
+    if split == 'train' and any(unit.split == 'hash' for unit in plan.units):
+        for domain in plan.shares:
+            if counts['validation', domain] and not counts['train', domain]:
+                raise ValueError(
+                    f'{domain} has one document only, and validation takes it: add more, or leave it '
+                    'out with --weights'
+                )
     if not any(counts[split, domain] for domain in plan.shares):
         raise ValueError(
             f'{plan.settings.source} has no {split} document of {", ".join(plan.shares)}: choose other '
@@ -552,10 +531,9 @@ def check_documents(plan, counts, split):
 
 def print_shares(plan, counts):
     total = sum(counts['train', domain]['tokens'] for domain in plan.shares)
-    head = (
+    print(
         f'{"domain":14}{"documents":>12}{"tokens":>16}{"share":>8}{"wanted":>8}{"validation":>14}'
     )
-    print(head)
     for domain, share in plan.shares.items():
         train = counts['train', domain]
         held_out = counts['validation', domain]

@@ -10,6 +10,7 @@ import codecs
 import collections
 import contextlib
 import functools
+import glob
 import hashlib
 import io
 import itertools
@@ -328,21 +329,20 @@ def text_folder_units(source, sizes, seed):
         # Nothing would be trained on: these words mean something else here.
         splits = dict.fromkeys(sizes, 'train')
         domains = by_domain(source, sizes, skip=lambda folder: False)
+    # One short text, such as a README beside the folders, cannot be split.
+    files = collections.Counter(domains.values())
+    lone = []
+    for name, domain in domains.items():
+        if files[domain] == 1 and splits[name] == 'train' and sizes[name] < LEAST:
+            lone.append(name)
+    if len(lone) < len(files):
+        tell_unread(lone, 'the only text of its domain, and too short to split')
+        for name in lone:
+            del domains[name]
+
     groups = collections.defaultdict(list)
     for name, domain in domains.items():
         groups[domain, splits[name]].append(name)
-
-    # One short text, such as a README beside the folders, cannot be split.
-    lone = {}
-    for (domain, split), names in groups.items():
-        only = len(names) == 1 and (domain, 'validation') not in groups
-        if only and sizes[names[0]] < LEAST:
-            lone[domain, split] = names[0]
-    if len(lone) < len(groups):
-        tell_unread(lone.values(), 'the only text of its domain, and too short to split')
-        for group in lone:
-            del groups[group]
-
     units = []
     for (domain, split), names in groups.items():
         units += text_units(domain, source, names, seed, split)
@@ -353,11 +353,8 @@ def stdlib_units(seed):
     """The units of Python's own library: its sources, without tests, and help()'s topics."""
     root = Path(sysconfig.get_paths()['stdlib'])
     skip = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'pydoc_data'}
-    names = []
-    for path in root.rglob('*.py'):
-        path = path.relative_to(root)
-        if skip.isdisjoint(path.parts):
-            names.append(path.as_posix())
+    names = glob.glob('**/*.py', root_dir=root, recursive=True)
+    names = [name for name in names if skip.isdisjoint(name.split('/'))]
     topics = 'pydoc_data/topics.py'
     size = sum(len(text) for _, text in read_topics())
     units = text_units('Source', root, names, seed)
@@ -395,8 +392,8 @@ def documents(unit, scratch):
         with tempfile.TemporaryDirectory(prefix=DOWNLOAD, dir=scratch) as folder:
             for path in unit.paths or [download_rows(unit, folder)]:
                 yield from unit.read(path, unit.domain)
-    except ConnectionError as error:
-        raise ConnectionError(f'{unit.name}: {error}') from error
+    except ConnectionError:
+        raise
     except (ValueError, OSError, ImportError, OverflowError) as error:
         raise ValueError(f'{unit.name}: {first_line(error)}') from error
 
@@ -513,8 +510,9 @@ def parquet_rows(path, column):
         # Few rows at a time, because each may be long.
         for batch in table.iter_batches(batch_size=4, columns=columns):
             if batch.nbytes > 4 * MAX_LINE:
-                where = f'row {number + 1}, or one of the next three,'
-                raise ValueError(f'{where} is longer than {MAX_LINE >> 20} MB')
+                raise ValueError(
+                    f'row {number + 1}, or one of the next three, is longer than {MAX_LINE >> 20} MB'
+                )
             for row in batch.to_pylist():
                 number += 1
                 yield f'row {number}', row
@@ -547,14 +545,16 @@ def download_rows(unit, folder):
 
     disable_progress_bars()
     source, commit = unit.hub
-    place = {'repo_type': 'dataset', 'revision': commit, 'local_dir': folder}
     for wait in (*WAITS, None):
         try:
-            return Path(hf_hub_download(source, unit.name, **place))
+            path = hf_hub_download(
+                source, unit.name, repo_type='dataset', revision=commit, local_dir=folder
+            )
+            return Path(path)
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
             reason = first_line(error)
             if wait is None:
-                message = f'the hub fails, after {len(WAITS)} retries: {reason}'
+                message = f'{unit.name}: the hub fails, after {len(WAITS)} retries: {reason}'
                 raise ConnectionError(message) from error
             print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
         time.sleep(wait)

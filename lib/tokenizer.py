@@ -64,25 +64,21 @@ def load(name_or_path):
         return Bytes() if path.read_bytes() == Bytes.as_file() else BytePairs(path)
 
     # A folder, or the path of a file, is no hub id.
-    if path.name.endswith('.json') or not HUB_ID.fullmatch(name):
+    if path.suffix == '.json' or not HUB_ID.fullmatch(name):
         raise ValueError(
             f'no tokenizer at {path}: give --tokenizer a tokenizer.json, a folder with one, a hub id '
             "such as openai-community/gpt2, or 'bytes'"
         )
-    return BytePairs(download(name))
-
-
-def download(name):
-    """The path of the tokenizer.json of a hub repository."""
     try:
         from huggingface_hub import hf_hub_download
 
-        return hf_hub_download(name, 'tokenizer.json')
+        path = hf_hub_download(name, 'tokenizer.json')
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
             f'cannot get tokenizer.json of {name} from the hub ({first_line(error)}): '
             'download it once and give its path, or a folder that holds it'
         ) from error
+    return BytePairs(path)
 
 
 class BytePairs:
@@ -192,7 +188,6 @@ class Bytes:
         }
         eot = {'id': 256, 'content': EOT, 'special': True}
         eot |= dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
-        vocab = {character: byte for byte, character in byte_alphabet().items()}
         file = {
             'version': '1.0',
             'truncation': None,
@@ -202,7 +197,7 @@ class Bytes:
             'pre_tokenizer': level,
             'post_processor': None,
             'decoder': level,
-            'model': {'type': 'BPE', 'vocab': vocab, 'merges': []},
+            'model': {'type': 'BPE', 'vocab': byte_alphabet(), 'merges': []},
         }
         return json.dumps(file, ensure_ascii=False).encode()
 
@@ -218,14 +213,15 @@ def replace_surrogates(text):
 
 
 def byte_alphabet():
-    """{byte: character}: GPT-2's printable stand-ins for bytes, as vocabularies spell them."""
+    """{character: byte}: GPT-2's printable stand-ins for bytes, as vocabularies spell them."""
     alphabet = {}
     for first, last in ('!~', '¡¬', '®ÿ'):
         for byte in range(ord(first), ord(last) + 1):
-            alphabet[byte] = chr(byte)
+            alphabet[chr(byte)] = byte
     for byte in range(256):
-        # The other 68 follow from 256 on.
-        alphabet.setdefault(byte, chr(256 - 188 + len(alphabet)))
+        if chr(byte) not in alphabet:
+            # The other 68 follow from 256 on.
+            alphabet[chr(256 - 188 + len(alphabet))] = byte
     return alphabet
 
 
@@ -268,7 +264,7 @@ def vocabulary(file):
     Raises ValueError for ids that two tokens share or that do not fit a uint16, KeyError for a token
     that is not spelled in GPT-2's characters for bytes.
     """
-    byte_of = {character: byte for byte, character in byte_alphabet().items()}
+    byte_of = byte_alphabet()
     added = added_ids(file)
     vocab = dict(file['model']['vocab'])
     for text in added:
