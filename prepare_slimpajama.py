@@ -161,11 +161,13 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
 
 def shuffled_documents(unit, seed, scratch):
     """A unit's (domain, text) without empty ones, shuffled within blocks of about BLOCK."""
-    documents = ((domain, text) for domain, text in sources.documents(unit, scratch) if text)
+    documents = sources.documents(unit, scratch)
     for number in itertools.count():
         block = []
         size = 0
         for domain, text in documents:
+            if not text:
+                continue
             block.append((domain, text))
             # 200 is what Python spends on a string, however short.
             size += len(text) + 200
@@ -255,10 +257,9 @@ def prepare(settings):
         try:
             write_dataset(plan)
         except (KeyboardInterrupt, OSError, BrokenProcessPool) as error:
-            # Ctrl-C has no message.
+            reason = str(error) or 'interrupted'  # Ctrl-C has no message
             raise OSError(
-                f'{str(error) or "interrupted"} (what is finished is kept in {out}, and the same command goes on '
-                'from there)'
+                f'{reason} (what is finished is kept in {out}, and the same command goes on from there)'
             ) from error
 
 
@@ -426,8 +427,8 @@ def submit_units(plan, counts, submit):
     ahead = 4 * plan.workers if plan.workers > 1 else 1
     running = collections.deque()
     for unit, piece in units_and_pieces(plan):
-        path = plan.encoder.path or 'bytes'
-        task = functools.partial(make_piece, unit, piece, room(plan, counts), path, plan.settings)
+        wanted = room(plan, counts)
+        task = functools.partial(make_piece, unit, piece, wanted, plan.encoder.path, plan.settings)
         running.append((unit, piece, submit(task)))
         if len(running) == ahead:
             yield running.popleft()
@@ -435,8 +436,9 @@ def submit_units(plan, counts, submit):
 
 
 def units_and_pieces(plan):
-    """(unit, where its piece is), in reading order. A name stands for the tokenizer, for the names of all files,
-    and for the contents of those up to its own: pieces of others are not found, and made again."""
+    """(unit, where its piece is), in reading order. The piece's name stands for the tokenizer, for the
+    names of all files, and for the contents of those up to its own: pieces of others are not found,
+    and made again."""
     names = [(unit.name, unit.split) for unit in plan.units]
     digest = hashlib.sha256(json.dumps([names, plan.shares, plan.encoder.sha256]).encode())
     for number, unit in enumerate(plan.units):

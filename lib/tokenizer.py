@@ -86,7 +86,8 @@ class BytePairs:
     A byte-level BPE from a tokenizer.json that is laid out like GPT-NeoX's (NFC, tokens for runs of
     spaces) or GPT-2's (no normalization).
 
-    eot: id of <|endoftext|>; n_vocab: highest id + 1; sha256: of the file; path: the file.
+    eot: id of <|endoftext|>; n_vocab: highest id + 1; sha256: of the file; path: the file, from which
+    load() makes it again.
     """
 
     def __init__(self, path):
@@ -166,7 +167,7 @@ class Bytes:
     name = 'bytes'
     eot = 256
     n_vocab = 257
-    path = None
+    path = 'bytes'
     sha256 = hashlib.sha256(b'NFC, UTF-8 bytes, 256 = <|endoftext|>').hexdigest()
     token_bytes = {**{i: bytes([i]) for i in range(256)}, 256: EOT.encode()}
 

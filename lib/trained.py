@@ -69,5 +69,5 @@ def load_tokenizer(path, checkpoint, where):
         folder = dataset_folder(checkpoint['settings']['dataset'])
         where = 'bytes' if trained['name'] == 'bytes' else folder / 'tokenizer.json'
     encoder = tokenizers.load(where)
-    check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.path or encoder.name)
+    check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.path)
     return encoder
