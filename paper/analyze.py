@@ -132,12 +132,12 @@ def join_heads(t):
 def stack(layers):
     """[(B, ...), or None] -> (B, layers, ...), NaN where a layer has none, or fewer than another."""
     known = [values for values in layers if values is not None]
-    batch, *shape = max(values.shape for values in known)
-    result = known[0].new_full((batch, len(layers), *shape), torch.nan)
-    for n, values in enumerate(layers):
+    shape = max(values.shape for values in known)
+    result = known[0].new_full((len(layers), *shape), torch.nan)
+    for of_layer, values in zip(result, layers, strict=True):
         if values is not None:
-            result[:, n][tuple(map(slice, values.shape))] = values
-    return result
+            of_layer[tuple(map(slice, values.shape))] = values
+    return result.transpose(0, 1)
 
 
 # --- analyses of each sequence: {series: (B, layers, ...) float64} of a batch idx (B, T) ----------
@@ -168,9 +168,11 @@ def column_sums(q, keys):
 
 def uniform_entropy(T):
     """The entropy of token importance if each token attends equally to all tokens up to itself."""
-    weights = 1 / torch.arange(1, T + 1, dtype=torch.float64)  # that each query gives to a token
-    columns = weights.flip(0).cumsum(0).flip(0) / T
-    return torch.special.entr(columns).sum().item()
+    weights = 1 / torch.arange(
+        T, 0, -1, dtype=torch.float64
+    )  # that each query gives, the last first
+    importance = weights.cumsum(0) / T  # of each token, the last first
+    return torch.special.entr(importance).sum().item()
 
 
 def similarity(model, idx):
@@ -339,7 +341,7 @@ def tokens(model, rows, batch_size, label=''):
             total[n] = squares(v - mean, known)
         parts.append([stack(left), stack(total), known.double().mean(dim=1)])
 
-    left, total, covered = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
+    left, total, covered = (torch.cat(each).numpy(force=True) for each in zip(*parts, strict=True))
     ratio = left.sum(axis=0) / total.sum(axis=0)
     explained = 1 - ratio - (left - ratio * total) / total.mean(axis=0)
     return {EXPLAINED: explained, COVERED: covered}
@@ -358,17 +360,15 @@ def model_and_rows(run, settings):
 
     rows: the sequences to read, int64 arrays of T ids.
     """
-    if settings.hf:
-        model, encode, checkpoint = *open_hub(run), None
-    else:
-        model, tokenizer, checkpoint = load_run(run)
-        encode = tokenizer.encode
+    load = open_hub if settings.hf else load_run
+    model, tokenizer, checkpoint = load(run)
     T = min(settings.length, model.config.block_size)
     if settings.text:
         origin = settings.text
-        ids = np.asarray(encode(Path(origin).read_text('utf-8-sig')), dtype=np.int64)
-        starts = evenly(range(0, len(ids) - T + 1, T), settings.sequences)
-        rows = [ids[start : start + T] for start in starts]
+        text = Path(origin).read_text('utf-8-sig')
+        ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
+        count = len(ids) // T
+        rows = evenly(ids[: count * T].reshape(count, T), settings.sequences)
     elif checkpoint is None:
         raise ValueError(f'{run} is not a run of train.py: say which --text it is to read')
     else:
@@ -382,7 +382,7 @@ def model_and_rows(run, settings):
 
 
 def open_hub(path):
-    """(model, function from text to token ids) of a Hugging Face folder or hub id."""
+    """As load_run(), of a Hugging Face folder or hub id with a tokenizer of its own."""
     model = load_hub(path)
     try:
         from transformers import AutoTokenizer
@@ -396,7 +396,7 @@ def open_hub(path):
         raise ValueError(
             f'{path} has no tokenizer that transformers can load: {first_line(error)}'
         ) from error
-    return model, lambda text: tokenizer(text)['input_ids']
+    return model, tokenizer, None
 
 
 def dataset_rows(dataset, T, count):
@@ -439,12 +439,12 @@ def analyze(kind, settings, machine):
 
 
 @torch.no_grad()
-def measure(kind, model, rows, batch_size, label=''):
+def measure(kind, model, rows, batch_size, label):
     """{series: (sequences, layers, ...)} of an analysis, on the model's device."""
     if kind == 'tokens':
         return tokens(model, rows, batch_size, label)
     parts = [OF_A_SEQUENCE[kind](model, idx) for idx in batches(model, rows, batch_size, label)]
-    return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts]).numpy(force=True) for name in parts[0]}
 
 
 def batches(model, rows, batch_size, label):
@@ -455,7 +455,7 @@ def batches(model, rows, batch_size, label):
 
 
 def summary(values):
-    """Mean and standard error over the first dimension, as lists; one sequence has the error 0."""
+    """Mean and standard error over the first dimension, as lists; a single one has the error 0."""
     error = np.zeros_like(values[0])
     if len(values) > 1:
         error = values.std(axis=0, ddof=1) / math.sqrt(len(values))
@@ -464,24 +464,23 @@ def summary(values):
 
 def over_seeds(numbers):
     """analyze()'s numbers with one report for the runs of a model, which has the first one's name. Means
-    are over runs, and so are standard errors, the spread of seeds, not of sequences: a model with one
-    run has none.
+    are over runs, and so are standard errors, the spread of seeds, not of sequences: of one run, they
+    are 0.
 
     Raises ValueError for two runs of one seed, and for checkpoints of different steps.
     """
     reports, pooled = numbers['runs'], {}
+    stated = {}
     for run, report in reports.items():
         if 'settings' not in report:
             raise ValueError(f'{run} has no seed, for it is no run of train.py: leave out --seeds')
-    # Where a run stopped is among the facts: another step makes another model.
-    facts = {run: {**report['settings'], 'step': report['step']} for run, report in reports.items()}
-    for run, seeds in losses.arms_of(facts).items():
+        # Where a run stopped is among the facts: another step makes another model.
+        stated[run] = report['settings'] | {'step': report['step']}
+    for run, seeds in losses.arms_of(stated).items():
         series = {}
         for name in reports[run]['series']:
             means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
             series[name] = summary(np.array(means, dtype=float))
-            if len(seeds) == 1:
-                series[name]['standard_error'] = np.full_like(means[0], np.nan, dtype=float)
         pooled[run] = {**reports[run], 'series': series, 'seeds': len(seeds)}
     return {**numbers, 'runs': pooled}
 
@@ -535,8 +534,8 @@ def figure_of(numbers, title=''):
     size = (3.1 * max(len(panels), 2), 4.2)
     # One quantity has one axis.
     is_shared = kind not in ('spectrum', 'sinks')
-    figure, grid = draw.picture(title, size, ncols=len(panels), squeeze=False, sharey=is_shared)
-    axes = grid[0]
+    figure, axes = draw.picture(title, size, ncols=len(panels), sharey=is_shared)
+    axes = np.ravel(axes)  # of one panel, too
     if kind == 'spectrum':
         axes[2].sharey(axes[1])
         axes[1].set_ylabel('largest eigenvalue')
@@ -544,7 +543,7 @@ def figure_of(numbers, title=''):
         ax.set_yscale('log')
     for ax, (panel, series) in zip(axes, panels.items(), strict=True):
         for run, report in reports.items():
-            mean, error = curve_of(kind, panel, report['series'][series])
+            mean, error = curve_of(panel, report['series'][series])
             x = np.arange(1, len(mean) + 1)
             label = textwrap.fill(labels[run], 28)
             ax.plot(x, mean, marker='.', label=label, **look[run])
@@ -563,14 +562,16 @@ def figure_of(numbers, title=''):
     return figure
 
 
-def curve_of(kind, panel, series):
+def curve_of(panel, series):
     """(mean, error) of a curve in a panel: over layers, or over the eigenvalues of the first one."""
     mean, error = (np.array(series[name], dtype=float) for name in ('mean', 'standard_error'))
     if panel == FIRST_LAYER:
         # Values are float32: below its precision, an eigenvalue is rounding, or zero.
         precision = np.finfo(np.float32).eps * mean[0, 0]
         return np.where(mean[0] > precision, mean[0], np.nan), error[0]
-    return (mean[:, 0], error[:, 0]) if kind == 'spectrum' else (mean, error)
+    if mean.ndim > 1:  # the largest eigenvalue
+        return mean[:, 0], error[:, 0]
+    return mean, error
 
 
 def main():
@@ -579,9 +580,9 @@ def main():
         kind, (settings,) = choose(modes, __doc__, plain='runs')
         numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
-        write_json(out.with_name(f'{out.name}.json'), numbers)
+        write_json(f'{out}.json', numbers)
         drawn = over_seeds(numbers) if settings.seeds else numbers
-        draw.save(figure_of(drawn), out.with_name(f'{out.name}.png'))
+        draw.save(figure_of(drawn), f'{out}.png')
 
 
 if __name__ == '__main__':
