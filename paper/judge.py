@@ -30,6 +30,7 @@ from comparison.runs import ROUNDING, difference, disagreement, finished_runs
 from comparison.verdict import describe, half_width, judge, paired
 from lib.files import unreadable
 from lib.tables import markdown_table
+from model import GPTConfig
 from paper import losses
 from paper.analyze import ANALYSES, ATTENDED, EQ_3, EQ_6, PROJECTED
 from paper.figures import (
@@ -54,6 +55,9 @@ VERDICTS = {
 
 # --- runs -----------------------------------------------------------------------------------------
 
+# Runs that are compared may differ in their models, each at its own learning rate.
+OWN = {'learning_rate', *vars(GPTConfig())} - GPTConfig().shape().keys()
+
 
 def read_pool(folders, scale, mixed_code=False):
     """The pool of finished runs of one scale, found by what they are, in the order of NAMES.
@@ -73,7 +77,7 @@ def read_pool(folders, scale, mixed_code=False):
         for other in pool.get(arm, {}).values():
             raise ValueError(disagreement(run, other, ('seed',)))
         pool[arm] = {seed: runs[folder] for seed, folder in seeds.items()}
-    return dict(sorted(pool.items(), key=lambda item: list(NAMES).index(item[0].model)))
+    return {arm: pool[arm] for model in NAMES for arm in pool if arm.model == model}
 
 
 def key_of(config):
@@ -87,7 +91,9 @@ def pairs_of(pool, ours, theirs, but=()):
     in more than their models, learning rates and what is in `but`."""
     pairs = paired(pool.get(ours, {}), pool.get(theirs, {}))
     for pair in pairs.values():
-        losses.check_pair(*pair, but)
+        words = disagreement(*pair, OWN.union(but))
+        if words:
+            raise ValueError(f'{words}, so the two cannot be compared')
     return dict(sorted(pairs.items()))
 
 
@@ -178,12 +184,11 @@ def claim_difference(claim, seed, pair, pool, reports):
         kind, minus = INSIDE[claim.metric]
         ours, theirs = (series_of(reports, kind, run) for run in pair)
         return float(minus(ours, theirs)) if ours and theirs else None
-    if claim.metric == 'lead':
-        baselines = [pool.get(arm.baseline(), {}).get(seed) for arm in (claim.ours, claim.theirs)]
-        if all(baselines):
-            ours, theirs = map(validation_loss, pair, baselines)
-            return ours - theirs
-    return None
+    baselines = [pool.get(arm.baseline(), {}).get(seed) for arm in (claim.ours, claim.theirs)]
+    if not all(baselines):
+        return None
+    ours, theirs = map(validation_loss, pair, baselines)
+    return ours - theirs  # of two leads
 
 
 # --- rows: one for each contrast that the paper prints, however often it does ---------------------

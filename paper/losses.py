@@ -7,24 +7,13 @@ the model and its learning rate. Losses are in nats per token.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
 from comparison.curves import pair_series, smoothed
-from comparison.runs import by_seed, disagreement, same_but_seeds
+from comparison.runs import by_seed, same_but_seeds
 from comparison.verdict import LEVEL, distributions
-from model import GPTConfig
-
-# Runs that are compared may differ in their models, each at its own learning rate.
-OWN = {'learning_rate', *asdict(GPTConfig())} - GPTConfig().shape().keys()
-
-
-def check_pair(ours, theirs, but=()):
-    """Raise ValueError where two runs differ in more than their models, rates and what is in `but`."""
-    words = disagreement(ours, theirs, OWN.union(but))
-    if words:
-        raise ValueError(f'{words}, so the two cannot be compared')
 
 
 def arms_of(facts):
@@ -128,7 +117,13 @@ FIT = 1000  # points through which a crossing is predicted, the paper's number; 
 HORIZON = 2  # a crossing is predicted no later than at twice the steps of the run
 
 
-KINDS = ('overtaken', 'predicted', 'not overtaken', 'never ahead')
+# {kind of a Crossing: what is said of it}
+KINDS = {
+    'overtaken': 'overtaken at step {step}',
+    'predicted': 'not overtaken by {tokens:,} tokens, predicted for step {step:,.0f}',
+    'not overtaken': 'not overtaken by {tokens:,} tokens',
+    'never ahead': 'behind, and never ahead',
+}
 
 
 @dataclass
@@ -155,25 +150,19 @@ class Crossing:
 
     def __str__(self):
         """In words, with the numbers behind them."""
-        end = f'not overtaken by {self.tokens:,} tokens'
-        words = {
-            'overtaken': f'overtaken at step {self.step}',
-            'never ahead': 'behind, and never ahead',
-            'not overtaken': end,
-            'predicted': f'{end}, predicted for step {self.step or 0:,.0f}',
-        }
+        words = KINDS[self.kind].format(**vars(self))
         interval = 'too few steps for an interval'
         if self.interval:
             interval = '95% interval {:+.4f} to {:+.4f}'.format(*self.interval)
         mean = f'mean of the last {tail_of(self.steps):,} steps {self.mean:+.4f}'
-        return f'{words[self.kind]} ({mean}, {interval}; validation loss {self.validation:+.4f})'
+        return f'{words} ({mean}, {interval}; validation loss {self.validation:+.4f})'
 
 
 def crossing(ours, theirs, window):
     """The Crossing of a run; its step is read from differences that are means over `window` steps."""
     steps, values = pair_series(ours, theirs)
-    last = int(steps[-1])
-    tail = values[steps > last - tail_of(last + 1)]
+    count = int(steps[-1]) + 1
+    tail = values[steps >= count - tail_of(count)]
     interval = block_interval(tail)
     validation = ours.loss - theirs.loss
 
@@ -181,14 +170,14 @@ def crossing(ours, theirs, window):
     if is_behind and validation > 0:
         step = first_step_behind(*smoothed(steps, values, window))
         kind = 'overtaken'
-        if step is None or not was_ahead(values[steps < step]):
+        if not was_ahead(values[steps < step]):
             kind, step = 'never ahead', None
     else:
         step = predicted_step(steps, values)
         kind = 'not overtaken' if step is None else 'predicted'
     names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
-    tokens = (last + 1) * math.prod(ours.facts[name] for name in names)
-    return Crossing(kind, step, last + 1, tokens, float(tail.mean()), interval, validation)
+    tokens = count * math.prod(ours.facts[name] for name in names)
+    return Crossing(kind, step, count, tokens, float(tail.mean()), interval, validation)
 
 
 def tail_of(steps):
@@ -231,15 +220,12 @@ def standard_error(means):
 
 
 def first_step_behind(steps, difference):
-    """The step from which on a run is behind, None where it was never ahead.
+    """The step from which on a run is behind.
 
     It follows the step where the sum of the differences is lowest, which a few points beyond 0 do not
     move.
     """
-    lead = np.cumsum(difference)
-    last = int(lead.argmin())
-    if lead[last] >= 0:
-        return None
+    last = int(np.cumsum(difference).argmin())
     return int(steps[min(last + 1, len(steps) - 1)])
 
 
@@ -261,8 +247,7 @@ def predicted_step(steps, difference):
     if y is None:
         return None
     fit = distributions().linregress(x, y)
-    quantile = distributions().t(BLOCKS - 2).ppf(1 - LEVEL / 2)
-    if fit.slope <= quantile * fit.stderr:
+    if fit.slope <= 0 or fit.pvalue >= LEVEL:
         return None
     slope, intercept = np.polyfit(steps, difference, 1)
     step = float(-intercept / slope)
