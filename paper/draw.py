@@ -24,10 +24,10 @@ def labels_and_looks(runs):
         folder = path.parent if path.suffix == '.pt' else path
         short[run] = re.sub(r'(_lr[\d.e-]+)?(_seed\d+)?$', '', folder.name)
     if len(set(short.values())) < len(short):
-        short = {run: str(run) for run in runs}
+        short = {run: run for run in runs}
     words = {figures.Arm(model).name: name for model, name in figures.NAMES.items()}
     labels = {run: words.get(name, name) for run, name in short.items()}
-    look = charts.looks(list(dict.fromkeys(short.values())), COLORS)
+    look = charts.looks(list(short.values()), COLORS)
     return labels, {run: look[name] for run, name in short.items()}
 
 

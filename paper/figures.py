@@ -17,7 +17,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from comparison.arms import read_wiring
+from comparison.arms import CHOSEN, read_wiring
 from configurator import configure, read_settings
 from model import GPTConfig
 from train import TrainConfig
@@ -45,7 +45,7 @@ class Scale:
     warmups: tuple  # warm-ups of Fig. 12b, the usual one first
     window: int  # steps whose mean is a training loss; points of curves are means of half as many
     sequences: int  # of an analysis
-    minutes: float = 0  # a run on one core, roughly; 0: not for a core
+    duration: str  # of a run, roughly
 
 
 def shapes(*rows):
@@ -65,6 +65,7 @@ PAPER = Scale(
     warmups=(120, 1200),
     window=50,
     sequences=1000,
+    duration='hours on eight GPUs',
 )
 
 # 1,250 steps of 4,096 bytes of text, as in results/claims: 9 to 34 minutes on one core.
@@ -78,7 +79,7 @@ CLAIMS_SIZE = Scale(
     warmups=(25, 250),
     window=100,
     sequences=200,
-    minutes=15,
+    duration='about 15 min on one core',
 )
 
 # 120 steps of 4,096 bytes of code: 20 to 60 seconds on two cores.
@@ -92,7 +93,7 @@ TINY = Scale(
     warmups=(10, 60),
     window=20,
     sequences=50,
-    minutes=1,
+    duration='about 1 min on one core',
 )
 
 SCALES = {scale.name: scale for scale in (PAPER, CLAIMS_SIZE, TINY)}
@@ -145,7 +146,7 @@ class Arm:
     def settings(self, scale):
         """{name: value} of train.py's settings; those after a + of the model are text."""
         values = scale.settings | scale.sizes[self.size] | wiring_of(self.model)
-        values = {name: value for name, value in values.items() if name not in ('out_dir', 'seed')}
+        values = {name: value for name, value in values.items() if name not in CHOSEN}
         if 'n_kv_head' in values:
             values['n_kv_head'] = int(self.kv_heads(scale))
         length = scale.lengths[LENGTHS.index(self.length)]

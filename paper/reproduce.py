@@ -76,17 +76,23 @@ class ReproduceConfig:
 
 def comparisons_of(names, settings):
     """[({arm's name: Arm}, its comparison.results.Results)] of figures: a comparison per length."""
-    scale, by_length = SCALES[settings.scale], {}
-    for arm in (arm for name in names for arm in FIGURES[name].runs(scale)):
-        by_length.setdefault(arm.length, {})[arm.name] = arm
+    scale = SCALES[settings.scale]
+    by_length = {}
+    for name in names:
+        for arm in FIGURES[name].runs(scale):
+            by_length.setdefault(arm.length, {})[arm.name] = arm
     comparisons = []
     for arms in by_length.values():
         wanted = {name: arm.settings(scale) for name, arm in arms.items()}
         (dataset,) = {own['dataset'] for own in wanted.values()}
-        common = {'device': settings.device, 'dataset': dataset}
-        folder, mixed = Path('out', scale.name), settings.mixed_code
-        own = Plan(wanted, folder, common, seeds=settings.seeds, mixed_code=mixed)
-        comparisons.append((arms, Results(own)))
+        plan = Plan(
+            wanted,
+            Path('out', scale.name),
+            common={'device': settings.device, 'dataset': dataset},
+            seeds=settings.seeds,
+            mixed_code=settings.mixed_code,
+        )
+        comparisons.append((arms, Results(plan)))
     return comparisons
 
 
@@ -123,7 +129,7 @@ def measure_panel(panel, pool, settings, machine=None):
     """The numbers of a panel, from a pool of runs; nothing where there are none."""
     scale = SCALES[settings.scale]
     arms = [arm for arm in panel.arms if arm in pool]
-    folders = [str(run.folder) for arm in arms for run in pool[arm].values()]
+    folders = tuple(run.folder for arm in arms for run in pool[arm].values())
     # Curves may be of runs that went on with other settings, as those of results/long.
     pairs = {arm.name: judge.pairs_of(pool, arm, arm.baseline(), {'resumed'}) for arm in arms}
     pairs = {name: of_seeds for name, of_seeds in pairs.items() if of_seeds}
@@ -146,7 +152,7 @@ def measure_panel(panel, pool, settings, machine=None):
         return numbers['runs']
     if panel.how in analyze.ANALYSES:
         sizes = {'sequences': scale.sequences, 'length': scale.lengths[1], 'batch_size': 10}
-        options = analyze.AnalyzeConfig(tuple(folders), **sizes)
+        options = analyze.AnalyzeConfig(folders, **sizes)
         return analyze.analyze(panel.how, options, Machine(settings.device, 'float32'))
     return {}
 
@@ -189,13 +195,16 @@ def draw_panel(name, panel, numbers, scale, folder):
     figure = FIGURES[name]
     number = figure.panels.index(panel) + 1
     path = Path(folder, name if number == 1 else f'{name}_{number}')
-    title = f'{number_of(name)}: {panel.title or figure.title} ({scale.name})'
+    subject = f'{number_of(name)}: {panel.title or figure.title}'
+    title = f'{subject} ({scale.name})'
     if panel.how in ('tasks', 'loss'):  # printed
         return
     if panel.how == 'wiring':
-        configs = {NAMES[arm.model]: arm.configs(PAPER)[1] for arm in panel.arms}
-        four = {label: replace(config, n_layer=4) for label, config in configs.items()}
-        picture = wiring.wiring_figure(four, title.partition(' (')[0])
+        configs = {}
+        for arm in panel.arms:
+            _, config = arm.configs(PAPER)
+            configs[NAMES[arm.model]] = replace(config, n_layer=4)
+        picture = wiring.wiring_figure(configs, subject)
     elif panel.how in analyze.ANALYSES:
         is_several = len(numbers['runs']) > len(panel.arms)
         drawn = analyze.over_seeds(numbers) if is_several else numbers
@@ -267,12 +276,11 @@ def write_claims(pool, settings):
     """The verdict on every claim, from runs that exist, and all differences of their losses."""
     rows = judge.claim_rows(CLAIMS, pool, judge.read_reports(settings.analyses))
     table, picture = judge.claims_table(rows, pool), judge.claims_plot(rows)
-    numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
     out = Path(settings.out or 'verdicts')
-    write_json(out.with_name(f'{out.name}.json'), numbers)
-    write_whole(out.with_name(f'{out.name}.md'), table)
+    write_json(f'{out}.json', {'rows': [{'label': row.label(), **asdict(row)} for row in rows]})
+    write_whole(f'{out}.md', table)
     if picture:
-        write_whole(out.with_name(f'{out.name}.svg'), picture)
+        write_whole(f'{out}.svg', picture)
     print(f'{table}\n{judge.loss_table(pool)}\n\n{judge.difference_table(pool)}')
 
 
@@ -284,10 +292,8 @@ def print_list(settings):
         arms = [arm.name for arm in figure.runs(scale)]
         runs = f'{done} of {len(arms) * settings.seeds}'
         rows.append([name, runs, figure.title, ' '.join(arms)])
-    minutes = scale.minutes
-    takes = f'about {minutes} min on one core' if minutes else 'hours on eight GPUs'
     print(markdown_table(['', 'runs', 'what', 'arms'], rows, (0, 2, 3)))
-    print(f'\nA run takes {takes}.')
+    print(f'\nA run takes {scale.duration}.')
 
 
 def each(names, make, *arguments):
