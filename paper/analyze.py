@@ -40,6 +40,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import model as architecture
@@ -87,19 +88,21 @@ def watch(model, idx, targets=None):
     """([layer], loss) of a model that reads idx (B, T): what each layer works with, and the loss where
     there are targets (B, T).
 
-    Of a layer, q, keys and values are what it attends with, as model.attend_cross() gets them: a gradient
-    for its values is that of this layer's attention alone, though other layers may share them. projected,
-    (B, T, C), are the values that it projects, before any are mixed in; None where it projects none.
-    x and y, (B, T, C), are what the block gets and gives.
+    Of a layer, q and keys are what it attends with, as model.attend_cross() gets them, k and v its own
+    keys and values among these. A gradient for v is that of this layer's attention alone, though other
+    layers may share v. projected, (B, T, any), are the values that it projects, before any are mixed in;
+    it may project none, so that the last dimension is 0. x and y, (B, T, C), are what the block gets and
+    gives.
     """
-    layers = [SimpleNamespace(projected=None) for _ in model.transformer.h]
+    nothing = torch.empty(*idx.shape, 0, device=idx.device)
+    layers = [SimpleNamespace(projected=nothing) for _ in model.transformer.h]
     waiting = iter(layers)
 
     def spy(q, keys, values, *args):
+        values = [v.view_as(v) for v in values]
         layer = next(waiting)
-        layer.q, layer.keys = q, keys
-        layer.values = [v.view_as(v) for v in values]
-        return attend_cross(q, keys, layer.values, *args)
+        layer.q, layer.keys, layer.k, layer.v = q, keys, keys[-1], values[-1]
+        return attend_cross(q, keys, values, *args)
 
     with contextlib.ExitStack() as hooks:
         hooks.enter_context(mock.patch.object(architecture, 'attend_cross', spy))
@@ -119,9 +122,9 @@ def watch(model, idx, targets=None):
 
 
 def projected_values(model, idx):
-    """{layer: (B, T, C)}: the values of each layer that projects any."""
+    """[(B, T, any)]: the values that each layer projects."""
     layers, _ = watch(model, idx)
-    return {n: layer.projected for n, layer in enumerate(layers) if layer.projected is not None}
+    return [layer.projected for layer in layers]
 
 
 def join_heads(t):
@@ -130,14 +133,8 @@ def join_heads(t):
 
 
 def stack(layers):
-    """[(B, ...), or None] -> (B, layers, ...), NaN where a layer has none, or fewer than another."""
-    known = [values for values in layers if values is not None]
-    shape = max(values.shape for values in known)
-    result = known[0].new_full((len(layers), *shape), torch.nan)
-    for of_layer, values in zip(result, layers, strict=True):
-        if values is not None:
-            of_layer[tuple(map(slice, values.shape))] = values
-    return result.transpose(0, 1)
+    """[(B, ...)] -> (B, layers, ...)"""
+    return torch.stack(layers, dim=1)
 
 
 # --- analyses of each sequence: {series: (B, layers, ...) float64} of a batch idx (B, T) ----------
@@ -179,8 +176,8 @@ def similarity(model, idx):
     layers, _ = watch(model, idx)
     return {
         'hidden states': stack([mean_cosine(layer.y) for layer in layers]),
-        'keys': stack([mean_cosine(join_heads(layer.keys[-1])) for layer in layers]),
-        'values': stack([mean_cosine(join_heads(layer.values[-1])) for layer in layers]),
+        'keys': stack([mean_cosine(join_heads(layer.k)) for layer in layers]),
+        'values': stack([mean_cosine(join_heads(layer.v)) for layer in layers]),
     }
 
 
@@ -199,9 +196,11 @@ PROJECTED, ATTENDED = 'projected values', 'values attended with'
 
 def spectrum(model, idx):
     layers, _ = watch(model, idx)
-    projected = [None if each.projected is None else eigenvalues(each.projected) for each in layers]
-    attended = [eigenvalues(join_heads(layer.values[-1])) for layer in layers]
-    return {PROJECTED: stack(projected), ATTENDED: stack(attended)}
+    projected = [eigenvalues(layer.projected).T for layer in layers]
+    attended = [eigenvalues(join_heads(layer.v)) for layer in layers]
+    # A layer may have fewer than another: NaN. (C, layers, B)
+    padded = pad_sequence(projected, padding_value=torch.nan)
+    return {PROJECTED: padded.transpose(0, 2), ATTENDED: stack(attended)}
 
 
 def eigenvalues(v):
@@ -219,19 +218,19 @@ def mapping(model, idx):
             'mapping compares a layer with the one before: the model has a single layer'
         )
     layers, _ = watch(model, idx)
-    by_equation = {EQ_3: [None], EQ_6: [None]}
+    by_equation = {EQ_3: [], EQ_6: []}
     for before, layer in itertools.pairwise(layers):
-        q, k, v = layer.q, layer.keys[-1], layer.values[-1]
-        k_before, v_before = before.keys[-1], before.values[-1]
-        cross = join_heads(attend_cross(q, [k_before, k], [v_before, v])).double()
+        q, k, v = layer.q, layer.k, layer.v
+        cross = join_heads(attend_cross(q, [before.k, k], [before.v, v])).double()
         approximations = {
-            EQ_3: attend(q, k, v + v_before),
-            EQ_6: attend(q, k, v) + to_query_heads(v_before, q),
+            EQ_3: attend(q, k, v + before.v),
+            EQ_6: attend(q, k, v) + to_query_heads(before.v, q),
         }
         for name, y in approximations.items():
             cosines = F.cosine_similarity(cross, join_heads(y).double(), dim=2)
             by_equation[name].append(cosines.mean(dim=1))
-    return {name: stack(layers) for name, layers in by_equation.items()}
+    # The first layer has none before it: NaN.
+    return {name: F.pad(stack(y), (1, 0), value=torch.nan) for name, y in by_equation.items()}
 
 
 SINK = 0.3  # a share of attention
@@ -255,7 +254,7 @@ def sinks(model, idx):
 
     with torch.enable_grad():
         layers, loss = watch(model, idx, targets)
-        values = [layer.values[-1] for layer in layers]
+        values = [layer.v for layer in layers]
         gradients = torch.autograd.grad(loss, values)
 
     queries = torch.arange(idx.size(1), 0, -1, device=idx.device)  # that see a position
@@ -327,23 +326,23 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in projected_values(model, idx).items():
+        for n, v in enumerate(projected_values(model, idx)):
             zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
             sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
 
     parts = []  # of each batch: what the tokens leave, what there is, which positions are judged
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
-        left, total = [None] * model.config.n_layer, [None] * model.config.n_layer
-        for n, v in projected_values(model, idx).items():
+        left, total = [], []
+        for n, v in enumerate(projected_values(model, idx)):
             means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
-            left[n] = squares(v - means[place[idx]], known)
-            total[n] = squares(v - mean, known)
+            left.append(squares(v - means[place[idx]], known))
+            total.append(squares(v - mean, known))
         parts.append([stack(left), stack(total), known.double().mean(dim=1)])
 
-    left, total, covered = (torch.cat(each).numpy(force=True) for each in zip(*parts, strict=True))
-    ratio = left.sum(axis=0) / total.sum(axis=0)
-    explained = 1 - ratio - (left - ratio * total) / total.mean(axis=0)
+    left, total, covered = map(torch.cat, zip(*parts, strict=True))
+    ratio = left.sum(dim=0) / total.sum(dim=0)  # NaN of a layer that projects nothing
+    explained = 1 - ratio - (left - ratio * total) / total.mean(dim=0)
     return {EXPLAINED: explained, COVERED: covered}
 
 
@@ -444,7 +443,7 @@ def measure(kind, model, rows, batch_size, label):
     if kind == 'tokens':
         return tokens(model, rows, batch_size, label)
     parts = [OF_A_SEQUENCE[kind](model, idx) for idx in batches(model, rows, batch_size, label)]
-    return {name: torch.cat([part[name] for part in parts]).numpy(force=True) for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def batches(model, rows, batch_size, label):
@@ -456,10 +455,10 @@ def batches(model, rows, batch_size, label):
 
 def summary(values):
     """Mean and standard error over the first dimension, as lists; a single one has the error 0."""
-    error = np.zeros_like(values[0])
+    error = torch.zeros_like(values[0])
     if len(values) > 1:
-        error = values.std(axis=0, ddof=1) / math.sqrt(len(values))
-    return {'mean': values.mean(axis=0).tolist(), 'standard_error': error.tolist()}
+        error = values.std(dim=0) / math.sqrt(len(values))
+    return {'mean': values.mean(dim=0).tolist(), 'standard_error': error.tolist()}
 
 
 def over_seeds(numbers):
@@ -480,7 +479,7 @@ def over_seeds(numbers):
         series = {}
         for name in reports[run]['series']:
             means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
-            series[name] = summary(np.array(means, dtype=float))
+            series[name] = summary(torch.tensor(np.array(means, dtype=float)))
         pooled[run] = {**reports[run], 'series': series, 'seeds': len(seeds)}
     return {**numbers, 'runs': pooled}
 
@@ -521,6 +520,7 @@ PANELS = {
         {'sink rate': 'sink rate', 'drain: |value|': 'drain', 'peak: |block input|': 'peak'},
     ),
 }
+LOGARITHMIC = (FIRST_LAYER, PROJECTED, ATTENDED, 'drain: |value|', 'peak: |block input|')
 
 
 def figure_of(numbers, title=''):
@@ -539,16 +539,16 @@ def figure_of(numbers, title=''):
     if kind == 'spectrum':
         axes[2].sharey(axes[1])
         axes[1].set_ylabel('largest eigenvalue')
-    for ax in {'spectrum': axes, 'sinks': axes[1:]}.get(kind, ()):
-        ax.set_yscale('log')
     for ax, (panel, series) in zip(axes, panels.items(), strict=True):
+        if panel in LOGARITHMIC:
+            ax.set_yscale('log')
         for run, report in reports.items():
             mean, error = curve_of(panel, report['series'][series])
             x = np.arange(1, len(mean) + 1)
             label = textwrap.fill(labels[run], 28)
             ax.plot(x, mean, marker='.', label=label, **look[run])
-            band = {'color': look[run]['color'], 'alpha': 0.2, 'linewidth': 0}
-            ax.fill_between(x, mean - error, mean + error, **band)
+            color = look[run]['color']
+            ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.2, linewidth=0)
         ax.set_title(panel, fontsize=10)
         ax.set_xlabel('index of the eigenvalue' if panel == FIRST_LAYER else 'layer')
         ax.xaxis.get_major_locator().set_params(integer=True)

@@ -346,7 +346,8 @@ def test_tokens_equals_its_direct_formula(name):
 
     for batch_size in (1, 4):
         with torch.no_grad():
-            actual = analyze.tokens(model, list(texts), batch_size)
+            series = analyze.tokens(model, list(texts), batch_size)
+        actual = {name: t.numpy() for name, t in series.items()}
         assert_close(actual, result)
     is_of_token_alone = model.config.arch == 'llama'  # gpt2 adds the position
     assert np.allclose(actual['R^2'][:, 0], 1, atol=1e-9) == is_of_token_alone
