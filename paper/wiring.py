@@ -61,22 +61,24 @@ def arrows(config):
     """Every Arrow of a GPTConfig, layer by layer."""
     result = []
     for n, layer in enumerate(wire(config)):
+        uses = []  # (kind, part, source)
         for part in layer.parts:
             if part.owner != n:
-                result.append(Arrow('borrow', part.name, part.owner, n))
+                uses.append(('borrow', part.name, part.owner))
             if part.joins:
-                result.append(Arrow('join', *part.joins, n))
-            result += [Arrow('mix', *source, n) for source in part.sources]
-        result += [Arrow('add', part, source, n) for part, source in layer.added]
-        for part, keys in layer.reads.items():  # with residual_map='cross', those of sources, too
-            result += [Arrow('attend', part, source, n) for _, source in keys[:-1]]
+                uses.append(('join', *part.joins))
+            uses += [('mix', *source) for source in part.sources]
+        uses += [('add', *source) for source in layer.added]
+        for keys in layer.reads.values():  # with residual_map='cross', those of sources, too
+            uses += [('attend', *source) for source in keys[:-1]]
         if layer.neutreno:
-            result.append(Arrow('pull', 'v', 0, n))
+            uses.append(('pull', 'v', 0))
         if config.x0_residual:
-            result.append(Arrow('enter', 'block', 'x_0', n))
+            uses.append(('enter', 'block', 'x_0'))
         if config.denseformer:
-            result += [Arrow('average', 'block', source, n) for source in ('emb', *range(n))]
-    return list(dict.fromkeys(result))
+            uses += [('average', 'block', source) for source in ('emb', *range(n))]
+        result += [Arrow(*use, n) for use in dict.fromkeys(uses)]
+    return result
 
 
 def not_drawn(config):
@@ -102,8 +104,7 @@ def wiring_figure(configs, title=''):
         axes.set_ylim(depth - 0.5, -1.6)
         handles, labels = axes.get_legend_handles_labels()
         legend = dict(zip(labels, handles, strict=True)) | legend
-    place = {'loc': 'outside lower center', 'ncols': 3, 'frameon': False}
-    figure.legend(legend.values(), legend, **place)
+    figure.legend(legend.values(), legend, loc='outside lower center', ncols=3, frameon=False)
     return figure
 
 
@@ -118,10 +119,12 @@ def draw_model(axes, config):
         color = COLUMNS[part]
         axes.text(x, -1.2, part, ha='center', color=color)
         for n in range(config.n_layer):
-            box = {'marker': 's', 's': 110, 'facecolor': color if part in 'qkv' else 'white'}
-            ring = {'s': 50, 'facecolor': 'white', 'zorder': 3}
-            is_box = part not in 'qkv' or (part, n) in projected
-            axes.scatter(x, n, edgecolor=color, **(box if is_box else ring))
+            look = {'marker': 's', 's': 110, 'facecolor': 'white'}
+            if (part, n) in projected:
+                look['facecolor'] = color
+            elif part in 'qkv':
+                look = {'s': 50, 'facecolor': 'white', 'zorder': 3}
+            axes.scatter(x, n, edgecolor=color, **look)
     for n in range(config.n_layer):
         axes.text(-0.6, n, n + 1, ha='right', va='center', color='#777777', fontsize=9)
     for arrow in every:
@@ -149,8 +152,12 @@ def draw_arrow(axes, places, arrow):
     look = {'color': COLUMNS[arrow.part], 'linestyle': dashes}
     axes.plot([], [], label=words, **look)  # for the legend
     is_line = arrow.kind in ('borrow', 'join')
-    look |= {'shrinkA': 5, 'shrinkB': 5, 'arrowstyle': '-' if is_line else '-|>'}
-    look |= {'connectionstyle': f'arc3,rad={bend}'}
+    look |= {
+        'shrinkA': 5,
+        'shrinkB': 5,
+        'arrowstyle': '-' if is_line else '-|>',
+        'connectionstyle': f'arc3,rad={bend}',
+    }
     axes.annotate('', xy=(goal, arrow.layer), xytext=(x, row), arrowprops=look)
 
 
