@@ -233,13 +233,12 @@ class Panel:
         self.title = title
 
     def runs(self):
-        """Each arm that must be trained, once, baselines first."""
+        """The arms that must be trained, baselines first."""
         if self.how == 'wiring':
             return []
         if self.how not in ('curves', 'critical'):
             return self.arms
-        baselines = [arm.baseline() for arm in self.arms]
-        return list(dict.fromkeys(baselines + self.arms))
+        return [arm.baseline() for arm in self.arms] + self.arms
 
 
 class Figure:
@@ -390,12 +389,10 @@ def statement(figure, where, says, contrasts, metric='validation loss', caveat='
 
     contrasts: two models and the sign between them, as in 'resformer < vanilla', and ; between two.
     """
-    claims = []
     for contrast in contrasts.split(';'):
         ours, sign, theirs = contrast.split()
-        for pair in zip(arms_at(ours, **at), arms_at(theirs, **at), strict=True):
-            claims.append(Claim(figure, where, says, pair[0], sign, pair[1], metric, caveat))
-    return claims
+        for our, their in zip(arms_at(ours, **at), arms_at(theirs, **at), strict=True):
+            yield Claim(figure, where, says, our, sign, their, metric, caveat)
 
 
 CLAIMS = [

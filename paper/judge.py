@@ -355,12 +355,12 @@ def difference_table(pool):
     that both have, with half of the 95% interval, in bold where that excludes 0 before any correction."""
     contrasts = [(arm, arm.baseline()) for arm in pool] + [(Arm(S), Arm(R))]
     contrasts += [(Arm(c.ours.model), Arm(c.theirs.model)) for c in CLAIMS]
-    rows, seen = [], set()
+    rows, seen = [], []
     for ours, theirs in contrasts:
         pairs = pairs_of(pool, ours, theirs)
         if ours == theirs or not pairs or {ours, theirs} in seen:
             continue
-        seen.add(frozenset((ours, theirs)))
+        seen.append({ours, theirs})
         columns = []
         for column in COLUMNS.values():
             columns.append({seed: column(*pair) for seed, pair in pairs.items()})
