@@ -311,9 +311,8 @@ def tokens(model, rows, batch_size, label=''):
     is this R^2, and the standard error is that of a ratio of sums.
     """
     fitted, held_out = rows[::2], rows[1::2]
-    device = model.lm_head.weight.device
-    counts = np.bincount(np.concatenate(fitted), minlength=model.config.vocab_size)
-    counts = torch.from_numpy(counts).to(device)
+    ids = torch.from_numpy(np.concatenate(fitted)).to(model.lm_head.weight.device)
+    counts = ids.bincount(minlength=model.config.vocab_size)
     often = counts >= OFTEN  # (vocabulary,)
     if often.sum() < 2 or not held_out:
         raise ValueError(
@@ -327,7 +326,7 @@ def tokens(model, rows, batch_size, label=''):
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
         for n, v in enumerate(projected_values(model, idx)):
-            zeros = torch.zeros(len(counts), v.size(2), dtype=torch.float64, device=device)
+            zeros = v.new_zeros(len(counts), v.size(2), dtype=torch.float64)
             sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
 
     parts = []  # of each batch: what the tokens leave, what there is, which positions are judged
@@ -448,9 +447,9 @@ def measure(kind, model, rows, batch_size, label):
 
 def batches(model, rows, batch_size, label):
     """The rows as (B, T) on the model's device, with a bar of progress."""
-    for first in tqdm(range(0, len(rows), batch_size), desc=label, unit='batch'):
-        some = np.stack(rows[first : first + batch_size])
-        yield torch.from_numpy(some).to(model.lm_head.weight.device)
+    every = torch.from_numpy(np.stack(rows))
+    for idx in tqdm(every.split(batch_size), desc=label, unit='batch'):
+        yield idx.to(model.lm_head.weight.device)
 
 
 def summary(values):
@@ -545,8 +544,7 @@ def figure_of(numbers, title=''):
         for run, report in reports.items():
             mean, error = curve_of(panel, report['series'][series])
             x = np.arange(1, len(mean) + 1)
-            label = textwrap.fill(labels[run], 28)
-            ax.plot(x, mean, marker='.', label=label, **look[run])
+            ax.plot(x, mean, marker='.', label=textwrap.fill(labels[run], 28), **look[run])
             color = look[run]['color']
             ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.2, linewidth=0)
         ax.set_title(panel, fontsize=10)
