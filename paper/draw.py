@@ -34,7 +34,7 @@ def labels_and_looks(runs):
 # --- losses by size, and crossings ----------------------------------------------------------------
 
 
-def scaling_picture(models, window, title=''):
+def scaling_picture(models, window, title):
     """Loss against parameters, and a power law where there is one.
 
     models: {model: {'parameters', 'loss', 'power_law'}}, each from small to large.
@@ -50,9 +50,7 @@ def scaling_picture(models, window, title=''):
             x = np.geomspace(parameters[0], parameters[-1], 50)
             axes.plot(x, a * x**-b, color=color)
         axes.plot(parameters, model['loss'], 'o', linestyle=line, color=color, label=label)
-    axes.set_xscale('log')
-    axes.set_yscale('log')
-    axes.set_xlabel('parameters N')
+    axes.set(xscale='log', yscale='log', xlabel='parameters N')
     axes.set_ylabel(f'training loss (nats)\nmean of the last {window} steps')
     axes.legend(**BESIDE)
     return figure

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from comparison import charts
-from comparison.charts import seeds_text, signed
 from comparison.logs import renewed
 from comparison.report import code_text, interval, p_text
 from comparison.runs import ROUNDING, difference, disagreement, finished_runs
@@ -306,7 +305,12 @@ def claims_table(rows, pool=()):
         verdict = f'{row.verdict}: {row.caveat or row.reason}'.removesuffix(': ')
         if numbers['rests_on'] and not row.caveat:
             verdict += f', but not without seed {" or ".join(map(str, numbers["rests_on"]))}'
-        cell = [row.label(), '; '.join(row.where), signed(numbers['mean']), interval(numbers)]
+        cell = [
+            row.label(),
+            '; '.join(row.where),
+            charts.signed(numbers['mean']),
+            interval(numbers),
+        ]
         cells.append([*cell, p_text(numbers['p_holm']), str(numbers['seeds']), verdict])
     metrics = dict.fromkeys(row.metric for row in tested)
     untestable = [row for row in rows if row.verdict == 'untestable']
@@ -394,7 +398,7 @@ def claims_plot(rows):
         if row.numbers and row.metric not in INSIDE:
             sign = -1 if row.sign == '<' else 1
             each = {seed: sign * value for seed, value in row.numbers['differences'].items()}
-            name = f'{row.label()}, {seeds_text(row.numbers["seeds"])}: {row.verdict}'
+            name = f'{row.label()}, {charts.seeds_text(row.numbers["seeds"])}: {row.verdict}'
             if row.caveat:
                 name += ' (the table says why)'
             # Corrected as the verdict is: where it includes 0, nothing is decided.

@@ -22,11 +22,10 @@ them by the name of their folder.
 """
 
 import json
+import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 import evaluate
 from comparison import launch
@@ -138,7 +137,8 @@ def measure_panel(panel, pool, settings, machine=None):
     if panel.how == 'critical':
         every = [pair for of_seeds in pairs.values() for pair in of_seeds.values()]
         points = draw.measure_critical(every, scale.window)
-        print('\n'.join(f'{point["length"]} tokens: {point["words"]}' for point in points))
+        for point in points:
+            print(f'{point["length"]} tokens: {point["words"]}')
         return points
     if panel.how == 'scaling':
         return measure_scaling(arms, pool, scale.window)
@@ -151,8 +151,9 @@ def measure_panel(panel, pool, settings, machine=None):
         evaluate.print_tasks(numbers)
         return numbers['runs']
     if panel.how in analyze.ANALYSES:
-        sizes = {'sequences': scale.sequences, 'length': scale.lengths[1], 'batch_size': 10}
-        options = analyze.AnalyzeConfig(folders, **sizes)
+        options = analyze.AnalyzeConfig(
+            folders, sequences=scale.sequences, length=scale.lengths[1], batch_size=10
+        )
         return analyze.analyze(panel.how, options, Machine(settings.device, 'float32'))
     return {}
 
@@ -165,7 +166,7 @@ def measure_scaling(arms, pool, window):
     for arm in arms:
         runs = list(pool[arm].values())
         size = GPT.without_weights(runs[0].model).num_params(non_embedding=False)
-        loss = float(np.mean([losses.last_loss(run, window) for run in runs]))
+        loss = statistics.fmean(losses.last_loss(run, window) for run in runs)
         points.setdefault(arm.model, []).append((size, loss))
     for model, of_model in points.items():
         parameters, loss = zip(*of_model, strict=True)
@@ -184,7 +185,7 @@ def measure_scaling(arms, pool, window):
 
 
 def in_percent(shares):
-    return 'n/a' if None in shares else f'{np.mean(shares):.0%}'
+    return 'n/a' if None in shares else f'{statistics.fmean(shares):.0%}'
 
 
 # --- pictures and tables --------------------------------------------------------------------------
