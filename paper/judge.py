@@ -297,21 +297,32 @@ def claims_table(rows, pool=()):
     """
     codes = Counter(run.code for arm in pool for run in pool[arm].values() if run.code)
     tested = [row for row in in_order(rows) if row.numbers]
-    head = ['the paper prints', 'where', 'difference', '95% interval (Holm)']
-    head += ['p (Holm)', 'seeds', 'verdict']
+    head = [
+        'the paper prints',
+        'where',
+        'difference',
+        '95% interval (Holm)',
+        'p (Holm)',
+        'seeds',
+        'verdict',
+    ]
     cells = []
     for row in tested:
         numbers = row.numbers
         verdict = f'{row.verdict}: {row.caveat or row.reason}'.removesuffix(': ')
         if numbers['rests_on'] and not row.caveat:
             verdict += f', but not without seed {" or ".join(map(str, numbers["rests_on"]))}'
-        cell = [
-            row.label(),
-            '; '.join(row.where),
-            charts.signed(numbers['mean']),
-            interval(numbers),
-        ]
-        cells.append([*cell, p_text(numbers['p_holm']), str(numbers['seeds']), verdict])
+        cells.append(
+            [
+                row.label(),
+                '; '.join(row.where),
+                charts.signed(numbers['mean']),
+                interval(numbers),
+                p_text(numbers['p_holm']),
+                str(numbers['seeds']),
+                verdict,
+            ]
+        )
     metrics = dict.fromkeys(row.metric for row in tested)
     untestable = [row for row in rows if row.verdict == 'untestable']
     lines = [f'{claims_headline(rows)}. {code_text(codes)}'.rstrip(), '']

@@ -111,8 +111,9 @@ def wiring_figure(configs, title=''):
 def draw_model(axes, config):
     """Draw a model, its first layer at the top."""
     every = arrows(config)
-    used = {'q', 'k', 'v', *(arrow.part for arrow in every)}
-    used |= {GOALS[arrow.kind] for arrow in every if arrow.kind in GOALS}
+    used = {'q', 'k', 'v'}
+    for arrow in every:
+        used |= {arrow.part, GOALS.get(arrow.kind, arrow.part)}
     places = {part: x for x, part in enumerate(part for part in COLUMNS if part in used)}
     projected = {part.key for layer in wire(config) for part in layer.parts if part.projects}
     for part, x in places.items():
