@@ -68,13 +68,15 @@ PAPER = Scale(
     duration='hours on eight GPUs',
 )
 
+SHORT_LENGTHS = (64, 256, 512, 1024, 2048)
+
 # 1,250 steps of 4,096 bytes of text, as in results/claims: 9 to 34 minutes on one core.
 CLAIMS_SIZE = Scale(
     'claims',
     tokens=4096,
     settings=read_settings(str(CONFIG / 'claims.py')),
     sizes=shapes((4, 4, 32), (8, 4, 64), (10, 4, 80), (12, 4, 96)),
-    lengths=(64, 256, 512, 1024, 2048),
+    lengths=SHORT_LENGTHS,
     rates=(6e-3, 3e-3, 1e-3),
     warmups=(25, 250),
     window=100,
@@ -88,7 +90,7 @@ TINY = Scale(
     tokens=4096,
     settings=read_settings(str(CONFIG / 'demo.py')) | {'max_iters': 120, 'eval_iters': 4},
     sizes=shapes((4, 8, 32), (8, 8, 64), (10, 8, 80), (12, 8, 96)),
-    lengths=(64, 256, 512, 1024, 2048),
+    lengths=SHORT_LENGTHS,
     rates=(3e-3, 1.5e-3, 5e-4),
     warmups=(10, 60),
     window=20,

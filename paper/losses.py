@@ -241,7 +241,7 @@ def predicted_step(steps, difference):
     None where it does not surely rise (95%, through the means of blocks), crosses 0 in the past, or
     only beyond HORIZON.
     """
-    points = min(FIT, max(2, len(steps) // 2))
+    points = min(FIT, len(steps) // 2)
     steps, difference = steps[-points:], difference[-points:]
     x, y = block_means(steps), block_means(difference)
     if y is None:

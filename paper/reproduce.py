@@ -129,9 +129,12 @@ def measure_panel(panel, pool, settings, machine=None):
     scale = SCALES[settings.scale]
     arms = [arm for arm in panel.arms if arm in pool]
     folders = tuple(run.folder for arm in arms for run in pool[arm].values())
-    # Curves may be of runs that went on with other settings, as those of results/long.
-    pairs = {arm.name: judge.pairs_of(pool, arm, arm.baseline(), {'resumed'}) for arm in arms}
-    pairs = {name: of_seeds for name, of_seeds in pairs.items() if of_seeds}
+    pairs = {}
+    for arm in arms:
+        # Curves may be of runs that went on with other settings, as those of results/long.
+        of_seeds = judge.pairs_of(pool, arm, arm.baseline(), {'resumed'})
+        if of_seeds:
+            pairs[arm.name] = of_seeds
     if panel.how == 'curves':
         return measure_curves(pairs, scale.window // 2)
     if panel.how == 'critical':
@@ -220,13 +223,13 @@ def draw_panel(name, panel, numbers, scale, folder):
 
 
 def curves_of(panel, numbers, scale, title):
-    arms = {arm.name: arm for arm in panel.arms if arm.name in numbers}
-    baselines = {NAMES[arm.baseline().model] for arm in arms.values()}
+    arms = [arm for arm in panel.arms if arm.name in numbers]
+    baselines = {NAMES[arm.baseline().model] for arm in arms}
     baseline = baselines.pop() if len(baselines) == 1 else 'its own baseline'
-    told = {name for arm in arms.values() for name in arm.unusual()}
-    labels = {name: arm.words(scale, told) for name, arm in arms.items()}
-    window = scale.window // 2
-    return curves_picture(numbers, labels, looks(list(arms), draw.COLORS), baseline, window, title)
+    told = {name for arm in arms for name in arm.unusual()}
+    labels = {arm.name: arm.words(scale, told) for arm in arms}
+    look = looks(list(labels), draw.COLORS)
+    return curves_picture(numbers, labels, look, baseline, scale.window // 2, title)
 
 
 # --- the program ----------------------------------------------------------------------------------
