@@ -8,7 +8,7 @@ import itertools
 import re
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,14 @@ from comparison.logs import text_in
 from comparison.plan import TEXT, changes
 from comparison.record import read_plan
 from comparison.results import losses_of, sweep
-from comparison.runs import ROUNDING, by_seed, disagreement, read_state, same_but_seeds
+from comparison.runs import (
+    ROUNDING,
+    by_seed,
+    disagreement,
+    parts_of,
+    read_state,
+    same_but_seeds,
+)
 from comparison.verdict import describe, judge, judge_together, paired
 from model import GPT, GPTConfig
 
@@ -34,7 +41,8 @@ class ArmRuns:
     facts: dict  # of one of them
     config: GPTConfig
     rate: float | None  # the learning rate; None while it is not known
-    states: dict = field(default_factory=dict)  # {seed: State}
+    states: dict  # {seed: State}
+    problem: str = ''  # why its learning rate is not known
 
     def finished(self):
         """{seed: State} of the runs that have finished."""
@@ -47,72 +55,84 @@ class ArmRuns:
 
 def compare_plan(results, record):
     """Everything the report shows of a planned comparison; record: what plan.json holds."""
-    plan = results.plan
+    plan, problems = results.plan, results.problems()
     arms = {}
-    for name in plan.arms:
+    for name, own in plan.arms.items():
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
-        own = plan.facts(plan.example(name))
-        arms[name] = ArmRuns(own, plan.arms[name].config, results.rate(name), states)
-
-    problems = results.problems()
-
-    def missing(*pair, but=()):
-        unknown = [problems[name] for name in pair if name in problems]  # their learning rates
-        # Runs may be judged where their data are not, and so nothing has compared them yet.
-        return [*unknown, why_incomparable(*(arms[name] for name in pair), ['data'])][0]
-
+        facts, problem = plan.facts(plan.example(name)), problems.get(name, '')
+        arms[name] = ArmRuns(facts, own.config, results.rate(name), states, problem)
     states = [results.state(run) for run in results.all_runs()]
-    tuning = {arm: results.tune(arm) for arm in plan.arms if plan.rates}
-    name = plan.folder.name
-    parts = (arms, plan.contrasts, missing, problems, states, tuning)
-    comparison = assemble(name, *parts, judgement=plan.judgement)
+    tuning = {arm: results.tune(arm) for arm in arms if plan.rates}
+    # Runs may be judged where their data are not, and so nothing has compared them yet.
+    verdicts = verdicts_on(arms, plan.contrasts, ['data'], plan.judgement)
+    comparison = assemble(plan.folder.name, arms, verdicts, problems, states, tuning)
     return comparison | {'plan': record}
 
 
-def unfinished(*arms):
-    """The first of the arms' runs that has not finished, and why; '' where all have."""
-    states = [state for arm in arms for state in arm.states.values()]
-    reasons = [f'{state.folder} is {state.reason}' for state in states if state.kind != 'finished']
-    return reasons[0] if reasons else ''
+def verdicts_on(arms, contrasts, shared, judgement='paired'):
+    """{contrast: its numbers and verdict} of arms, {name: ArmRuns}.
 
-
-def assemble(title, arms, contrasts, missing, problems, states, tuning, judgement='paired'):
-    """Losses, verdicts, costs and curves of arms, {name: ArmRuns}.
-
-    missing(arm, arm, but=()): why their contrast has no verdict, or ''; `but`: facts in which they may
-    differ. problems: {run or arm: why it has not finished}. states: of all runs, also of those that no
-    arm has. tuning: {arm: results.sweep()}. judgement: one of verdict.RULES.
+    shared: facts that two arms must share. judgement: one of verdict.RULES.
     """
-    baseline = next(iter(arms))
     # Of an arm its losses, of a lead the differences of its contrast, which stands before.
     values = {name: arm.losses() for name, arm in arms.items()}
-    pairs, differences, incomplete, of_lead = {}, {}, {}, {}
+    leads = {lead(*pair): pair for pair in contrasts if pair[0] in arms}
+    differences, incomplete, known = {}, {}, {}
     for ours, theirs in contrasts:
         key = contrast_name(ours, theirs)
-        pairs[key] = paired(values[ours], values[theirs])
-        differences[key] = {seed: a - b for seed, (a, b) in pairs[key].items()}
+        pairs = paired(values[ours], values[theirs])
+        differences[key] = {seed: a - b for seed, (a, b) in pairs.items()}
         values[lead(ours, theirs)] = differences[key]
-        of_lead[lead(ours, theirs)] = ours, theirs
         if ours in arms:
-            incomplete[key] = missing(ours, theirs)
+            reasons = obstacles(arms[ours], arms[theirs], shared)
         else:
-            # A lead after some steps may be compared with one after more, to which a run was extended.
-            longer = ['max_iters', 'resumed']
-            across = zip(of_lead[ours], of_lead[theirs], strict=True)
-            reasons = [incomplete[name[1:-1]] for name in (ours, theirs)]
-            reasons += [missing(*pair, but=longer) for pair in across if pair[0] != pair[1]]
-            incomplete[key] = next(filter(None, reasons), '')
-    by = 'after Holm'
+            reasons = obstacles_of_leads(arms, leads[ours], leads[theirs], shared)
+        incomplete[key] = next(filter(None, reasons), '')
+        each = [describe(dict(enumerate(one))) for one in zip(*pairs.values(), strict=True)]
+        losses = [(numbers['mean'], numbers['sd']) for numbers in each]
+        known[key] = {'ours': ours, 'theirs': theirs, 'losses': losses}
     if judgement == 'dunnett':
         losses = {name: list(values[name].values()) for name in arms}
         verdicts, by = judge_together(differences, losses, incomplete), "by Dunnett's test"
     else:
-        verdicts = judge(differences, incomplete)
-    for ours, theirs in contrasts:
-        key = contrast_name(ours, theirs)
-        each = [describe(dict(enumerate(one))) for one in zip(*pairs[key].values(), strict=True)]
-        losses = [(numbers['mean'], numbers['sd']) for numbers in each]
-        verdicts[key] |= {'ours': ours, 'theirs': theirs, 'losses': losses, 'by': by}
+        verdicts, by = judge(differences, incomplete), 'after Holm'
+    return {key: numbers | known[key] | {'by': by} for key, numbers in verdicts.items()}
+
+
+def obstacles(ours, theirs, shared):
+    """Yield why two arms have no verdict, or ''; shared: of SHARED."""
+    yield ours.problem
+    yield theirs.problem
+    pairs = list(paired(ours.states, theirs.states).values())
+    if not pairs:
+        yield 'they have no test seed in common'
+    for state in (*ours.states.values(), *theirs.states.values()):
+        if state.kind != 'finished':
+            yield f'{state.folder} is {state.reason}'
+    for pair in pairs:
+        # Every pair is alike in how it was resumed; in all else, all runs are.
+        yield disagreement(*pair, only=shared)
+        yield disagreement(pairs[0][0], pair[1], ['resumed'], shared)
+
+
+def obstacles_of_leads(arms, ours, theirs, shared):
+    """As obstacles(), of two leads, each a pair of names in `arms`."""
+    for one, other in (ours, theirs):
+        yield from obstacles(arms[one], arms[other], shared)
+    # A lead after some steps may be compared with one after more, to which a run was extended.
+    across = [name for name in shared if name not in ('max_iters', 'resumed')]
+    for one, other in zip(ours, theirs, strict=True):
+        if one != other:
+            yield from obstacles(arms[one], arms[other], across)
+
+
+def assemble(title, arms, verdicts, problems, states, tuning):
+    """Verdicts, losses, costs and curves of arms, {name: ArmRuns}.
+
+    verdicts: verdicts_on() them. problems: {run or arm: why it has not finished}. states: of all runs,
+    also of those that no arm has. tuning: {arm: results.sweep()}.
+    """
+    baseline = next(iter(arms))
     numbers = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
     return {
         'title': title,
@@ -137,16 +157,16 @@ def learned_weights(arm):
     the end."""
     weights = {}
     for seed, state in arm.finished().items():
-        logged = [entry['mixing'] for entry in state.entries if entry.get('mixing')]
+        logged = [{}, *(entry['mixing'] for entry in state.entries if entry.get('mixing'))]
         layers = {}
-        for name, values in logged[-1].items() if logged else ():
+        for name, values in logged[-1].items():
             # In older logs the layer, not its v, has the weights.
             number = re.search(r'\.h\.(\d+)\.attn\.(v\.)?residual_lambda$', name)
             if number:
                 *sources, own = values
                 layers[int(number[1])] = [sum(sources), own]
         if layers:
-            weights[seed] = dict(sorted(layers.items()))
+            weights[seed] = layers
     return weights
 
 
@@ -168,14 +188,18 @@ def arm_numbers(arm, base):
     rates = {'learning_rate': arm.rate} if arm.rate not in (base.rate, None) else {}
     model, length = GPT.without_weights(arm.config), arm.config.block_size
     tokens = facts['gradient_accumulation_steps'] * facts['batch_size'] * length
-    entries = [entry for state in arm.states.values() for entry in state.entries]
-    skipped = {seed: skipped_steps(state) for seed, state in arm.states.items()}
-    speeds = [entry['tok_per_s'] for entry in entries if entry.get('tok_per_s')]
+    skipped, speeds = {}, []
+    for seed, state in arm.states.items():
+        # How many of its steps had no update, because their gradient was not finite.
+        steps = max((entry.get('skipped') or 0 for entry in state.entries), default=0)
+        if steps:
+            skipped[seed] = steps
+        speeds += [entry['tok_per_s'] for entry in state.entries if entry.get('tok_per_s')]
     return {
         'changes': changes(facts, base.facts) | rates,
         'rate': arm.rate,
         'steps': facts['max_iters'],
-        'skipped': {seed: steps for seed, steps in skipped.items() if steps},
+        'skipped': skipped,
         'losses': numbers['differences'],
         'mean': numbers['mean'],
         'sd': numbers['sd'],
@@ -186,17 +210,12 @@ def arm_numbers(arm, base):
     }
 
 
-def skipped_steps(state):
-    """How many steps of a run had no update, because their gradient was not finite."""
-    return max((entry.get('skipped') or 0 for entry in state.entries), default=0)
-
-
 def describe_evaluation(own):
     rows, length = own['eval_iters * batch_size'], own['block_size']
-    of = f'of {own["dataset"]}'
+    text = f'up to {rows:,} sequences of {length:,} tokens per domain'
     if not rows:
-        return f'on the whole validation split {of}'
-    return f'on up to {rows:,} sequences of {length:,} tokens per domain {of}'
+        text = 'the whole validation split'
+    return f'on {text} of {own["dataset"]}'
 
 
 # What a run was made with.
@@ -207,9 +226,7 @@ def origins(states):
     """{fact: values}: what the runs were made with, from their config.json and their logs."""
     values = {}
     for state in states:
-        # A run that was resumed has one config.json, of its newest part.
-        parts = [entry['before'] for entry in state.entries if entry.get('before')]
-        for part, name in itertools.product((*parts, state.config), ORIGINS):
+        for part, name in itertools.product(parts_of(state.config, state.entries), ORIGINS):
             if part.get(name) is not None and part[name] not in values.setdefault(name, []):
                 values[name].append(part[name])
     return {name: sorted(each, key=str) for name, each in values.items()}
@@ -218,8 +235,8 @@ def origins(states):
 def curves_of_arms(arms, baseline):
     """measure_curves() of the finished runs of all arms but the baseline."""
     pairs = {}
-    for name in arms:
-        both = paired(arms[name].finished(), arms[baseline].finished())
+    for name, arm in arms.items():
+        both = paired(arm.finished(), arms[baseline].finished())
         both = {seed: pair for seed, pair in both.items() if all(x.training() for x in pair)}
         if both and name != baseline:
             pairs[name] = both
@@ -227,6 +244,9 @@ def curves_of_arms(arms, baseline):
 
 
 # --- runs that exist ------------------------------------------------------------------------------
+
+# Facts that two runs of different arms must share, too.
+SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
 
 
 def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=False):
@@ -236,9 +256,8 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=Fal
     Without any, runs at two rates are of two arms. mixed_code: whether runs of different code may share a
     verdict.
     """
-    states = {}
-    for folder in folders:
-        state = states[folder] = read_state(folder)
+    states = {folder: read_state(folder) for folder in folders}
+    for folder, state in states.items():
         if not state.config:
             raise ValueError(f'{folder} is not a run: {state.reason}')
     facts = {folder: state.facts for folder, state in states.items()}
@@ -259,8 +278,10 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=Fal
     for first, runs in groups.items():
         rate, seed = facts[first]['learning_rate'], facts[first]['seed']
         name = arm_name(first, seed)
-        name = name.removesuffix(f'_lr{rate:g}') if tuning_seeds else name
-        name = str(first) if name in arms else name
+        if tuning_seeds:
+            name = name.removesuffix(f'_lr{rate:g}')
+        if name in arms:
+            name = first
         if tuning_seeds:
             tuning[name], own = split_tuning(runs, states, tuning_seeds)
             rate = tuning[name]['best']
@@ -274,12 +295,8 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=Fal
             if state.kind != 'finished':
                 problems[str(state.folder)] = state.reason
 
-    def missing(*pair, but=()):
-        only = [name for name in shared if name not in but]
-        return why_incomparable(*(arms[name] for name in pair), only)
-
-    pairs = parse_contrasts(contrasts, arms)
-    return assemble(title, arms, pairs, missing, problems, states.values(), tuning)
+    verdicts = verdicts_on(arms, parse_contrasts(contrasts, arms), shared)
+    return assemble(title, arms, verdicts, problems, states.values(), tuning)
 
 
 def planned_tuning_seeds(facts):
@@ -324,18 +341,3 @@ def split_tuning(runs, states, tuning_seeds):
 def arm_name(folder, seed):
     """The name of a run's folder, without the seed at its end."""
     return re.sub(rf'[_-](seed)?0*{seed}$', '', Path(folder).resolve().name)
-
-
-# Facts that two runs of different arms must share, too.
-SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
-
-
-def why_incomparable(ours, theirs, shared):
-    """Why two arms have no verdict, or ''; shared: of SHARED."""
-    reason = unfinished(ours, theirs)
-    pairs = list(paired(ours.states, theirs.states).values())
-    for pair in pairs:
-        # Every pair is alike in how it was resumed; in all else, all runs are.
-        reason = reason or disagreement(*pair, only=shared)
-        reason = reason or disagreement(pairs[0][0], pair[1], ['resumed'], shared)
-    return reason if pairs else 'they have no test seed in common'

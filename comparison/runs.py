@@ -83,11 +83,14 @@ def origin_of(values):
     return origin
 
 
-def code_of(values, entries=()):
+def parts_of(values, entries):
+    """[what a part of a run was made with]: of one that was resumed, the log has the older parts."""
+    return [*(entry['before'] for entry in entries if entry.get('before')), values]
+
+
+def code_of(values, entries):
     """What the code of a run was: of one that went on with other code, 'first, then second'."""
-    codes = []
-    for part in (*(entry.get('before') or {} for entry in entries), values):
-        codes.append(part.get('code') or part.get('commit'))
+    codes = [part.get('code') or part.get('commit') for part in parts_of(values, entries)]
     return ', then '.join(dict.fromkeys(filter(None, codes))) or None
 
 

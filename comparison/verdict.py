@@ -197,19 +197,28 @@ def decide(mean, p, seeds):
 
 def describe(differences):
     """The numbers of one contrast, {seed: difference}; those that take more seeds are None."""
-    n = len(differences)
+    values = list(differences.values())
     numbers = dict.fromkeys(('mean', 'sd', 'low', 'high', 'p'))
-    if n:
-        numbers['mean'] = float(np.mean(list(differences.values())))
-    if n >= 2:
-        mean, sd, half_width, p = (float(x) for x in t_test(list(differences.values())))
-        numbers |= {'sd': sd, 'low': mean - half_width, 'high': mean + half_width, 'p': p}
-    return {'differences': differences, 'seeds': n, **numbers}
+    if values:
+        numbers['mean'] = float(np.mean(values))
+    if len(values) >= 2:
+        mean, sd, half, p = map(float, t_test(values))
+        numbers |= {'sd': sd, 'low': mean - half, 'high': mean + half, 'p': p}
+    return {'differences': differences, 'seeds': len(values), **numbers}
 
 
 def half_width(numbers):
     """Half of the 95% interval, of what describe() gives where it has one."""
     return (numbers['high'] - numbers['low']) / 2
+
+
+# What verdict_of() says before anything is known.
+UNDECIDED = {
+    **dict.fromkeys('p_holm low_holm high_holm p_flip smallest seeds_needed'.split()),
+    'verdict': 'undecided',
+    'reason': '',
+    'rests_on': [],
+}
 
 
 def judge(contrasts, incomplete=None, families=None):
@@ -220,15 +229,15 @@ def judge(contrasts, incomplete=None, families=None):
     Returns {name: numbers}: those of describe() and verdict_of().
     """
     incomplete, families = incomplete or {}, families or {}
-    groups = {}
-    for name in contrasts:
+    results, groups = {}, {}
+    for name, differences in contrasts.items():
+        results[name] = describe(differences)
         groups.setdefault(families.get(name), []).append(name)
-    results = {name: describe(differences) for name, differences in contrasts.items()}
     for names in groups.values():
         p = []
         for name in names:
-            usable = results[name]['p'] is not None and not incomplete.get(name)
-            p.append(results[name]['p'] if usable else 1.0)
+            is_usable = results[name]['seeds'] >= 2 and not incomplete.get(name)
+            p.append(results[name]['p'] if is_usable else 1.0)
         for name, p_holm, factor in zip(names, *holm(p), strict=True):
             reason = incomplete.get(name, '')
             results[name] |= verdict_of(results[name], reason, p_holm, factor, len(names))
@@ -244,20 +253,16 @@ def judge_together(contrasts, losses, incomplete):
     results = judge(contrasts, incomplete)
     control, *others = losses.values()
     unfinished = next(filter(None, incomplete.values()), '')
-    test = None
-    if not unfinished and len(control) >= LEAST_SEEDS:
-        test = distributions().dunnett(*others, control=control, random_state=0)
-        ends = test.confidence_interval(1 - LEVEL)
-    for n, result in enumerate(results.values()):
-        unknown = ('p_holm', 'low_holm', 'high_holm', 'p_flip', 'smallest', 'seeds_needed')
-        reason = result['reason'] or unfinished
-        result |= dict.fromkeys(unknown) | {
-            'verdict': 'undecided',
-            'rests_on': [],
-            'reason': reason,
-        }
-        if test and not reason:
-            p, low, high = (float(x[n]) for x in (test.pvalue, ends.low, ends.high))
+    for result in results.values():
+        result |= UNDECIDED | {'reason': result['reason'] or unfinished}
+    if unfinished or len(control) < LEAST_SEEDS:
+        return results
+
+    test = distributions().dunnett(*others, control=control, random_state=0)
+    ends = test.confidence_interval(1 - LEVEL)
+    for result, *numbers in zip(results.values(), test.pvalue, ends.low, ends.high, strict=True):
+        if not result['reason']:
+            p, low, high = map(float, numbers)
             verdict = str(decide(result['mean'], p, result['seeds']))
             result |= {'p_holm': p, 'low_holm': low, 'high_holm': high, 'verdict': verdict}
     return results
@@ -270,8 +275,7 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
     `p_flip` of sign_flip(), `rests_on`: seeds without one of which it would be undecided, `smallest`:
     what an undecided contrast could have seen, and the `seeds_needed` by its difference.
     """
-    names = 'p_holm low_holm high_holm p_flip smallest seeds_needed'.split()
-    added = {**dict.fromkeys(names), 'verdict': 'undecided', 'reason': reason, 'rests_on': []}
+    added = UNDECIDED | {'reason': reason}
     n, sd = result['seeds'], result['sd']
     values = list(result['differences'].values())
     if reason or n < LEAST_SEEDS:
