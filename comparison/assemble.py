@@ -59,8 +59,8 @@ def compare_plan(results, record):
     arms = {}
     for name, own in plan.arms.items():
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
-        facts, problem = plan.facts(plan.example(name)), problems.get(name, '')
-        arms[name] = ArmRuns(facts, own.config, results.rate(name), states, problem)
+        rate, problem = results.rate(name), problems.get(name, '')
+        arms[name] = ArmRuns(plan.arm_facts(name), own.config, rate, states, problem)
     states = [results.state(run) for run in results.all_runs()]
     tuning = {arm: results.tune(arm) for arm in arms if plan.rates}
     # Runs may be judged where their data are not, and so nothing has compared them yet.

@@ -108,12 +108,15 @@ def contrasts_plot(contrasts, arms):
     """forest() of a comparison's contrasts, each in the color of its first arm."""
     look, rows, words = looks(arms), [], 'below 0 is better; small dots are seeds'
     for c in contrasts.values():
-        if c['seeds']:
-            shade = look[c['ours']]['color'] if c['ours'] in arms else INK
-            if c['ours'] not in arms:
-                words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
-            name = f'{c["ours"]} {MINUS} {c["theirs"]}'
-            rows.append((name, shade, c, (c['low_holm'], c['high_holm'])))
+        if not c['seeds']:
+            continue
+        shade = INK
+        if c['ours'] in arms:
+            shade = look[c['ours']]['color']
+        else:
+            words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
+        name = f'{c["ours"]} {MINUS} {c["theirs"]}'
+        rows.append((name, shade, c, (c['low_holm'], c['high_holm'])))
     title = 'Difference of validation loss (nats)'
     return forest(rows, title, words) if rows else ''
 
@@ -162,8 +165,8 @@ def curves_picture(arms, labels, look, baseline, smooth, title=''):
     arms: from curves.measure_curves(). labels, look: {name: ...}. baseline: what the zero line is.
     """
     figure, (left, right) = picture(title, ncols=2, width_ratios=(5, 1), sharey=True)
-    left.axhline(0, color=INK, linewidth=1)
-    right.axhline(0, color=INK, linewidth=1, label=baseline)
+    for axes in (left, right):
+        axes.axhline(0, color=INK, linewidth=1, label=baseline)
     shown = [0.0]
     for column, (name, arm) in enumerate(arms.items()):
         each = list(arm['curves'].values())
@@ -227,21 +230,22 @@ def losses_by_rate(tuning, arms):
     if not known:
         return ''
     drawing, axes = picture('Validation loss by learning rate (dots: runs, diamonds: the best)')
-    shown = []
+    shown, ticks = [], set()
     for name, sweep in known.items():
         look = looks(arms)[name]
-        rates, means = map(list, (sweep['means'], sweep['means'].values()))
+        rates, means = list(sweep['means']), list(sweep['means'].values())
         best = rates.index(sweep['best'])
         axes.plot(rates, means, marker='D', markevery=[best], markersize=7, label=name, **look)
         for rate, losses in sweep['trials'].items():
             dots = {'color': look['color'], 'markersize': 3, 'alpha': 0.6}
             axes.plot([rate] * len(losses), losses, 'o', **dots)
-        for rate in rates[max(0, best - 1) : best + 2]:
-            shown += [sweep['means'][rate], *sweep['trials'][rate]]
-    # What is further than a step from the best rate, or has diverged, may lie outside.
-    show_all(axes, [loss for loss in shown if math.isfinite(loss)])
+            # What is further than a step from the best rate, or has diverged, may lie outside.
+            if abs(rates.index(rate) - best) <= 1:
+                shown += filter(math.isfinite, losses)
+        ticks |= {*rates}
+    show_all(axes, shown)
     axes.set_xscale('log')
-    rates = sorted({rate for sweep in known.values() for rate in sweep['means']})
+    rates = sorted(ticks)
     axes.set_xticks(rates, [f'{rate:g}' for rate in rates])
     axes.minorticks_off()
     axes.set_xlabel('learning rate')

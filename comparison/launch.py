@@ -35,7 +35,7 @@ class Job:
     arguments: list
     folder: Path
     process: subprocess.Popen = field(default=None, repr=False)
-    slot: int = 0
+    slot: dict = field(default_factory=dict)  # one of find_slots()
     log_start: int = 0  # where this attempt begins in train.log
 
 
@@ -100,8 +100,8 @@ def visible_gpus():
 
     listed = os.environ.get('CUDA_VISIBLE_DEVICES')
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = listed.split(',') if listed else [str(i) for i in range(count)]
-    return names[:count]
+    names = listed.split(',') if listed else map(str, range(count))
+    return list(names)[:count]
 
 
 def launch(jobs, slots, gpus, tick):
@@ -113,27 +113,26 @@ def launch(jobs, slots, gpus, tick):
 
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
-    running, attempts = [], set()
+    running, attempts, free = [], set(), list(slots)
     last_tick = -math.inf
     queue = list(jobs())
     try:
         while True:
-            free = set(range(len(slots))) - {job.slot for job in running}
             for job in list(queue):
                 if not free:
                     break
                 if busy_elsewhere(job.folder):
                     continue
                 queue.remove(job)
-                job.slot = min(free)
-                free.remove(job.slot)
+                job.slot = free.pop(0)
                 attempts.add(job.name)
                 running.append(job)  # first, so that it is stopped whenever Ctrl-C comes
-                start(job, slots[job.slot], gpus)
+                start(job, gpus)
 
             ended = [job for job in running if job.process.poll() is not None]
             for job in ended:
                 running.remove(job)
+                free.append(job.slot)
                 record(job)
             if ended or (queue and not running):
                 queue = [job for job in jobs() if job.name not in attempts]
@@ -161,7 +160,7 @@ def busy_elsewhere(folder):
         return True
 
 
-def start(job, environment, gpus):
+def start(job, gpus):
     job.folder.mkdir(parents=True, exist_ok=True)
     failure_file(job.folder).unlink(missing_ok=True)
     # A file, because a training that writes to a pipe would die with this process. A session of
@@ -170,7 +169,7 @@ def start(job, environment, gpus):
         job.log_start = log.tell()
         job.process = subprocess.Popen(
             command(job.arguments, gpus, sys.executable, str(ROOT / 'train.py')),
-            env={**os.environ, **environment},
+            env=os.environ | job.slot,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -103,6 +103,10 @@ class Plan:
         """One of an arm's runs, to ask for what all of them have in common."""
         return Run(arm, self.own_rate(arm), 0)
 
+    def arm_facts(self, arm):
+        """facts() of an arm's example()."""
+        return self.facts(self.example(arm))
+
     def run_folder(self, run):
         return self.folder / run.name
 
@@ -156,15 +160,12 @@ class Plan:
 
         How a run rounds is the machine's choice, unless somebody asked for it.
         """
-        ignored = {*ROUNDING} - self.rounding(arm).keys()
-        return [*ignored] + ['code'] * self.mixed_code
+        return [*({*ROUNDING} - self.rounding(arm).keys()), *(['code'] * self.mixed_code)]
 
     def rounding(self, arm):
         """{how an arm rounds: value} where that is not left to the machine."""
         values = {name: getattr(self.arms[arm].training, name) for name in ROUNDING}
-        return {
-            name: value for name, value in values.items() if value != getattr(TrainConfig, name)
-        }
+        return {name: x for name, x in values.items() if x != getattr(TrainConfig, name)}
 
     @functools.cached_property
     def data(self):
@@ -212,9 +213,8 @@ def check_numbers(plan):
 def check_arms(plan):
     """Refuse arms whose losses are those of different texts, and a test seed that also chooses a
     learning rate."""
-    baseline = plan.facts(plan.example(plan.baseline))
     for name in plan.arms:
-        other = difference(plan.facts(plan.example(name)), baseline, only=TEXT)
+        other = difference(plan.arm_facts(name), plan.arm_facts(plan.baseline), only=TEXT)
         if other:
             key, value, expected = other
             raise ValueError(
@@ -244,15 +244,15 @@ def check_pairs(plan):
     """Refuse two arms that are the same run, and seeds that make dependent what is judged as independent:
     by the t test the differences of a contrast, by Dunnett's the arms."""
     for one, other in itertools.combinations(plan.arms, 2):
-        offsets = [plan.arms[name].seed_offset for name in (one, other)]
+        a, b = (plan.arms[name].seed_offset for name in (one, other))
         advice = f'give one of them other seeds: "{other}: seed_offset=1000"'
-        if offsets[0] != offsets[1]:
+        if a != b:
             if set(plan.test_seeds(one)) & set(plan.test_seeds(other)):
                 raise ValueError(
-                    f'arms {one} and {other}: with seed_offset={offsets[0]} and {offsets[1]}, a seed '
+                    f'arms {one} and {other}: with seed_offset={a} and {b}, a seed '
                     'would belong to two pairs; put the offsets further apart than the seeds'
                 )
-        elif plan.facts(plan.example(one)) == plan.facts(plan.example(other)):
+        elif plan.arm_facts(one) == plan.arm_facts(other):
             raise ValueError(
                 f'arms {one} and {other} are the same run; to compare a model with itself, {advice}'
             )

@@ -25,12 +25,12 @@ VARYING = ('seed', 'learning_rate', 'resumed', *ROUNDING)
 
 def contents_of(plan):
     """What decides the results of a plan, as JSON."""
-    base = plan.facts(plan.example(plan.baseline))
+    base = plan.arm_facts(plan.baseline)
     arms = {}
     for name, arm in plan.arms.items():
-        own = plan.facts(plan.example(name))
+        differs = changes(plan.arm_facts(name), base)
         rate = None if plan.rates else plan.own_rate(name)
-        arms[name] = {'differs': changes(own, base), 'rate': rate, 'seed_offset': arm.seed_offset}
+        arms[name] = {'differs': differs, 'rate': rate, 'seed_offset': arm.seed_offset}
     return as_json(
         {
             'metric': METRIC,
@@ -84,8 +84,8 @@ def read_plan(path):
     with unreadable(f'{path} is damaged', advice):
         record = json.loads(text_in(path.parent, path.name))
         deciding_values(record['plan'])
-        stated = record['hash']
-        rest = {name: value for name, value in record.items() if name != 'hash'}
+        rest = dict(record)
+        stated = rest.pop('hash')
     # An older hash, until November 2026, is of the plan alone.
     if stated not in (hash_of(rest), hash_of(record['plan'])):
         raise ValueError(
@@ -125,14 +125,12 @@ def deciding_values(contents):
     values = {'arms': list(arms)}
     for name, arm in arms.items():
         values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
-    names = ('contrasts', 'rates', 'seeds', 'tuning_seeds')
-    values |= renewed(contents['settings']) | {name: contents[name] for name in names}
+    values |= renewed(contents['settings'])
+    for name in ('contrasts', 'rates', 'seeds', 'tuning_seeds', 'level'):
+        values[name] = contents[name]
     # Older plans had one judgement, and said nothing of rounding.
-    return values | {
-        'level': contents['level'],
-        'judgement': contents.get('judgement', 'paired'),
-        'rounding': contents.get('rounding'),
-    }
+    judgement, rounding = contents.get('judgement', 'paired'), contents.get('rounding')
+    return values | {'judgement': judgement, 'rounding': rounding}
 
 
 def code_state():

@@ -45,8 +45,11 @@ def headline(comparison):
     lines = [f'{comparison["title"]}. {state(comparison)}']
     for contrast in comparison['contrasts'].values():
         lines.append('  ' + ' '.join(sentences(comparison, contrast)))
-    lines += [f'{name}: {problem}' for name, problem in comparison['problems'].items()]
-    return '\n'.join(lines)
+    return '\n'.join(lines + problem_lines(comparison))
+
+
+def problem_lines(comparison):
+    return [f'{name}: {problem}' for name, problem in comparison['problems'].items()]
 
 
 def state(comparison):
@@ -82,21 +85,18 @@ def sentences(comparison, contrast):
 
 
 def verdict(comparison, contrast):
-    ours, theirs, mean = contrast['ours'], contrast['theirs'], contrast['mean']
-    if ours not in comparison['arms']:
-        if contrast['verdict'] == 'undecided':
-            return f'{ours} against {theirs}: undecided.'
-        change, gained = ('lower', 'more') if mean < 0 else ('higher', 'less')
-        return (
-            f'{ours} is {change} than {theirs} by {abs(mean):.4f} nats: {gained} is gained there.'
-        )
-    rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
-    untuned = ''
-    if not comparison['tuning'] and rates[0] != rates[1]:
-        untuned = f' at rates that were not tuned ({listed(rates)})'
-    if contrast['verdict'] == 'undecided':
-        return f'{ours} against {theirs}{untuned}: undecided.'
-    return f'{ours} is {contrast["verdict"]} than {theirs} by {abs(mean):.4f} nats{untuned}.'
+    ours, theirs, word = contrast['ours'], contrast['theirs'], contrast['verdict']
+    end = ''
+    if ours in comparison['arms']:
+        rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
+        if not comparison['tuning'] and rates[0] != rates[1]:
+            end = f' at rates that were not tuned ({listed(rates)})'
+    if word == 'undecided':
+        return f'{ours} against {theirs}{end}: undecided.'
+    if ours not in comparison['arms']:  # a lead
+        word, gained = {'better': ('lower', 'more'), 'worse': ('higher', 'less')}[word]
+        end = f': {gained} is gained there'
+    return f'{ours} is {word} than {theirs} by {abs(contrast["mean"]):.4f} nats{end}.'
 
 
 def evidence(contrast):
@@ -167,7 +167,7 @@ def cost(comparison, contrast):
 
 def cautions(comparison):
     """What a reader must know before believing the verdicts."""
-    notes, plan = [], comparison['plan']
+    notes, plan = [], comparison['plan'] or {}
     if comparison['problems']:
         notes.append(
             'Not finished: a contrast gets no verdict before every planned run that its test needs has '
@@ -191,9 +191,9 @@ def cautions(comparison):
                 f'The best learning rate of {arm}, {sweep["best"]:g}, is at the edge of those '
                 'tried: a better one may lie beyond.'
             )
-    if plan and plan['runs_before']:
+    if plan.get('runs_before'):
         notes.append(f'When the plan was written, {plan["runs_before"]} runs had begun already.')
-    for seeds in plan['earlier_seeds'] if plan else ():
+    for seeds in plan.get('earlier_seeds', ()):
         notes.append(
             f'Seeds were added: the plan had {listed(seeds)} before. The p values assume that nobody '
             'looked at their results.'
@@ -222,11 +222,10 @@ def seeds_alone(comparison):
 
 def how_made(comparison):
     """['name: text']: how it was made."""
-    plan = comparison['plan']
-    lines = [f'metric: {METRIC}, {comparison["evaluation"]}']
-    contents = plan['plan'] if plan else {}
+    plan = comparison['plan'] or {}
+    contents = plan.get('plan', {})
     rule = RULES[contents.get('judgement', 'paired')]
-    lines.append(f'rule: {rule}')
+    lines = [f'metric: {METRIC}, {comparison["evaluation"]}', f'rule: {rule}']
     if contents.get('rule', rule) != rule:
         lines.append(f'rule, in the words of the plan: {contents["rule"]}')
     if plan:
@@ -250,8 +249,8 @@ def arm_table(comparison):
     for name, arm in arms.items():
         rate = 'not known' if arm['rate'] is None else f'{arm["rate"]:g}'
         row = [name, rate, f'{arm["steps"]:,}', f'{sum(arm["skipped"].values()):,}']
-        row += [plain(arm['mean']), plain(arm['sd'])]
-        rows.append(row + [plain(arm['losses'].get(seed)) for seed in seeds])
+        losses = [arm['mean'], arm['sd'], *map(arm['losses'].get, seeds)]
+        rows.append(row + [plain(loss) for loss in losses])
     return 'Arms', head + [f'seed {seed}' for seed in seeds], rows
 
 
@@ -259,8 +258,10 @@ def cost_table(comparison):
     head = ['arm', 'parameters', 'training FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
     rows = []
     for name, arm in comparison['arms'].items():
-        row = [name, f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}']
-        rows.append([*row, f'{arm["cache_bytes_per_token"]:,.0f}', plain(arm['ms_per_step'], 1)])
+        counts = f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}'
+        rows.append(
+            [name, *counts, f'{arm["cache_bytes_per_token"]:,.0f}', plain(arm['ms_per_step'], 1)]
+        )
     return 'Cost', head, rows
 
 
@@ -300,16 +301,13 @@ TABLES = (arm_table, cost_table, multiplier_table, tuning_table)
 
 
 def sections(comparison):
-    """[(title, lines, or (head, rows) of a table)] below the verdicts, without those that are empty."""
-    problems = [f'{name}: {problem}' for name, problem in comparison['problems'].items()]
-    lists = [(CAUTIONS, cautions(comparison)), ('Problems', problems)]
-    tables = []
+    """{title: lines, or (head, rows) of a table} below the verdicts, without those that are empty."""
+    contents = {CAUTIONS: cautions(comparison), 'Problems': problem_lines(comparison)}
     for make in TABLES:
         title, head, rows = make(comparison)
-        if rows and len(head) > 1:
-            tables.append((title, (head, rows)))
-    sections = [*lists, *tables, ('How it was made', how_made(comparison))]
-    return [section for section in sections if section[1]]
+        contents[title] = rows and (head, rows)
+    contents['How it was made'] = how_made(comparison)
+    return {title: content for title, content in contents.items() if content}
 
 
 # --- report.md and report.html --------------------------------------------------------------------
@@ -320,7 +318,7 @@ def markdown(comparison):
     for contrast in comparison['contrasts'].values():
         first, *others = sentences(comparison, contrast)
         lines.append(f'- **{first}** {" ".join(others)}'.rstrip())
-    for title, content in sections(comparison):
+    for title, content in sections(comparison).items():
         is_table = isinstance(content, tuple)
         text = markdown_table(*content) if is_table else '\n'.join(f'- {line}' for line in content)
         lines += ['', f'## {title}', '', text]
@@ -400,7 +398,7 @@ def html(comparison, plots):
         *(card(comparison, contrast) for contrast in comparison['contrasts'].values()),
         '</div></div>',
     ]
-    below = {title: html_section(title, content) for title, content in sections(comparison)}
+    below = {title: html_section(title, lines) for title, lines in sections(comparison).items()}
     # Each scrolls where it would be too small.
     others = [
         f'<div class="plot scroll">{plot}</div>' for name, plot in plots.items() if name != 'forest'
