@@ -20,7 +20,7 @@ SVG. The exit status is 1 where a run has not finished.
 
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from comparison import charts, launch, report
@@ -74,9 +74,8 @@ def folder_of(name):
 def plan_of(options, argv):
     """The Plan of a command line."""
     files, _, flags = sort_arguments(argv, 'runs')
-    own = {item.name for item in fields(CompareConfig)}
     pairs = [flag[2:].split('=', 1) for flag in flags]
-    common = {name: value for name, value in pairs if name not in own}
+    common = {name: value for name, value in pairs if name not in vars(options)}
     if not files and not options.name:
         raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
     arms = parse_arms(options.arms)
@@ -132,19 +131,19 @@ OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'mixed_code')
 
 def compare_existing(options, argv):
     """Compare runs that exist. Returns (what the report shows, its folder)."""
-    for argument in argv:
-        key = argument[2:].partition('=')[0]
-        if argument.startswith('--') and key not in OF_EXISTING:
+    files, runs, flags = sort_arguments(argv, 'runs')
+    keys = [flag[2:].partition('=')[0] for flag in flags]
+    for key in keys:
+        if key not in OF_EXISTING:
             raise ValueError(
-                f'--{key} is for runs to be trained; {options.runs[0]} is taken for one that exists '
+                f'--{key} is for runs to be trained; {runs[0]} is taken for one that exists '
                 '(config files end with .py)'
             )
-        if argument.endswith('.py'):
-            raise ValueError(f'{argument}: give a config file or folders of runs, not both')
+    for path in files:
+        raise ValueError(f'{path}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
-    is_given = any(argument.startswith('--tuning_seeds=') for argument in argv)
-    seeds = options.tuning_seeds if is_given else None
-    folders = named_runs(options.runs)
+    seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
+    folders = named_runs(runs)
     comparison = compare_runs(folders, folder.name, options.contrasts, seeds, options.mixed_code)
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')

@@ -56,7 +56,8 @@ def parse_arms(text):
         arms[name] = {}
         # A value may hold spaces: residual_lambda=(5.0, 1.0).
         for word in re.split(r'\s+(?=(?:--)?[a-z]\w*=|\S+\.py(?:\s|$))', words.strip()):
-            arms[name] |= parse_word(name, word.removeprefix('--')) if word else {}
+            if word:
+                arms[name] |= parse_word(name, word.removeprefix('--'))
     return arms
 
 

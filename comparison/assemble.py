@@ -227,8 +227,8 @@ def origins(states):
     values = {}
     for state in states:
         for part, name in itertools.product(parts_of(state.config, state.entries), ORIGINS):
-            if part.get(name) is not None and part[name] not in values.setdefault(name, []):
-                values[name].append(part[name])
+            if part.get(name) is not None:
+                values.setdefault(name, set()).add(part[name])
     return {name: sorted(each, key=str) for name, each in values.items()}
 
 
@@ -283,7 +283,7 @@ def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=Fal
         if name in arms:
             name = first
         if tuning_seeds:
-            tuning[name], own = split_tuning(runs, states, tuning_seeds)
+            tuning[name], own = split_tuning(runs, facts, states, tuning_seeds)
             rate = tuning[name]['best']
         else:
             own = by_seed(runs, facts)
@@ -310,12 +310,11 @@ def planned_tuning_seeds(facts):
     return sorted(seeds)
 
 
-def split_tuning(runs, states, tuning_seeds):
+def split_tuning(runs, facts, states, tuning_seeds):
     """(results.sweep() of an arm's tuning runs, {seed: test run at the best rate}).
 
     Raises ValueError where a tuning run is missing, and for a test run at another rate.
     """
-    facts = {run: states[run].facts for run in runs}
     by_rate = {}
     for run in runs:
         by_rate.setdefault(facts[run]['learning_rate'], []).append(run)
@@ -332,10 +331,10 @@ def split_tuning(runs, states, tuning_seeds):
     tuned = sweep(trials)
     if tuned['best'] is None:
         raise ValueError(f'{runs[0]}: its arm has no best rate, for a tuning run has not finished')
-    for rate, own in tests.items():
-        for run in own.values() if rate != tuned['best'] else ():
-            raise ValueError(f'{run}: the best rate of its arm is {tuned["best"]:g}; leave it out')
-    return tuned, tests[tuned['best']]
+    at_its_best = tests.pop(tuned['best'])
+    for run in itertools.chain(*(own.values() for own in tests.values())):
+        raise ValueError(f'{run}: the best rate of its arm is {tuned["best"]:g}; leave it out')
+    return tuned, at_its_best
 
 
 def arm_name(folder, seed):

@@ -61,16 +61,23 @@ def styled(draw):
     return drawn
 
 
+# What matplotlib writes, and a page has no use for: what comes before the <svg>, and its size.
+NOT_SHOWN = (
+    r'^.*?(?=<svg)',
+    r'<metadata>.*?</metadata>',
+    r'<style type="text/css">.*?</style>',
+    r' width="[\d.]+pt" height="[\d.]+pt"',
+)
+
+
 def svg(drawing, label):
     """The figure as an <svg> element for a page; label: what it shows, for screen readers."""
     text = io.StringIO()
     drawing.savefig(text, format='svg', metadata={'Date': None, 'Creator': None})
     pyplot().close(drawing)
     content = text.getvalue()
-    content = content[content.index('<svg') :]
-    content = re.sub(r'<metadata>.*?</metadata>', '', content, flags=re.DOTALL)
-    content = re.sub(r'<style type="text/css">.*?</style>', '', content, flags=re.DOTALL)
-    content = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', '', content, count=1)
+    for part in NOT_SHOWN:
+        content = re.sub(part, '', content, count=1, flags=re.DOTALL)
     content = content.replace('<svg ', f'<svg role="img" aria-label="{label}" ', 1)
     # matplotlib names its own font first.
     return re.sub(r'font: ([\d.]+px) [^;\"]*', r'font-size: \1; font-family: sans-serif', content)
@@ -79,17 +86,18 @@ def svg(drawing, label):
 def looks(arms, known=()):
     """{arm: its color and line}; no two of 40 are alike. known: {arm: its color}. An arm whose name goes
     on from another's, such as vanilla_norm from vanilla, has that one's color in another line."""
-    every = [(line, shade) for line in LINES for shade in COLORS]
+    every = [{'color': shade, 'linestyle': line} for line in LINES for shade in COLORS]
     bases = {name: [other for other in arms if name.startswith(f'{other}_')] for name in arms}
-    result = {name: ('-', shade) for name, shade in dict(known).items() if name in arms}
+    known = {name: shade for name, shade in dict(known).items() if name in arms}
+    result = {name: {'color': shade, 'linestyle': '-'} for name, shade in known.items()}
     free = [look for look in every if look not in result.values()]
     others = [name for name in arms if name not in result]
     for name in sorted(others, key=lambda name: len(bases[name])):
         free = free or list(every)
-        shades = [result[base][1] for base in bases[name]]
-        result[name] = next((look for look in free if look[1] in shades), free[0])
+        shades = [result[base]['color'] for base in bases[name]]
+        result[name] = min(free, key=lambda look: look['color'] not in shades)
         free.remove(result[name])
-    return {name: {'color': shade, 'linestyle': line} for name, (line, shade) in result.items()}
+    return result
 
 
 def signed(value, digits=4):

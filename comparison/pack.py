@@ -31,8 +31,7 @@ class PackConfig:
     to: str = ''  # where the packs go
 
 
-# The last one only of a run that failed.
-FILES = ('config.json', 'log.jsonl', failure_file(Path()).name)
+FAILURE = failure_file(Path()).name
 
 
 def check_command(runs, to):
@@ -59,7 +58,7 @@ def add(runs, to):
     """Write runs into new packs of a folder."""
     packs = {path: read_pack(path) for path in to.glob(PACKS)}
     for run, (path, files) in itertools.product(runs, packs.items()):
-        for name in FILES:
+        for name in ('config.json', 'log.jsonl', FAILURE):
             if files.get(f'{run.name}/{name}') not in (None, text_of_run(run, name)):
                 raise ValueError(f'{path} holds another run of the name {run.name}; rename {run}')
     last = max(map(pack_number, packs), default=0)
@@ -70,12 +69,12 @@ def add(runs, to):
 def compress(runs):
     """[the bytes of a pack]: as many as it takes to keep each within the limit."""
     folder = runs[0].parent
-    paths = [
-        run / name for run in runs for name in FILES if name != FILES[-1] or (run / name).exists()
-    ]
+    paths = list(folder.glob('plan.json'))
+    for run in runs:
+        paths += [run / 'config.json', run / 'log.jsonl', *run.glob(FAILURE)]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode='w:xz', preset=9) as pack:
-        for path in [*folder.glob('plan.json'), *paths]:
+        for path in paths:
             contents = path.read_bytes()
             member = tarfile.TarInfo(str(path.relative_to(folder)))  # without a time or an owner
             member.size = len(contents)

@@ -5,8 +5,8 @@ The verdicts come first. Nothing is computed here.
 """
 
 import datetime
-import html as escaping
 import math
+from html import escape
 
 from comparison import charts
 from comparison.charts import MINUS, TIMES, seeds_text, signed
@@ -383,15 +383,14 @@ def draw(comparison):
 
 def html(comparison, plots):
     """The page; plots: draw()'s."""
-    text = escaping.escape
-    title = text(comparison['title'])
+    title, about = map(escape, (comparison['title'], state(comparison)))
     parts = [
         '<!doctype html>',
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<title>{title}</title><style>{THEME}{STYLE}</style></head><body>',
         f'<h1>{title}</h1>',
-        f'<p class="sub">{text(state(comparison))}</p>',
+        f'<p class="sub">{about}</p>',
         '<div class="verdicts"><div class="forest">',
         plots.get('forest', ''),
         '</div><div class="cards">',
@@ -399,17 +398,17 @@ def html(comparison, plots):
         '</div></div>',
     ]
     below = {title: html_section(title, lines) for title, lines in sections(comparison).items()}
-    # Each scrolls where it would be too small.
-    others = [
-        f'<div class="plot scroll">{plot}</div>' for name, plot in plots.items() if name != 'forest'
-    ]
     # What a reader must know stands before the plots, tables after them.
-    parts += [below.pop(CAUTIONS, ''), *others, *below.values()]
+    parts.append(below.pop(CAUTIONS, ''))
+    for name, plot in plots.items():
+        if name != 'forest':
+            parts.append(f'<div class="plot scroll">{plot}</div>')  # where it would be too small
+    parts += below.values()
     return '\n'.join(parts) + '\n</body></html>\n'
 
 
 def card(comparison, contrast):
-    first, *others = (escaping.escape(line) for line in sentences(comparison, contrast))
+    first, *others = map(escape, sentences(comparison, contrast))
     body = ''.join(f'<p>{line}</p>' for line in others)
     return f'<div class="verdict {contrast["verdict"]}"><b>{first}</b>{body}</div>'
 
@@ -421,10 +420,10 @@ def html_section(title, content):
         lines = [html_row('th', head), *(html_row('td', row) for row in rows)]
         body = f'<div class="scroll"><table>{"".join(lines)}</table></div>'
     else:
-        items = ''.join(f'<li>{escaping.escape(line)}</li>' for line in content)
+        items = ''.join(f'<li>{escape(line)}</li>' for line in content)
         body = f'<div class="note"><ul>{items}</ul></div>'
-    return f'<h2>{escaping.escape(title)}</h2>{body}'
+    return f'<h2>{escape(title)}</h2>{body}'
 
 
 def html_row(tag, cells):
-    return f'<tr>{"".join(f"<{tag}>{escaping.escape(cell)}</{tag}>" for cell in cells)}</tr>'
+    return f'<tr>{"".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)}</tr>'

@@ -276,26 +276,27 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
     what an undecided contrast could have seen, and the `seeds_needed` by its difference.
     """
     added = UNDECIDED | {'reason': reason}
-    n, sd = result['seeds'], result['sd']
+    if reason:
+        return added
+    n, mean, sd = result['seeds'], result['mean'], result['sd']
     values = list(result['differences'].values())
-    if reason or n < LEAST_SEEDS:
-        added['reason'] = reason or f'{n} of at least {LEAST_SEEDS} seeds'
+    if n >= 2:
+        _, _, half, _ = t_test(values, LEVEL / factor)
+        low, high = mean - float(half), mean + float(half)
+        added |= {'p_holm': float(p_holm), 'low_holm': low, 'high_holm': high}
+    if n >= LEAST_FLIPPED:
+        added['p_flip'] = sign_flip(values)
+
+    if n < LEAST_SEEDS:
+        added['reason'] = f'{n} of at least {LEAST_SEEDS} seeds'
     elif not any(values):
         added['reason'] = 'the losses are the same in every seed: nothing was changed'
-    else:
-        added['verdict'] = str(decide(result['mean'], p_holm, n))
-    if not reason and n >= 2:
-        _, _, half, _ = t_test(values, LEVEL / factor)
-        low, high = result['mean'] - float(half), result['mean'] + float(half)
-        added |= {'p_holm': float(p_holm), 'low_holm': low, 'high_holm': high}
-        if n >= LEAST_FLIPPED:
-            added['p_flip'] = sign_flip(values)
-
-    if added['verdict'] != 'undecided':
+    elif decide(mean, p_holm, n) != 'undecided':
+        added['verdict'] = str(decide(mean, p_holm, n))
         added['rests_on'] = seeds_rested_on(result['differences'], factor)
-    elif not reason and n >= LEAST_SEEDS and sd:
+    else:
         added['smallest'] = float(smallest_difference(sd, n, contrasts))
-        added['seeds_needed'] = seeds_needed(result['mean'], sd, n, contrasts)
+        added['seeds_needed'] = seeds_needed(mean, sd, n, contrasts)
     return added
 
 
