@@ -332,8 +332,9 @@ def split_tuning(runs, facts, states, tuning_seeds):
     if tuned['best'] is None:
         raise ValueError(f'{runs[0]}: its arm has no best rate, for a tuning run has not finished')
     at_its_best = tests.pop(tuned['best'])
-    for run in itertools.chain(*(own.values() for own in tests.values())):
-        raise ValueError(f'{run}: the best rate of its arm is {tuned["best"]:g}; leave it out')
+    for own in tests.values():
+        for run in own.values():
+            raise ValueError(f'{run}: the best rate of its arm is {tuned["best"]:g}; leave it out')
     return tuned, at_its_best
 
 

@@ -226,7 +226,7 @@ def curves_plot(curves, arms, smooth):
     """curves_picture() of a comparison's arms, of which the first is the baseline."""
     if not curves:
         return ''
-    labels = dict(zip(curves, curves, strict=True))
+    labels = {name: name for name in curves}
     drawing = curves_picture(curves, labels, looks(arms), arms[0], smooth)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
 

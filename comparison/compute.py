@@ -37,7 +37,7 @@ def multipliers(arms, numbers, baseline):
     ]
     # Of two at one size and length, such as under other seeds, the first is the point.
     points = {numbers[name]['flops']: name for name in reversed(same)}
-    curve = [name for _, name in sorted(points.items())]
+    curve = [points[flops] for flops in sorted(points)]
     if len(curve) < 2:
         return {}
     result = {}

@@ -35,7 +35,7 @@ class Job:
     arguments: list
     folder: Path
     process: subprocess.Popen = field(default=None, repr=False)
-    slot: dict = field(default_factory=dict)  # one of find_slots()
+    slot: dict = None  # one of find_slots()
     log_start: int = 0  # where this attempt begins in train.log
 
 

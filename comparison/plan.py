@@ -160,12 +160,15 @@ class Plan:
 
         How a run rounds is the machine's choice, unless somebody asked for it.
         """
-        return [*({*ROUNDING} - self.rounding(arm).keys()), *(['code'] * self.mixed_code)]
+        ignored = {*ROUNDING} - self.rounding(arm).keys()
+        return ignored | {'code'} if self.mixed_code else ignored
 
     def rounding(self, arm):
         """{how an arm rounds: value} where that is not left to the machine."""
         values = {name: getattr(self.arms[arm].training, name) for name in ROUNDING}
-        return {name: x for name, x in values.items() if x != getattr(TrainConfig, name)}
+        return {
+            name: value for name, value in values.items() if value != getattr(TrainConfig, name)
+        }
 
     @functools.cached_property
     def data(self):

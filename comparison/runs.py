@@ -279,12 +279,15 @@ def foreign_text(state, wanted, but):
     """In words, how a run differs from the one that is wanted; '' where it does not."""
     for name, value in unknown_settings(state.config).items():
         return f'a run with {name}={value!r}, a setting that this code does not know'
-    name, value, expected = (wanted and difference(state.facts, wanted, but)) or ('', '', '')
+    other = difference(state.facts, wanted, but) if wanted else None
+    if not other:
+        return ''
+    name, value, expected = other
     if name == 'data':
         return f'it was trained on other data than {wanted["dataset"]} now holds'
     if name == 'code':
         return f'it was trained by other code, {value}, not {expected}; {MIXED_CODE}'
-    return name and f'a run with {name}={value!r}, not {expected!r}'
+    return f'a run with {name}={value!r}, not {expected!r}'
 
 
 def final_losses(entries, steps):
