@@ -139,8 +139,8 @@ def compare_existing(options, argv):
                 f'--{key} is for runs to be trained; {runs[0]} is taken for one that exists '
                 '(config files end with .py)'
             )
-    for path in files:
-        raise ValueError(f'{path}: give a config file or folders of runs, not both')
+    if files:
+        raise ValueError(f'{files[0]}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
     seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
     folders = named_runs(runs)

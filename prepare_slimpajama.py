@@ -64,6 +64,7 @@ from configurator import configure
 from lib import sources, tokenizer
 from lib.files import (
     DATASET_FORMAT,
+    first_line,
     locked,
     one_line_errors,
     sha256_of,
@@ -257,7 +258,8 @@ def prepare(settings):
         try:
             write_dataset(plan)
         except (KeyboardInterrupt, OSError, BrokenProcessPool) as error:
-            reason = str(error) or 'interrupted'  # Ctrl-C has no message
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = 'interrupted' if interrupted else first_line(error)
             raise OSError(
                 f'{reason} (what is finished is kept in {out}, and the same command goes on from there)'
             ) from error

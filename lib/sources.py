@@ -10,7 +10,6 @@ import codecs
 import collections
 import contextlib
 import functools
-import glob
 import hashlib
 import io
 import itertools
@@ -353,8 +352,8 @@ def stdlib_units(seed):
     """The units of Python's own library: its sources, without tests, and help()'s topics."""
     root = Path(sysconfig.get_paths()['stdlib'])
     skip = {'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'pydoc_data'}
-    names = glob.glob('**/*.py', root_dir=root, recursive=True)
-    names = [name for name in names if skip.isdisjoint(name.split('/'))]
+    paths = [path.relative_to(root) for path in root.rglob('*.py')]
+    names = [path.as_posix() for path in paths if skip.isdisjoint(path.parts)]
     topics = 'pydoc_data/topics.py'
     size = sum(len(text) for _, text in read_topics())
     units = text_units('Source', root, names, seed)

@@ -165,10 +165,9 @@ def column_sums(q, keys):
 
 def uniform_entropy(T):
     """The entropy of token importance if each token attends equally to all tokens up to itself."""
-    weights = 1 / torch.arange(
-        T, 0, -1, dtype=torch.float64
-    )  # that each query gives, the last first
-    importance = weights.cumsum(0) / T  # of each token, the last first
+    # The last query, and the last token, first.
+    weights = 1 / torch.arange(T, 0, -1, dtype=torch.float64)  # that each query gives to a token
+    importance = weights.cumsum(0) / T
     return torch.special.entr(importance).sum().item()
 
 
@@ -447,9 +446,9 @@ def measure(kind, model, rows, batch_size, label):
 
 def batches(model, rows, batch_size, label):
     """The rows as (B, T) on the model's device, with a bar of progress."""
-    every = torch.from_numpy(np.stack(rows))
-    for idx in tqdm(every.split(batch_size), desc=label, unit='batch'):
-        yield idx.to(model.lm_head.weight.device)
+    for first in tqdm(range(0, len(rows), batch_size), desc=label, unit='batch'):
+        some = np.stack(rows[first : first + batch_size])
+        yield torch.from_numpy(some).to(model.lm_head.weight.device)
 
 
 def summary(values):
@@ -578,9 +577,9 @@ def main():
         kind, (settings,) = choose(modes, __doc__, plain='runs')
         numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
-        write_json(f'{out}.json', numbers)
+        write_json(out.with_name(f'{out.name}.json'), numbers)
         drawn = over_seeds(numbers) if settings.seeds else numbers
-        draw.save(figure_of(drawn), f'{out}.png')
+        draw.save(figure_of(drawn), out.with_name(f'{out.name}.png'))
 
 
 if __name__ == '__main__':

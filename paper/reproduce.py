@@ -281,10 +281,11 @@ def write_claims(pool, settings):
     rows = judge.claim_rows(CLAIMS, pool, judge.read_reports(settings.analyses))
     table, picture = judge.claims_table(rows, pool), judge.claims_plot(rows)
     out = Path(settings.out or 'verdicts')
-    write_json(f'{out}.json', {'rows': [{'label': row.label(), **asdict(row)} for row in rows]})
-    write_whole(f'{out}.md', table)
+    numbers = {'rows': [{'label': row.label(), **asdict(row)} for row in rows]}
+    write_json(out.with_name(f'{out.name}.json'), numbers)
+    write_whole(out.with_name(f'{out.name}.md'), table)
     if picture:
-        write_whole(f'{out}.svg', picture)
+        write_whole(out.with_name(f'{out.name}.svg'), picture)
     print(f'{table}\n{judge.loss_table(pool)}\n\n{judge.difference_table(pool)}')
 
 
