@@ -13,6 +13,7 @@ import signal
 import sys
 
 import torch
+from runs import run_main
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -22,6 +23,10 @@ from lib import data, rundir
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_told_to_stop(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def at_call(number, function, act):
@@ -36,17 +41,26 @@ def at_call(number, function, act):
     return call
 
 
-def with_loss(change, step):
-    """train_step() with another loss in the model's forward."""
+def with_loss(change, steps):
+    """train_step() with another loss in the model's forward at these steps, counted from the first
+    one that is taken."""
+    step = train.train_step
+    calls = itertools.count()
 
-    def changed_step(model, *rest):
+    def step_or_change(model, *rest):
+        if next(calls) not in steps:
+            return step(model, *rest)
         hook = model.register_forward_hook(lambda module, args, out: (None, change(out[1])))
         try:
             return step(model, *rest)
         finally:
             hook.remove()
 
-    return changed_step
+    return step_or_change
+
+
+def not_a_number(loss):
+    return loss * math.nan
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -103,28 +117,19 @@ def die_then_be_preempted():
     if (restarts, rank) == ('0', '1'):
         train.train_step = at_call(4, train.train_step, die)
     if (restarts, rank) == ('1', '0'):
-        terminate = lambda *args: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-        train.train_step = at_call(4, train.train_step, terminate)
+        train.train_step = at_call(4, train.train_step, be_told_to_stop)
 
 
 def be_preempted_in_an_evaluation():
     """One process is told to stop while it evaluates step 6 of its second domain."""
     if os.environ['RANK'] == '1':
-        terminate = lambda *args: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-        train.validation_batches = at_call(5, train.validation_batches, terminate)
+        train.validation_batches = at_call(5, train.validation_batches, be_told_to_stop)
 
 
 def lose_a_loss():
     """In the fourth step of one process the loss is no number."""
-    step = train.train_step
-    lost = with_loss(lambda loss: loss * math.nan, step)
-    calls = itertools.count(1)
-
-    def step_or_lose(*args):
-        return (lost if next(calls) == 4 else step)(*args)
-
     if os.environ['RANK'] == '1':
-        train.train_step = step_or_lose
+        train.train_step = with_loss(not_a_number, {3})
 
 
 def lose_a_disk():
@@ -202,9 +207,8 @@ CASES = {
 
 def train_with(case, *words):
     """train.py with a command line, and an accident."""
-    sys.argv = ['train.py', *words]
     CASES[case]()
-    train.main()
+    run_main(train.main, *words)
 
 
 def torchrun(case, restarts, *words):

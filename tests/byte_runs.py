@@ -1,12 +1,11 @@
 """Runs of small models on random bytes, for the tests of evaluate.py."""
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
-from conftest import write_dataset
-from programs import BYTES, ours, run_with
+from conftest import write_dataset, write_json
+from programs import BYTES, described, ours, run_with
 from runs import good, newest
 
 from lib.data import Dataset
@@ -24,11 +23,10 @@ def random_model(**changes):
 def write_byte_dataset(folder, validation, encoder=BYTES):
     """A dataset of random ids of a tokenizer. validation: {domain: number of tokens}"""
     splits = {'train': {'A': 5000}, 'validation': validation}
-    meta = write_dataset(folder, splits, n_vocab=encoder.n_vocab)
-    meta['tokenizer'] = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab')}
+    meta = write_dataset(folder, splits, **described(encoder))
     for i, entry in enumerate(meta['splits']['validation'].values()):
         entry['bytes'] = 3 * entry['tokens'] + i
-    (folder / 'meta.json').write_text(json.dumps(meta))
+    write_json(folder / 'meta.json', meta)
 
 
 def train_once():

@@ -1,12 +1,12 @@
 """Small checkpoints of transformers in every file format, and what to compare models by."""
 
-import json
 import shutil
 import sys
 
 import pytest
 import reference
 import torch
+from conftest import read_json, write_json
 from programs import tokens
 from runs import assert_same
 
@@ -70,15 +70,21 @@ def written(folder, kind='llama', **changes):
     return model
 
 
+def load_remote(folder, **options):
+    """An export as transformers loads it, with its own code."""
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, trust_remote_code=True, **options)
+
+
 def edit(folder, **changes):
     """Change config.json (None drops a key); returns its folder."""
     path = folder / 'config.json'
-    config = json.loads(path.read_text())
+    config = read_json(path)
     for name, value in changes.items():
         config[name] = value
         if value is None:
             del config[name]
-    path.write_text(json.dumps(config))
+    write_json(path, config)
     return folder
 
 
@@ -122,7 +128,7 @@ def sharded_bin(folder, model, shards=3):
     for file, part in parts.items():
         torch.save(part, folder / file)
     index = {'metadata': {'total_size': 0}, 'weight_map': where}
-    (folder / 'pytorch_model.bin.index.json').write_text(json.dumps(index))
+    write_json(folder / 'pytorch_model.bin.index.json', index)
 
 
 FORMATS = {

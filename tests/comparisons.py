@@ -11,6 +11,7 @@ import compare
 import train
 from comparison import launch
 from comparison.assemble import compare_plan
+from comparison.plan import Run
 from comparison.record import write_plan
 from comparison.results import Results
 from configurator import configure
@@ -41,12 +42,11 @@ def chain(length, seed):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(here, monkeypatch):
     """A folder with small.py and data/chain, in which the test runs; trainings are in this process."""
-    monkeypatch.chdir(tmp_path)
-    make_place(tmp_path)
+    make_place(here)
     monkeypatch.setattr(launch, 'launch', launch_here)
-    return tmp_path
+    return here
 
 
 def make_place(folder):
@@ -85,7 +85,30 @@ def pretend(plan, run, loss):
     return runs.write_run(plan.run_folder(run), values, loss, **stated)
 
 
-def pretend_all(plan, loss_of):
+def scatter(seed, name=''):
+    random = np.random.default_rng([seed, *name.encode()])
+    return 2.0 + 0.01 * random.normal()
+
+
+def scattered(run):
+    """The loss of a run of an arm that gains nothing."""
+    return scatter(run.seed, run.arm)
+
+
+def best_at(rates):
+    """loss_of() where each arm has its own best rate, {arm: rate}."""
+    return lambda run: scattered(run) + abs(math.log(run.rate / rates[run.arm]))
+
+
+def finished(*words, **gains):
+    """A plan, that of ARMS with three seeds without words, of which every run has arrived; gains: what
+    is added to the losses of an arm."""
+    plan = make_plan(*words or (ARMS, '--seeds=3'))
+    pretend_all(plan, lambda run: scattered(run) + gains.get(run.arm, 0.0))
+    return plan
+
+
+def pretend_all(plan, loss_of=scattered):
     """Train everything that a plan wants, in no time; loss_of(run) is its validation loss."""
     results = Results(plan)
     while jobs := results.jobs():
@@ -103,9 +126,9 @@ def write_arm(folder, arm, scale, values, seed=1, **more):
     return runs.write_run(folder / name, values, **stated)
 
 
-def scatter(seed, name=''):
-    random = np.random.default_rng([seed, *name.encode()])
-    return 2.0 + 0.01 * random.normal()
+def folder_of(plan, arm, seed):
+    """The folder of an arm's run at the rate of small.py."""
+    return plan.run_folder(Run(arm, 0.02, seed))
 
 
 def compare_command(*words):

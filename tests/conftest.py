@@ -19,6 +19,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / 'shared' / 'data'
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 # A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and
@@ -41,18 +42,30 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def write_dataset(folder, splits, n_vocab=64, seed=0):
+def read_json(path):
+    return json.loads(Path(path).read_text(), parse_constant=pytest.fail)  # NaN is not JSON
+
+
+def write_json(path, value):
+    Path(path).write_text(json.dumps(value))
+
+
+SPLITS = {
+    'train': {'A': 5000, 'B': 3000, 'C': 1500},
+    'validation': {'A': 700, 'B': 300, 'C': 20},
+}
+
+
+def write_dataset(folder, splits=SPLITS, seed=0, **tokenizer):
     """Write a dataset as prepare_slimpajama.py does. Returns what meta.json says.
 
     splits: {split: {domain: number of tokens, or the tokens themselves}}
+    tokenizer: what meta.json says of it, where it is not the one that no file describes
     """
     random = np.random.RandomState(seed)
-    meta = {
-        'format': 1,
-        'tokenizer': {'name': 'test', 'sha256': '0' * 64, 'n_vocab': n_vocab},
-        'seed': seed,
-        'splits': {},
-    }
+    tokenizer = {'name': 'test', 'sha256': '0' * 64, 'n_vocab': 64, **tokenizer}
+    n_vocab = tokenizer['n_vocab']
+    meta = {'format': 1, 'tokenizer': tokenizer, 'seed': seed, 'splits': {}}
     for split, domains in splits.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
         meta['splits'][split] = {}
@@ -69,7 +82,7 @@ def write_dataset(folder, splits, n_vocab=64, seed=0):
                 'sha256': hashlib.sha256(data).hexdigest(),
                 'sources': [],
             }
-    (folder / 'meta.json').write_text(json.dumps(meta))
+    write_json(folder / 'meta.json', meta)
     return meta
 
 
@@ -109,23 +122,18 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def prepared(tmp_path, monkeypatch):
-    """prepared(name, splits, ...) writes tmp_path/data/<name>; the test runs in tmp_path."""
-    monkeypatch.chdir(tmp_path)
-    return lambda name, splits, **options: write_dataset(
-        tmp_path / 'data' / name, splits, **options
-    )
+def prepared(here):
+    """prepared(name, splits) writes data/<name> where the test runs."""
+    return lambda name, splits: write_dataset(here / 'data' / name, splits)
 
 
 @pytest.fixture(scope='module')
 def work(tmp_path_factory):
     """One folder for all tests of a module, with data/tiny in it; each test has its own out_dir."""
-    import runs
-
     folder = tmp_path_factory.mktemp('train')
     before = os.getcwd()
     os.chdir(folder)
-    write_dataset(folder / 'data' / 'tiny', {'train': runs.TRAIN, 'validation': runs.VALIDATION})
+    write_dataset(folder / 'data' / 'tiny')
     yield folder
     os.chdir(before)
 
@@ -141,15 +149,12 @@ def whole(work):
 
 @pytest.fixture
 def half(whole):
-    """half(name) is a copy of the whole run as it was after its checkpoint at step 6."""
-    import runs
+    """half(name) is a copy of the whole run, or of another one of 12 steps, as it was after its
+    checkpoint at step 6."""
 
-    def half(name, **changes):
-        shutil.copytree(whole, name)
+    def half(name, run=whole):
+        shutil.copytree(run, name)
         Path(name, 'ckpt_12.pt').unlink()
-        if changes:
-            path = Path(name, 'ckpt_6.pt')
-            torch.save({**runs.load(path), **changes}, path)
         return name
 
     return half
@@ -192,10 +197,9 @@ def opposite(monkeypatch):
     monkeypatch.setitem(reference.SOURCES, 'opposite', source)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def figures_closed():
     """Close, after a test, the figures that it drew."""
     yield
-    import matplotlib.pyplot  # here, because it takes a while and few tests draw
-
-    matplotlib.pyplot.close('all')
+    if 'matplotlib.pyplot' in sys.modules:  # it takes a while, and few tests draw
+        sys.modules['matplotlib.pyplot'].close('all')

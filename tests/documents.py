@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import contents
+from conftest import contents, read_json
 
 from lib.sources import TABLE_2
 from prepare_slimpajama import PrepareConfig
@@ -31,11 +31,15 @@ def make_documents(count, seed):
 
 def write_rows(path, documents):
     """Documents, (domain, text), in SlimPajama's form, as the name's suffix says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for domain, text in documents:
         rows.append({'text': text, 'meta': {'redpajama_set_name': f'RedPajama{domain}'}})
+    write_records(path, rows)
 
+
+def write_records(path, rows):
+    """Rows, {column: value}, in the form that the name's suffix says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.endswith('.parquet'):
         pyarrow = pytest.importorskip('pyarrow')
         parquet = pytest.importorskip('pyarrow.parquet')
@@ -135,7 +139,7 @@ def assert_equals(out, expected):
 
 
 def read_meta(out):
-    return json.loads(Path(out, 'meta.json').read_text())
+    return read_json(Path(out, 'meta.json'))
 
 
 def texts_of(file):

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import pickle
 import subprocess
@@ -13,13 +12,18 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from conftest import ROOT, write_dataset
+from conftest import ROOT, SHARED, write_dataset
 from runs import call, good, newest
 
 from lib import tokenizer
 from model import GPT, GPTConfig
 
 BYTES = tokenizer.load('bytes')
+NEOX = SHARED / 'tokenizer' / 'tokenizer.json'
+needs_neox = pytest.mark.skipif(
+    not NEOX.exists(),
+    reason='no ../shared/data/tokenizer: the real GPT-NeoX vocabulary is not tested',
+)
 SIZE = dict(block_size=24, vocab_size=260, n_layer=3, n_head=4, n_embd=32, n_inner=40)
 
 
@@ -92,6 +96,11 @@ def train_bpe(folder, texts, size, neox=False):
     return folder
 
 
+def described(encoder):
+    """What a dataset's meta.json says of its tokenizer."""
+    return {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab')}
+
+
 def small_bpe(folder):
     """A tokenizer of 260 ids, like GPT-2's."""
     texts = ['the theory of the other thing, né 😀 日本 '] * 9
@@ -104,10 +113,8 @@ def small_bpe(folder):
 @pytest.fixture(scope='module')
 def trained(work):
     """out/run: two steps of a ResFormer on bytes, by train.py."""
-    folder = Path('data/bytes')
-    meta = write_dataset(folder, {'train': {'A': 3000}, 'validation': {'A': 300}}, n_vocab=257)
-    meta['tokenizer'] = {'name': 'bytes', 'sha256': BYTES.sha256, 'n_vocab': BYTES.n_vocab}
-    (folder / 'meta.json').write_text(json.dumps(meta))
+    splits = {'train': {'A': 3000}, 'validation': {'A': 300}}
+    write_dataset(Path('data/bytes'), splits, **described(BYTES))
     good('out/run', dataset='bytes', vocab_size=320, max_iters=2, v_residual=True)
     return 'out/run'
 

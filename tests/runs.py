@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_one_line, contents
+from conftest import ROOT, assert_one_line, contents, read_json, write_json
 from torch.distributed import TCPStore
 
 import train
 from lib.rundir import checkpoints
+from model import GPT, GPTConfig
 
-TRAIN = {'A': 5000, 'B': 3000, 'C': 1500}
-VALIDATION = {'A': 700, 'B': 300, 'C': 20}
 TINY = dict(
     dataset='tiny',
     n_layer=2,
@@ -119,9 +118,10 @@ def finish(process):
     return process.exitcode, out, err
 
 
-def run_train(*words):
-    sys.argv = ['train.py', *words]
-    train.main()
+def run_main(main, *words):
+    """A program's main() with a command line, in a process of its own."""
+    sys.argv = ['program', *words]
+    main()
 
 
 def ranks(processes, function, *args, nodes=1):
@@ -148,7 +148,9 @@ def ranks(processes, function, *args, nodes=1):
 
 def good_ranks(out_dir, processes=2, nodes=1, **options):
     """train.py in several processes."""
-    for status, _, err in ranks(processes, run_train, *command_line(out_dir, options), nodes=nodes):
+    for status, _, err in ranks(
+        processes, run_main, train.main, *command_line(out_dir, options), nodes=nodes
+    ):
         assert status == 0, err
 
 
@@ -160,9 +162,10 @@ def log(out_dir):
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]  # NaN is not JSON
 
 
-def history(out_dir, skip=('tok_per_s', 'mfu', 'seconds')):
-    """The log, less what depends on the machine's speed and on having been resumed."""
-    entries = [entry for entry in log(out_dir) if 'changed' not in entry]
+def history(entries):
+    """Lines of a log, less what depends on the machine's speed and on having been resumed."""
+    skip = ('tok_per_s', 'mfu', 'seconds')
+    entries = [entry for entry in entries if 'changed' not in entry]
     return [{k: v for k, v in entry.items() if k not in skip} for entry in entries]
 
 
@@ -191,6 +194,14 @@ def newest(out_dir):
     return load(checkpoints(out_dir)[0])
 
 
+def model_of(out_dir):
+    """The model of a run's newest checkpoint."""
+    checkpoint = newest(out_dir)
+    model = GPT(GPTConfig(**checkpoint['model_config']))
+    model.load_state_dict(checkpoint['model'])
+    return model
+
+
 def steps_of_checkpoints(out_dir):
     """The steps of a run's checkpoints, newest first."""
     return [load(path)['step'] for path in checkpoints(out_dir)]
@@ -203,7 +214,7 @@ def assert_same(a, b):
 
 def assert_same_run(a, b):
     """Bit for bit: every logged number, the weights, AdamW's and the scaler's state."""
-    assert history(a) == history(b)
+    assert history(log(a)) == history(log(b))
     one, two = newest(a), newest(b)
     for part in ('model', 'optimizer', 'scaler'):
         assert_same(one[part], two[part])
@@ -256,15 +267,14 @@ def write_run(folder, values, val=None, **config):
     write_log(folder, entries)
     settings = {'gradient_accumulation_steps': 1, 'batch_size': 1, 'max_iters': len(values)}
     settings |= {'seed': 1337, 'learning_rate': 6e-4, **config}
-    (folder / 'config.json').write_text(json.dumps(settings))
+    write_json(folder / 'config.json', settings)
     return folder
 
 
 def read_config(folder):
-    return json.loads(Path(folder, 'config.json').read_text())
+    return read_json(Path(folder, 'config.json'))
 
 
 def edit_config(folder, **changes):
     """Change settings that a run's config.json says it was trained with."""
-    config = {**read_config(folder), **changes}
-    Path(folder, 'config.json').write_text(json.dumps(config))
+    write_json(Path(folder, 'config.json'), {**read_config(folder), **changes})

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from conftest import ROOT, mount, unmount, write_dataset
-from runs import FORKS, TINY, assert_same, finish, fork, newest
+from runs import FORKS, TINY, assert_same, finish, fork, history, newest
 
 from comparison import launch
 from comparison.runs import read_state
@@ -106,13 +106,7 @@ def train(words, env, log):
 
 def lines(run, step):
     """The log of a run up to a step, without its speed and without how it was interrupted."""
-    entries = read_log(Path(run, 'log.jsonl'), step)
-    varying = ('tok_per_s', 'mfu', 'seconds')
-    return [
-        {key: value for key, value in entry.items() if key not in varying}
-        for entry in entries
-        if 'changed' not in entry
-    ]
+    return history(read_log(Path(run, 'log.jsonl'), step))
 
 
 def saved(folder):

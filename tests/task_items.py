@@ -4,11 +4,11 @@ import functools
 import json
 
 import pytest
-from conftest import ROOT
+from conftest import SHARED
 
 from lib import tasks
 
-PUBLISHED = ROOT.parent / 'shared' / 'data' / 'eval'
+PUBLISHED = SHARED / 'eval'
 needs_published = pytest.mark.skipif(
     not PUBLISHED.is_dir(), reason='needs the published sets, ../shared/data/eval'
 )

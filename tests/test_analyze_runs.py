@@ -5,7 +5,6 @@ test_analyze.py has the analyses themselves.
 
 import contextlib
 import io
-import json
 import math
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import pytest
 import reference
 import torch
 from byte_runs import SIZE, train_once
-from conftest import assert_one_line
+from conftest import assert_one_line, raises_one_line, read_json
 from programs import BYTES, program, run_with
-from runs import newest
+from runs import model_of
 from test_analyze import analyzed, assert_close, every_kind
 
 from hub.convert import export
@@ -24,7 +23,6 @@ from lib.machine import Machine
 from model import GPT, GPTConfig
 from paper import analyze
 
-pytestmark = pytest.mark.usefixtures('figures_closed')
 CPU = Machine('cpu')
 
 MODELS = {
@@ -55,10 +53,7 @@ def report(kind, *names, **settings):
 
 
 def run_model(name):
-    checkpoint = newest(f'out/{name}')
-    model = GPT(GPTConfig(**checkpoint['model_config']))
-    model.load_state_dict(checkpoint['model'])
-    return model.eval()
+    return model_of(f'out/{name}').eval()
 
 
 def validation_windows(T):
@@ -96,8 +91,7 @@ def test_the_command_writes_means_and_errors_over_evenly_spaced_sequences(kind, 
     words = ['out/vanilla_seed0', 'out/resformer', f'--out={tmp_path}/new/x.y', '--sequences=7']
     status, out, _ = program(analyze.main, kind, *words, '--batch_size=3', '--device=cpu')
     assert status == 0 and (tmp_path / 'new/x.y.png').read_bytes().startswith(b'\x89PNG')
-    text = (tmp_path / 'new/x.y.json').read_text()
-    numbers = json.loads(text, parse_constant=pytest.fail)
+    numbers = read_json(tmp_path / 'new/x.y.json')
     assert numbers['analysis'] == kind and numbers['device'] == 'cpu' and len(numbers['runs']) == 2
     for run, one in numbers['runs'].items():
         assert (one['sequences'], one['length'], one['step']) == (7, 32, 1)
@@ -169,7 +163,7 @@ def test_a_folder_of_transformers_is_analyzed_as_the_run_that_it_comes_from(tmp_
     (run,) = report('entropy', 'vanilla_seed0', **options)['runs'].values()
     numbers = report('entropy', hf=str(tmp_path / 'hf'), **options)
     (folder,) = numbers['runs'].values()
-    with pytest.raises(ValueError, match='--seeds'):
+    with raises_one_line('--seeds'):
         analyze.over_seeds(numbers)
     assert folder['sequences'] == 6 and folder['length'] == run['length']
     assert_close(folder['series']['entropy'], run['series']['entropy'])
@@ -180,7 +174,7 @@ def test_tokens_are_explained_of_each_run(tmp_path):
     (tmp_path / 'text.txt').write_text(4 * TEXT)
     words = [f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x', '--device=cpu']
     assert program(analyze.main, 'tokens', 'out/vanilla_seed0', 'out/resformer', *words)[0] == 0
-    for one in json.loads((tmp_path / 'x.json').read_text())['runs'].values():
+    for one in read_json(tmp_path / 'x.json')['runs'].values():
         mean = one['series']['R^2']['mean']
         assert mean[0] == pytest.approx(1) and max(mean[1:]) < 0.99
         assert 0.8 < one['series']['share of positions']['mean'] < 1
@@ -189,7 +183,7 @@ def test_tokens_are_explained_of_each_run(tmp_path):
 def test_the_page_of_a_real_model_has_the_sinks_that_were_measured():
     """Its first token is one: almost all sinks of layers 13 to 30 are, and their values are drained."""
     folder = Path(__file__).parents[1] / 'results' / 'real'
-    (run,) = json.loads((folder / 'sinks.json').read_text())['runs'].values()
+    (run,) = read_json(folder / 'sinks.json')['runs'].values()
     mean = {name: np.array(one['mean']) for name, one in run['series'].items()}
     rate, of_first = mean['sink rate'], mean['sink rate of position 0']
     assert run['sequences'] == 8 and of_first[12:].sum() > 0.98 * rate[12:].sum() > 0.98 * 0.4 * 18

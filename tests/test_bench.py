@@ -1,15 +1,14 @@
 """bench.py: what a table holds, what is refused, and what survives a failure."""
 
-import json
 import re
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_one_line
+from conftest import assert_one_line, read_json
 from programs import program, table
-from runs import ranks
+from runs import ranks, run_main
 from torch.optim import AdamW, Muon
 
 import bench
@@ -31,14 +30,8 @@ def run(*words):
     return out, err
 
 
-def bench_of(*words):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('sys.argv', ['bench.py', *words])
-        bench.main()
-
-
 def read_rows(path):
-    return json.loads(path.read_text())['rows']
+    return read_json(path)['rows']
 
 
 @pytest.fixture
@@ -114,7 +107,7 @@ def test_of_all_variants_those_that_cannot_have_the_shape_are_left_out(capsys):
 
 def test_two_processes_count_the_tokens_of_both_and_print_one_table(work):
     options = ['--variants=svformer', '--profile=both', '--out=two.json']
-    (first, out, err), second = ranks(2, bench_of, *TINY, EAGER, *options)
+    (first, out, err), second = ranks(2, run_main, bench.main, *TINY, EAGER, *options)
     assert first == second[0] == 0, err
     assert out.count('ms_per_step') == 1 and second[1] == ''
     (row,) = read_rows(work / 'two.json')
@@ -387,4 +380,4 @@ def test_a_profile_has_a_trace_and_the_costliest_kernels_of_each_row(work):
     assert [line for line in out.splitlines() if line in names] == names
     assert out.count('aten::mm') >= 2
     for name in names:
-        assert json.loads((work / f'traces/{name}.json').read_text())['traceEvents']
+        assert read_json(work / f'traces/{name}.json')['traceEvents']

@@ -15,14 +15,17 @@ import runs
 import scipy.stats
 from comparisons import (
     ARMS,
+    best_at,
     collect,
     compare_command,
+    finished,
+    folder_of,
     make_plan,
     pretend,
     pretend_all,
     scatter,
 )
-from conftest import assert_one_line
+from conftest import assert_one_line, raises_one_line, read_json, write_json
 
 import compare
 import train
@@ -43,10 +46,6 @@ RATES = '--rates=(1e-2, 2e-2, 4e-2)'
 def contrast_of(comparison):
     (contrast,) = comparison['contrasts'].values()
     return contrast
-
-
-def best_at_twice_1e_2(run):
-    return scatter(run.seed, run.arm) + abs(math.log(run.rate / 2e-2))
 
 
 def folders_of(plan):
@@ -137,21 +136,25 @@ def test_mistakes_are_one_line_before_anything_is_written(place, words, names):
 
 
 def test_an_arm_may_differ_in_how_it_rounds_alone(place):
-    plan = make_plan('--arms=vanilla; half: dtype=bfloat16', '--seeds=3')
+    plan = finished('--arms=vanilla; half: dtype=bfloat16', '--seeds=3')
     assert contents_of(plan)['arms']['half']['differs'] == {'dtype': 'bfloat16'}
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
-    runs.edit_config(plan.run_folder(Run('vanilla', 0.02, 1)), dtype='bfloat16')
+    runs.edit_config(folder_of(plan, 'vanilla', 1), dtype='bfloat16')
     assert collect(plan)['problems'] == {}  # of the baseline, it is the machine's choice
     arms = compare_runs(folders_of(plan)[:2] + folders_of(plan)[4:], 'a')['arms']
     assert [arm['changes'] for arm in arms.values()] == [{}, {'dtype': 'auto'}]
-    runs.edit_config(plan.run_folder(Run('half', 0.02, 1)), dtype='float32')
+    runs.edit_config(folder_of(plan, 'half', 1), dtype='float32')
     assert 'dtype' in collect(plan)['problems']['half_lr0.02_seed1']
 
 
+def written_plan(*words):
+    """The file of the plan that a command writes."""
+    assert compare_command(*words, '--print=True')[0] == 0
+    return Path('out/compare/small/plan.json')
+
+
 def test_the_plan_comes_first_and_takes_only_more_seeds(place):
-    assert compare_command(ARMS, '--seeds=2', '--print=True')[0] == 0
-    path = Path('out/compare/small/plan.json')
-    before = json.loads(path.read_text())
+    path = written_plan(ARMS, '--seeds=2')
+    before = read_json(path)
     assert before['plan']['contrasts'] == ['resformer-vanilla', 'svformer-vanilla']
     assert before['plan']['settings']['data'] and before['commit']
 
@@ -164,23 +167,20 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     ):
         status, _ = compare_command(*words)
         assert f'{path} is another plan: {name}' in status and '--name' in status
-    assert json.loads(path.read_text()) == before
+    assert read_json(path) == before
 
     # What only the older or the newer code knows is no change of the plan.
     del before['hash'], before['plan']['settings']['grad_clip']
     before['plan'] |= {'equal': 'steps', 'settings': before['plan']['settings'] | {'gone': 1}}
-    path.write_text(json.dumps(before | {'hash': hash_of(before)}))
-    plan = make_plan(ARMS, '--seeds=3')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
-    assert 'the plan had 1, 2 before' in report.markdown(collect(plan))
-    assert json.loads(path.read_text())['earlier_seeds'] == [[1, 2]]
+    write_json(path, before | {'hash': hash_of(before)})
+    assert 'the plan had 1, 2 before' in report.markdown(collect(finished()))
+    assert read_json(path)['earlier_seeds'] == [[1, 2]]
 
 
 def test_a_damaged_plan_is_named(place):
     """Half of it, something else, or with an arm that is none."""
-    assert compare_command(ARMS, '--print=True')[0] == 0
-    path = Path('out/compare/small/plan.json')
-    plan = json.loads(path.read_text())
+    path = written_plan(ARMS)
+    plan = read_json(path)
     plan['plan']['arms']['vanilla'] = 0.1
     for damaged in ('{"plan"', '[]', '{"plan": {}}', json.dumps(plan)):
         path.write_text(damaged)
@@ -190,18 +190,17 @@ def test_a_damaged_plan_is_named(place):
 
 @pytest.mark.parametrize('name', ['metric', 'date', 'diff'])
 def test_a_plan_that_was_edited_is_refused(place, name):
-    assert compare_command(ARMS, '--print=True')[0] == 0
-    path = Path('out/compare/small/plan.json')
-    record = json.loads(path.read_text())
+    path = written_plan(ARMS)
+    record = read_json(path)
     part = record if name in record else record['plan']
     part[name] = 'another'
-    path.write_text(json.dumps(record))
+    write_json(path, record)
     status, _ = compare_command(ARMS, '--print=True')
     assert_one_line(status, str(path), 'was edited', 'restore it, or move it away')
 
 
 def test_another_level_is_another_plan_and_other_words_of_a_rule_are_shown(place, monkeypatch):
-    assert compare_command(ARMS, '--print=True')[0] == 0
+    written_plan(ARMS)
     with monkeypatch.context() as patch:
         patch.setitem(verdict.RULES, 'paired', 'heads or tails')
         compare_command(ARMS, '--print=True')
@@ -259,16 +258,14 @@ def edited(monkeypatch):
 
 
 def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, monkeypatch):
-    words = (ARMS, '--seeds=3')
-    plan = make_plan(*words)
+    plan = finished()
     write_plan(plan)
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     edited(monkeypatch)
     status, _ = compare_command(ARMS, '--seeds=4', '--print=True')
     assert_one_line(status, 'plan.json', f'code was {plan.code}', '--name', '--mixed_code=True')
 
     words = (ARMS, '--seeds=4', '--mixed_code=True')
-    pretend_all(make_plan(*words), lambda run: scatter(run.seed, run.arm))
+    finished(*words)
     status, text = compare_command(*words)
     assert status == 0
     first = text.splitlines()[0]
@@ -280,9 +277,8 @@ def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, mon
 
 def test_a_run_of_other_code_is_foreign_to_its_plan(place):
     """Also one that was interrupted, and went on with other code."""
-    plan = make_plan(ARMS, '--seeds=3')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
-    whole, half = (plan.run_folder(Run('svformer', 0.02, seed)) for seed in (1, 2))
+    plan = finished()
+    whole, half = (folder_of(plan, 'svformer', seed) for seed in (1, 2))
     runs.edit_config(whole, code='other')
     log = half / 'log.jsonl'
     log.write_text('{"step": 9, "before": {"code": "other"}}\n' + log.read_text())
@@ -297,8 +293,7 @@ def test_a_run_of_other_code_is_foreign_to_its_plan(place):
 
 def test_existing_runs_of_different_code_are_kept_apart_unless_the_user_says_so(place):
     """Of older runs, which do not say their code, the commit counts."""
-    plan = make_plan('--arms=vanilla; mine: share_v=True', '--seeds=3')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm) - 0.3 * (run.arm == 'mine'))
+    plan = finished('--arms=vanilla; mine: share_v=True', '--seeds=3', mine=-0.3)
     mine, vanilla = folders_of(plan)[:3], folders_of(plan)[3:]
     for folder in mine:
         runs.edit_config(folder, code=None, commit='older')
@@ -328,9 +323,7 @@ def test_a_second_process_leaves_the_comparison_alone(place):
 def test_each_arm_goes_on_at_its_own_best_rate(place):
     best = {'vanilla': 2e-2, 'resformer': 4e-2, 'svformer': 1e-2}
     plan = make_plan(ARMS, '--seeds=3', '--rates=(1e-2, 2e-2)')
-    results = pretend_all(
-        plan, lambda run: scatter(run.seed) + abs(math.log(run.rate / best[run.arm]))
-    )
+    results = pretend_all(plan, best_at(best))
     assert {arm: results.rate(arm) for arm in best} == best
     # The best of two is at an edge: one more step, once.
     sweeps = {arm: results.tune(arm) for arm in best}
@@ -352,7 +345,7 @@ def test_each_arm_goes_on_at_its_own_best_rate(place):
 def test_a_tuning_run_that_was_killed_says_nothing_about_its_rate(place, reason, rate):
     """One that training gave up has lost."""
     plan = make_plan(ARMS, '--seeds=3', RATES)
-    pretend_all(plan, best_at_twice_1e_2)
+    pretend_all(plan, best_at(dict.fromkeys(plan.arms, 2e-2)))
     folder = plan.folder / f'svformer_lr{0.02 if rate is None else 0.04}_seed102'
     (folder / 'log.jsonl').unlink()
     launch.failure_file(folder).write_text(f'{reason}\n')
@@ -385,17 +378,11 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     best = {'vanilla': 1e-2, 'resformer': 2e-2, 'svformer': 4e-2}
     words = ('--contrasts=svformer-resformer', '--seeds=(1, 2, 3)', RATES)
     plan = make_plan(ARMS, *words)
-    loss = {}
-
-    def loss_of(run):
-        loss[run] = scatter(run.seed, run.arm) + abs(math.log(run.rate / best[run.arm]))
-        return loss[run]
-
-    pretend_all(plan, loss_of)
+    pretend_all(plan, best_at(best))
     planned, folders = collect(plan), sorted(folders_of(plan), key=lambda name: 'van' not in name)
     options = ('--contrasts=svformer-resformer', '--tuning_seeds=(101, 102)')
     assert runs.call(compare.main, *folders, *options)[0] == 0
-    found = json.loads(Path('out/compare/runs/report.json').read_text())
+    found = read_json('out/compare/runs/report.json')
     for name in ('contrasts', 'tuning'):
         assert found[name] == as_json(planned[name])
     for plot in ('forest', 'rates', 'relative'):
@@ -430,9 +417,9 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
 def test_a_contrast_may_be_the_difference_of_two_leads(place):
     """Does an idea still help where something else is on, too?"""
     arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
-    plan = make_plan(arms, '--seeds=4', '--contrasts=both-norm v-vanilla (both-norm)-(v-vanilla)')
     gains = {'vanilla': 0.0, 'v': -0.4, 'norm': -0.3, 'both': -0.5}
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
+    contrasts = '--contrasts=both-norm v-vanilla (both-norm)-(v-vanilla)'
+    plan = finished(arms, '--seeds=4', contrasts, **gains)
     comparison = collect(plan)
     *_, contrast = comparison['contrasts'].values()
     for seed in plan.seeds:
@@ -447,7 +434,7 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
     lead = comparison['contrasts']['both-norm']['mean']
     assert f'Differences of losses {report.signed(lead)} and' in text
 
-    shutil.rmtree(plan.run_folder(Run('norm', 0.02, 2)))
+    shutil.rmtree(folder_of(plan, 'norm', 2))
     *_, contrast = collect(plan)['contrasts'].values()
     assert (
         contrast['verdict'] == 'undecided' and 'norm_lr0.02_seed2 is missing' in contrast['reason']
@@ -456,8 +443,7 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
 
 def test_leads_of_different_code_or_texts_have_no_verdict(place):
     arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
-    plan = make_plan(arms, '--seeds=4')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    plan = finished(arms, '--seeds=4')
     contrasts = '{both}-{norm} {v}-{vanilla} ({both}-{norm})-({v}-{vanilla})'
     contrasts = contrasts.format(**{arm: f'{arm}_lr0.02' for arm in plan.arms})
     folders = sorted(folders_of(plan), reverse=True)
@@ -480,8 +466,7 @@ def test_many_independent_arms_are_judged_together_where_the_plan_says_so(place)
     """By Dunnett's test, as scipy has it."""
     arms = [f'a{i}: neutreno=0.{i} seed_offset={100 * i}' for i in range(1, 6)]
     words = (f'--arms=vanilla; {"; ".join(arms)}', '--seeds=4', '--judgement=dunnett')
-    plan = make_plan(*words)
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm) - 0.05 * (run.arm == 'a3'))
+    plan = finished(*words, a3=-0.05)
     comparison = collect(plan)
     losses = [list(arm['losses'].values()) for arm in comparison['arms'].values()]
     expected = scipy.stats.dunnett(*losses[1:], control=losses[0], random_state=0)
@@ -496,7 +481,7 @@ def test_many_independent_arms_are_judged_together_where_the_plan_says_so(place)
     status, _ = compare_command(words[0], '--seeds=4')
     assert_one_line(status, 'judgement was dunnett, not paired')
 
-    shutil.rmtree(plan.run_folder(Run('a5', 0.02, 503)))
+    shutil.rmtree(folder_of(plan, 'a5', 503))
     for contrast in collect(plan)['contrasts'].values():
         assert contrast['verdict'] == 'undecided' and 'a5_lr0.02_seed503' in contrast['reason']
 
@@ -504,8 +489,7 @@ def test_many_independent_arms_are_judged_together_where_the_plan_says_so(place)
 def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     arms = '; '.join(f'a{i}: neutreno=0.{i}' for i in range(1, 10))
     words = (f'--arms=vanilla; {arms}', '--seeds=3')
-    plan = make_plan(*words)
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    plan = finished(*words)
     folders = {arm: plan.folder / f'{arm}_lr0.02_seed2' for arm in plan.arms}
     logs = {arm: folder / 'log.jsonl' for arm, folder in folders.items()}
     logs['a1'].write_text(logs['a1'].read_text()[:-60])  # the last line cut
@@ -550,34 +534,31 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
 
 
 def test_a_run_on_other_data_is_not_the_plans(place):
-    plan = make_plan(ARMS, '--seeds=3')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    plan = finished()
     for seed, data in ((1, plan.data), (2, 'def')):
-        runs.edit_config(plan.run_folder(Run('svformer', 0.02, seed)), data=data)
+        runs.edit_config(folder_of(plan, 'svformer', seed), data=data)
     (problem,) = collect(plan)['problems'].values()
     assert problem.startswith('foreign') and 'other data' in problem
 
 
 def test_runs_of_a_plan_are_compared_in_their_data_where_the_data_are_not(place, monkeypatch):
     monkeypatch.setattr(Plan, 'data', None)
-    plan = make_plan(ARMS, '--seeds=3')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
+    plan = finished()
     for seed in (1, 2, 3):
-        runs.edit_config(plan.run_folder(Run('svformer', 0.02, seed)), data='other')
-        runs.edit_config(plan.run_folder(Run('vanilla', 0.02, seed)), data='one')
+        runs.edit_config(folder_of(plan, 'svformer', seed), data='other')
+        runs.edit_config(folder_of(plan, 'vanilla', seed), data='one')
     contrast = collect(plan)['contrasts']['svformer-vanilla']
     assert contrast['verdict'] == 'undecided' and 'differ in data' in contrast['reason']
 
 
 def test_the_plan_says_what_the_data_were_where_they_are_not(place, monkeypatch):
-    plan = make_plan(ARMS, '--seeds=3')
+    plan = finished()
     write_plan(plan)
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     for run in folders_of(plan):
         runs.edit_config(run, data='other')
     shutil.rmtree('data')
     assert compare_command(ARMS, '--seeds=3', '--print=True')[0] == 0
-    problems = json.loads(Path('out/compare/small/report.json').read_text())['problems']
+    problems = read_json('out/compare/small/report.json')['problems']
     assert len(problems) == 9 and all('other data' in one for one in problems.values())
 
 
@@ -586,11 +567,11 @@ def test_a_setting_that_the_code_has_learned_since_joins_a_plan_only_at_its_defa
     plan = make_plan(*words)
     path = plan.folder / 'plan.json'
     write_plan(plan)
-    older = json.loads(path.read_text())
+    older = read_json(path)
     del older['hash'], older['plan']['settings']['weight_decay']
-    path.write_text(json.dumps({'hash': hash_of(older)} | older))
+    write_json(path, {'hash': hash_of(older)} | older)
     write_plan(make_plan(*words))
-    with pytest.raises(ValueError, match='weight_decay was None, not 0.5'):
+    with raises_one_line('weight_decay was None, not 0.5'):
         write_plan(make_plan(*words, '--weight_decay=0.5'))
 
 
@@ -598,8 +579,7 @@ def test_a_setting_that_the_code_has_learned_since_joins_a_plan_only_at_its_defa
 
 
 def test_existing_runs_are_grouped_by_all_but_the_seed(place):
-    plan = make_plan(ARMS, '--seeds=3')
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm) - 0.5 * (run.arm == 'resformer'))
+    plan = finished(ARMS, '--seeds=3', resformer=-0.5)
     runs.edit_config(folders_of(plan)[0], min_lr=2e-3 * (1 + 1e-15))  # the last bits of a product
     folders = sorted(folders_of(plan), key=lambda name: 'vanilla' not in name)
     status, text = runs.call(compare.main, *folders, '--contrasts=svformer_lr0.02-resformer_lr0.02')
@@ -619,9 +599,8 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
 
 
 def test_existing_runs_that_cannot_be_compared_are_refused(place):
-    plan = make_plan(ARMS, '--seeds=3')
+    plan = finished()
     write_plan(plan)
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     folders = folders_of(plan)
     shutil.copytree(folders[0], 'again')
     for words, message in (
@@ -653,12 +632,11 @@ RESUMED = '{"step": 12, "changed": {"learning_rate": [0.01, 0.02]}}\n'
 )
 def test_a_pair_of_existing_runs_must_be_comparable(place, config, lines, reason):
     """In the text of their losses, their steps, seeds, data, and in how they were resumed."""
-    plan = make_plan(
+    plan = finished(
         '--arms=vanilla; b: share_v=True',
         '--seeds=(20261124, 20261125, 20261126)',
         '--eval_iters=2',
     )
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm))
     for folder in folders_of(plan):
         runs.edit_config(folder, data='abc')
         if '/b_' in folder:
@@ -685,12 +663,10 @@ def test_only_a_seed_is_cut_off_the_name_of_a_run():
 
 
 def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
-    plan = make_plan(ARMS, '--seeds=3')
-    gains = {'vanilla': 0.0, 'resformer': 0.3, 'svformer': -0.3}
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
-    log = plan.run_folder(Run('resformer', 0.02, 2)) / 'log.jsonl'
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    runs.write_log(log.parent, [line | {'skipped': min(line['step'], 26)} for line in lines])
+    plan = finished(ARMS, '--seeds=3', resformer=0.3, svformer=-0.3)
+    folder = folder_of(plan, 'resformer', 2)
+    lines = [line | {'skipped': min(line['step'], 26)} for line in runs.log(folder)]
+    runs.write_log(folder, lines)
     text = report.markdown(collect(plan))
     (worse,) = re.findall('.*resformer is worse than vanilla.*', text)
     assert 'Skipped optimizer steps of resformer: 26 of 30 in seed 2.' in worse
@@ -733,9 +709,7 @@ def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
 def page(place):
     """(what is shown, report.md, report.html) of a comparison with a longer arm and a given rate."""
     arms = '--arms=vanilla; Res: v_residual=True residual_weights=learned; slow: learning_rate=1e-2'
-    plan = make_plan(arms, '--seeds=6', '--contrasts=slow-Res')
-    gains = {'vanilla': 0.0, 'Res': -0.2, 'slow': -0.2}
-    pretend_all(plan, lambda run: scatter(run.seed, run.arm) + gains[run.arm])
+    plan = finished(arms, '--seeds=6', '--contrasts=slow-Res', Res=-0.2, slow=-0.2)
     for folder in folders_of(plan):
         if 'Res' in folder:
             log = Path(folder, 'log.jsonl')
@@ -861,7 +835,7 @@ def test_commands_for_any_scheduler(place):
     text = compare_command(*words, '--gpus=8', '--gradient_accumulation_steps=8', '--name=b')[1]
     assert '-m torch.distributed.run --standalone --nproc_per_node=8 train.py' in text
     # What has arrived is not asked for again.
-    pretend_all(make_plan(*words), lambda run: scatter(run.seed))
+    finished(*words)
     assert compare_command(*words) == (0, '')
 
 
@@ -873,7 +847,7 @@ def test_vanilla_is_vanilla_and_a_third_of_the_best_rate_is_worse(place):
     words = '--arms=vanilla; again: seed_offset=50; slow: learning_rate=6.7e-3', '--seeds=3'
     status, text = compare_command(*words)
     assert status == 0
-    contrasts = json.loads(Path('out/compare/small/report.json').read_text())['contrasts']
+    contrasts = read_json('out/compare/small/report.json')['contrasts']
     assert contrasts['again-vanilla']['verdict'] == 'undecided'
     assert contrasts['slow-vanilla']['verdict'] == 'worse'
     assert 'slow is worse than vanilla by' in text

@@ -43,12 +43,11 @@ def refusal(*argv, schema=Toy):
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
+def write(here):
     """write(name, text) makes a config file; returns its path relative to the current folder."""
-    monkeypatch.chdir(tmp_path)
 
     def write(name, text):
-        path = tmp_path / name
+        path = here / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         return name

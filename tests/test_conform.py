@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, assert_one_line
 from ports import Ours, mixing_of
 from programs import patched_model
+from runs import call
 
 import model as model_py
 from hub import conform
@@ -25,19 +26,23 @@ RULES = {
 }
 
 
-def check(module, level, variant, capsys):
-    """How many checks of a model.py fail, and what the kit says."""
-    case = CASES[level][variant]
+def check(port, level, variant, capsys):
+    """How many checks of a port fail, and what the kit says."""
+    failures = conform.check_port(conform.OBSERVE[level], port, variant, CASES[level][variant])
+    return failures, capsys.readouterr().out
+
+
+def check_module(module, level, variant, capsys):
+    """check() of a model.py."""
     port = type('Port', (Ours,), {'module': module})
     if level == 'mixing':
-        port = mixing_of(case.config, module)
-    failures = conform.check_port(conform.OBSERVE[level], port, variant, case)
-    return failures, capsys.readouterr().out
+        port = mixing_of(CASES[level][variant].config, module)
+    return check(port, level, variant, capsys)
 
 
 @pytest.mark.parametrize('level, variant', [(level, v) for level in CASES for v in CASES[level]])
 def test_our_model_passes_every_check(level, variant, capsys):
-    failures, said = check(model_py, level, variant, capsys)
+    failures, said = check_module(model_py, level, variant, capsys)
     assert failures == 0 and 'not checked' not in said, said
 
 
@@ -58,12 +63,14 @@ def test_each_mistake_is_named(name, tmp_path, capsys):
             cases = [case for case in cases if case[0] == 'model']
     assert cases
     for level, variant in cases:
-        failures, said = check(module, level, variant, capsys)
+        failures, said = check_module(module, level, variant, capsys)
         assert failures and words in said and 'unknown' not in said, said
 
 
 def test_the_mistake_that_a_page_shows(tmp_path, capsys):
-    _, said = check(patched_model('mistake_detached', tmp_path), 'model', 'resformer', capsys)
+    _, said = check_module(
+        patched_model('mistake_detached', tmp_path), 'model', 'resformer', capsys
+    )
     assert said in (ROOT / 'docs/use.md').read_text()
 
 
@@ -79,7 +86,7 @@ def test_other_mistakes_are_found_and_not_misnamed(name, words, tmp_path, capsys
     """They were written before the kit had a table of mistakes."""
     module = patched_model(name, tmp_path)
     for variant in ('resformer-learned', 'svformer-cla-gqa'):
-        failures, said = check(module, 'model', variant, capsys)
+        failures, said = check_module(module, 'model', variant, capsys)
         assert failures and words in said, said
         assert not any(words in said for words in conform.MISTAKES.values()), said
 
@@ -154,17 +161,14 @@ class SomeGradients(Ours):
     ],
 )
 def test_a_mistake_of_the_port_alone_is_told_as_such(port, words, capsys):
-    case = CASES['model']['resformer']
-    assert conform.check_port(conform.observe_model, port, 'resformer', case)
-    said = capsys.readouterr().out
-    assert all(word in said for word in words), said
+    failures, said = check(port, 'model', 'resformer', capsys)
+    assert failures and all(word in said for word in words), said
 
 
 def test_what_is_given_and_what_is_compared_are_told_apart(capsys):
-    case = CASES['model']['resformer']
-    assert not conform.check_port(conform.observe_model, SomeGradients, 'resformer', case)
-    said = capsys.readouterr().out
-    assert f'the gradients of {len(case.weights) - 1} weights' in said
+    failures, said = check(SomeGradients, 'model', 'resformer', capsys)
+    weights = CASES['model']['resformer'].weights
+    assert not failures and f'the gradients of {len(weights) - 1} weights' in said
     assert 'unknown here: gradient of h.2.mlp.weight' in said
 
 
@@ -185,8 +189,8 @@ def test_a_cache_of_the_wrong_size_is_explained(variant, numbers, words, capsys)
     wrong = numbers(case.expected['numbers in the cache'], layer)
     decode = mock.patch.object(Ours, 'decode', lambda *_: (case.expected['logits'], wrong))
     with decode:
-        assert conform.check_port(conform.observe_model, Ours, variant, case) == 1
-    assert words in capsys.readouterr().out
+        failures, said = check(Ours, 'model', variant, capsys)
+    assert failures == 1 and words in said
 
 
 def weighted(weights_of):
@@ -211,10 +215,8 @@ def weighted(weights_of):
     ],
 )
 def test_likely_weights_are_named(variant, weights_of, words, capsys):
-    case = CASES['model'][variant]
-    assert conform.check_port(conform.observe_model, weighted(weights_of), variant, case)
-    said = capsys.readouterr().out
-    assert words in said and 'nothing reads' not in said, said
+    failures, said = check(weighted(weights_of), 'model', variant, capsys)
+    assert failures and words in said and 'nothing reads' not in said, said
 
 
 @pytest.mark.parametrize(
@@ -226,13 +228,11 @@ def test_likely_weights_are_named(variant, weights_of, words, capsys):
     ],
 )
 def test_a_variant_that_is_taken_for_another_is_named(variant, other, capsys):
-    case = CASES['model'][variant]
-
     def build(config, weights):
         return Ours(CASES['model'][other].config, weights)
 
-    assert conform.check_port(conform.observe_model, build, variant, case)
-    assert f'which is what {other} gives' in capsys.readouterr().out
+    failures, said = check(build, 'model', variant, capsys)
+    assert failures and f'which is what {other} gives' in said
 
 
 def over_length(own, source, x, weights):
@@ -256,16 +256,14 @@ def of_the_first(own, source, x, weights, first=[]):  # noqa: B006
     ],
 )
 def test_a_wrong_mixing_is_named_or_unknown(mix, words, others, capsys):
-    case = CASES['mixing']['resformer-learned']
-    assert conform.check_port(conform.observe_mixing, mix, 'resformer-learned', case) == 1
-    said = capsys.readouterr().out
-    assert words in said and others not in said, said
+    failures, said = check(mix, 'mixing', 'resformer-learned', capsys)
+    assert failures == 1 and words in said and others not in said, said
 
 
 def test_a_mistake_that_explains_only_later_checks_is_not_named(capsys):
     case = CASES['model']['resformer']
-    check, numbers = next(iter(case.mistakes['detached'].items()))
-    gradient = case.expected[check].copy()
+    of_layer, numbers = next(iter(case.mistakes['detached'].items()))
+    gradient = case.expected[of_layer].copy()
     gradient.flat[conform.places(gradient.size)] = numbers
 
     class Port(Ours):
@@ -273,11 +271,11 @@ def test_a_mistake_that_explains_only_later_checks_is_not_named(capsys):
             return [2 * t for t in super().values(ids)]
 
         def gradients(self, ids, targets):
-            return {check.removeprefix('gradient of '): gradient}
+            return {of_layer.removeprefix('gradient of '): gradient}
 
-    assert conform.check_port(conform.observe_model, Port, 'resformer', case)
-    said = capsys.readouterr().out
-    assert '2 times what is right' in said and check in said and 'detached' not in said, said
+    failures, said = check(Port, 'model', 'resformer', capsys)
+    assert failures and '2 times what is right' in said
+    assert of_layer in said and 'detached' not in said, said
 
 
 def detached(own, source, x, weights):
@@ -300,14 +298,6 @@ misspelt.variants = 'vanilla,resfomer'
 # --- the program ----------------------------------------------------------------------------------
 
 
-def run(monkeypatch, capsys, *words):
-    """(status or message, what it printed) of the program."""
-    monkeypatch.setattr('sys.argv', ['conform.py', *words])
-    with pytest.raises(SystemExit) as exit:
-        conform.main()
-    return exit.value.code, capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     'port, status, words',
     [
@@ -323,10 +313,8 @@ def run(monkeypatch, capsys, *words):
         ('test_conform:detached', 1, ['resformer: 1 of 3 checks fails', 'a detached V_1']),
     ],
 )
-def test_the_status_says_whether_all_that_was_checked_passes(
-    port, status, words, monkeypatch, capsys
-):
-    code, said = run(monkeypatch, capsys, port, '--variant=resformer')
+def test_the_status_says_whether_all_that_was_checked_passes(port, status, words):
+    code, said = call(conform.main, port, '--variant=resformer')
     assert code == status and all(word in said for word in words), said
 
 
@@ -337,33 +325,30 @@ def test_the_status_says_whether_all_that_was_checked_passes(
         (['nix:build'], "'nix'"),
         (['ports:nix'], "'nix'"),
         (['ports:logits_alone', '--variant=resfomer'], "'resfomer'"),
-        (['test_conform:run'], 'config and weights'),
+        (['test_conform:weighted'], 'config and weights'),
         (['test_conform:misspelt'], "'resfomer'"),
         (['leaves_early:build'], 'leaves_early:build: SystemExit'),
     ],
 )
-def test_a_wrong_name_is_one_line(words, named, monkeypatch, capsys, tmp_path):
+def test_a_wrong_name_is_one_line(words, named, monkeypatch, tmp_path):
     (tmp_path / 'leaves_early.py').write_text('raise SystemExit(0)')
     monkeypatch.syspath_prepend(tmp_path)
-    code, _ = run(monkeypatch, capsys, *words)
+    code, _ = call(conform.main, *words)
     assert_one_line(code, named)
 
 
-def test_a_port_lists_its_variants_in_one_line(monkeypatch, capsys):
-    _, said = run(monkeypatch, capsys, 'ports:leaves', '--variant=vanilla,gqa,x0')
+def test_a_port_lists_its_variants_in_one_line():
+    _, said = call(conform.main, 'ports:leaves', '--variant=vanilla,gqa,x0')
     assert 'vanilla: fails' in said and 'does not have them: gqa, x0\n' in said
 
 
-def test_a_variant_alone_shows_what_a_port_is_given(monkeypatch, capsys):
-    status, said = run(monkeypatch, capsys, '--variant=svformer-gqa')
+def test_a_variant_alone_shows_what_a_port_is_given():
+    status, said = call(conform.main, '--variant=svformer-gqa')
     assert status == 0
-    config, weights = (
-        vars(CASES['model']['svformer-gqa'].config),
-        CASES['model']['svformer-gqa'].weights,
-    )
+    case = CASES['model']['svformer-gqa']
     for name in ('norm_eps', 'rope_theta', 'n_kv_head', 'share_v'):
-        assert f'  {name} = {config[name]!r}\n' in said
-    assert all(f'  {name} {weight.shape}\n' in said for name, weight in weights.items())
+        assert f'  {name} = {getattr(case.config, name)!r}\n' in said
+    assert all(f'  {name} {weight.shape}\n' in said for name, weight in case.weights.items())
     assert 'v_residual' not in said
 
 

@@ -7,8 +7,6 @@ from runs import write_run
 from comparison.runs import read_state
 from paper import draw, losses
 
-pytestmark = pytest.mark.usefixtures('figures_closed')
-
 
 def noise(rng, steps, memory=0.9, scale=0.02):
     """An AR(1) series around 0, from its stationary start."""

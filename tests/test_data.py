@@ -1,7 +1,6 @@
 """lib/data.py: a row is a pure function of (seed, row number); what meta.json belies is refused."""
 
 import hashlib
-import json
 import os
 import threading
 from collections import Counter
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import raises_one_line
+from conftest import raises_one_line, read_json, write_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,9 +155,9 @@ def test_a_dataset_made_by_hand_without_what_training_needs_is_refused(prepared,
 def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(prepared, split):
     prepared('by_hand', SPLITS)
     path = Path('data/by_hand/meta.json')
-    meta = json.loads(path.read_text())
+    meta = read_json(path)
     meta['tokenizer']['n_vocab'] = 40
-    path.write_text(json.dumps(meta))
+    write_json(path, meta)
     dataset = Dataset('by_hand')
     dataset.verify()
     with raises_one_line(f'data/by_hand/{split}/', 'n_vocab', 40):
@@ -208,7 +207,7 @@ def test_a_damaged_memory_of_verification_is_replaced(tiny, text):
     before = {*os.listdir(tiny.folder), 'verified.json'}
     (tiny.folder / 'verified.json').write_text(text)
     tiny.verify()
-    assert len(json.loads((tiny.folder / 'verified.json').read_text())) == 6
+    assert len(read_json(tiny.folder / 'verified.json')) == 6
     assert set(os.listdir(tiny.folder)) == before
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from comparisons import write_arm
-from conftest import ROOT
+from conftest import ROOT, raises_one_line
 from runs import write_log, write_run
 
 from comparison import charts
@@ -12,8 +12,6 @@ from comparison.results import sweep
 from comparison.runs import read_state
 from comparison.verdict import judge
 from paper import draw, figures, losses, reproduce
-
-pytestmark = pytest.mark.usefixtures('figures_closed')
 
 
 def state(folder, values, **config):
@@ -37,7 +35,7 @@ def test_a_curve_is_the_mean_of_a_window_and_ends_with_the_validation_loss(tmp_p
     assert all_of_it['curves'][1] == pytest.approx([(other - base).mean()])
     assert losses.late_difference(*pair, 10) == pytest.approx((other - base)[-10:].mean())
     assert losses.early_difference(*pair) == pytest.approx((other - base)[:4].mean())
-    with pytest.raises(ValueError, match='fewer than the 41'):
+    with raises_one_line('fewer than the 41'):
         losses.late_difference(*pair, 41)
 
 

@@ -1,7 +1,6 @@
 """evaluate.py loss: against a slow, obvious loop over the windows, its table, and what it refuses."""
 
 import functools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from byte_runs import RESFORMER, random_model, write_byte_dataset
-from conftest import assert_one_line
+from conftest import assert_one_line, read_json
 from programs import program as call_program
 from programs import small_bpe, table
-from runs import newest, ranks
+from runs import newest, ranks, run_main
 
 import evaluate
 from hub.convert import export
@@ -31,13 +30,6 @@ run = byte_runs.run
 program = functools.partial(call_program, evaluate.main)
 
 
-def run_evaluate(*words):
-    """evaluate.py in a process of its own, for runs.ranks."""
-    status, out, _ = program(*words)
-    print(out)
-    assert status == 0, status
-
-
 def compared(*runs, **options):
     """The reports of evaluate.py loss."""
     settings = evaluate.LossConfig(device='cpu', **options)
@@ -45,7 +37,7 @@ def compared(*runs, **options):
 
 
 def read_reports(path):
-    return json.loads(Path(path).read_text(), parse_constant=pytest.fail)['runs']
+    return read_json(path)['runs']
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -119,7 +111,7 @@ def test_losses_are_those_of_a_slow_loop_over_the_windows(run, dataset, changes)
 def test_losses_depend_on_no_batch_size_nor_number_of_processes_and_repeat_exactly(run):
     out = run('together', **RESFORMER)
     words = ['loss', out, '--batch_size=4', '--out=two.json', '--device=cpu']
-    processes = ranks(2, run_evaluate, *words)
+    processes = ranks(2, run_main, evaluate.main, *words)
     for status, _, err in processes:
         assert status == 0, err
     # Only the first process prints.

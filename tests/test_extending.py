@@ -6,17 +6,13 @@ import pytest
 import reference
 import torch
 import variants
+from conftest import raises_one_line
 from programs import patched_model
-from variants import RES, SIZE, tokens
+from variants import RES, SIZE, in_chunks, tokens
 
 from model import GPTConfig
 
 B, T = 2, 11
-
-
-def decoded(model, idx):
-    cache = model.new_cache(B, T)
-    return torch.cat([model(chunk, cache=cache)[0] for chunk in idx.split((5, 1, 5), dim=1)], dim=1)
 
 
 # --- three ideas, each a patch of model.py ---------------------------------------------------------
@@ -34,7 +30,8 @@ def trained_and_decoded(patched, **settings):
             for p in model.parameters():
                 p += 0.1 * torch.randn_like(p)
     assert all(p.grad.count_nonzero() for p in model.parameters())
-    torch.testing.assert_close(decoded(model, idx), model(idx)[0], atol=1e-4, rtol=1e-4)
+    decoded = in_chunks(model, idx, (5, 1, 5), model.new_cache(B, T))
+    torch.testing.assert_close(decoded, model(idx)[0], atol=1e-4, rtol=1e-4)
     return model
 
 
@@ -70,7 +67,7 @@ def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing
     with torch.autocast('cpu', dtype=torch.float16):
         weighed(idx, idx)[1].backward()
     for settings, name in (({}, 'v_residual'), (dict(RES, residual_map='cross'), 'residual_map')):
-        with pytest.raises(ValueError, match=f'{name}'):
+        with raises_one_line(name):
             patched.GPTConfig(**SIZE, **settings, residual_weights='heads')
 
 

@@ -1,20 +1,19 @@
 """tests/fakegpu.py, its page and the configs' comments: what is quoted is what was measured."""
 
-import json
 import re
 
 import fakegpu
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_json
 
 from configurator import configure
 from model import GPTConfig
 from train import TrainConfig
 
 RESULTS = ROOT / 'results/fakegpu'
-TABLES = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob('torch_*.json'))}
+TABLES = {path.stem: read_json(path) for path in sorted(RESULTS.glob('torch_*.json'))}
 # Some rows were counted again when q, k and v had become matrices of their own.
-AGAIN = json.loads((RESULTS / 'parts_2.13.json').read_text())['rows']
+AGAIN = read_json(RESULTS / 'parts_2.13.json')['rows']
 NEWEST = TABLES['torch_2.13']['rows'] | AGAIN
 NUMBER = r'(\d+\.\d)'
 

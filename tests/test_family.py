@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import raises_one_line
 from variants import RES, SIZE, SV, config_of, make, tokens
 
 from lib.rundir import load_state, optimizer_state
@@ -43,7 +44,7 @@ def test_the_heads_that_a_borrower_keeps_start_as_vanillas_first_ones():
 
 
 def test_a_rate_of_tables_is_for_tables():
-    with pytest.raises(ValueError, match='table_rate'):
+    with raises_one_line('table_rate'):
         check_rates(TrainConfig(table_rate=2.0), GPTConfig())
     model = GPT(config_of('tables'))
     (optimizer,) = make_optimizers(model, TrainConfig(table_rate=2.0))
@@ -114,7 +115,7 @@ def test_the_state_of_an_optimizer_is_taken_by_name(kind):
     for kind in moments:  # AdamW would write past the end of one that is too small
         lacking = {key: t for key, t in moments.items() if key != kind}
         for wrong in (lacking, moments | {kind: torch.ones(2)}):
-            with pytest.raises(ValueError, match='moments'):
+            with raises_one_line('moments'):
                 load_state(
                     again, others, None, {'path': 'x', 'optimizer': {'state': {name: wrong}}}
                 )

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, write_dataset
-from runs import log
+from runs import command_line, training_steps
 from variants import VARIANTS
 
 from bench import DecodeConfig
@@ -112,32 +112,25 @@ def test_no_attention_of_a_whole_text_holds_all_its_weights(dtype, kv_heads):
 
 
 @pytest.mark.parametrize('launcher', [[], ['-m', 'torch.distributed.run', '--nproc_per_node=1']])
-def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch, launcher):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_learns_stops_and_resumes(here, launcher):
     splits = {'train': {'A': 90000}, 'validation': {'A': 3000}}
-    write_dataset(tmp_path / 'data' / 'tiny', splits)
+    write_dataset(here / 'data' / 'tiny', splits)
     options = dict(
-        dataset='tiny',
-        n_layer=2,
-        n_head=2,
         n_embd=64,
         block_size=64,
-        vocab_size=64,
         batch_size=8,
         gradient_accumulation_steps=2,
-        warmup_iters=3,
-        learning_rate=1e-2,
-        eval_iters=2,
         lr_decay_iters=20,
+        device='auto',
+        compile=True,
     )
 
     def losses(out_dir, **changes):
         """{step: loss} of a run of train.py, in its log."""
-        settings = {**options, 'out_dir': out_dir, **changes}
-        words = [f'--{name}={value}' for name, value in settings.items()]
+        words = command_line(out_dir, options | changes)
         command = [sys.executable, *launcher, ROOT / 'train.py', *words]
         subprocess.run(command, check=True, timeout=300)
-        return {entry['step']: entry['loss'] for entry in log(out_dir) if 'loss' in entry}
+        return {entry['step']: entry['loss'] for entry in training_steps(out_dir)}
 
     whole = losses('out/whole', max_iters=20)
     losses('out/parts', max_iters=10)

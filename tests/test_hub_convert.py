@@ -8,9 +8,9 @@ import programs
 import pytest
 import reference
 import torch
-from checkpoints import assert_equal_logits, assert_same_weights, transformers
+from checkpoints import assert_equal_logits, assert_same_weights, load_remote, transformers
 from conftest import ROOT, assert_one_line, contents, raises_one_line
-from programs import BYTES, SIZE, import_file, ours, program, tokens
+from programs import BYTES, NEOX, SIZE, import_file, needs_neox, ours, program, tokens
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import GPT2, SV
@@ -23,8 +23,6 @@ from model import GPT, GPTConfig
 
 quiet = checkpoints.quiet
 trained = programs.trained
-
-NEOX = ROOT.parent / 'shared' / 'data' / 'tokenizer' / 'tokenizer.json'
 
 PLAIN = {
     'GQA': dict(n_kv_head=2),
@@ -42,10 +40,6 @@ def load_plain(folder):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model
-
-
-def load_remote(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
 @pytest.mark.parametrize('name', PLAIN)
@@ -126,7 +120,7 @@ def test_a_weight_that_a_fork_adds_goes_out_with_its_code_and_only_there(
     # Without the weight the fork's models are plain.
     assert_equal_logits(models['plain'], load_plain(tmp_path / 'plain'))
     # This repository does not have the field.
-    with pytest.raises(ValueError, match='my_gate'):
+    with raises_one_line('my_gate'):
         load(tmp_path / 'gated')
 
 
@@ -151,11 +145,6 @@ TEXTS = [
     "don't we'll  'S",
     'def f(x):\n        return x  # 1234',
 ]
-
-needs_neox = pytest.mark.skipif(
-    not NEOX.exists(),
-    reason='no ../shared/data/tokenizer: the real GPT-NeoX vocabulary is not tested',
-)
 
 
 @pytest.mark.parametrize('which', ['bytes', pytest.param(NEOX, marks=needs_neox)], ids=str)

@@ -1,21 +1,18 @@
 """train.py --init_from=FOLDER: training goes on from a checkpoint of transformers."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 import checkpoints
 import pytest
 from checkpoints import SCALING, written
-from conftest import raises_one_line
+from conftest import raises_one_line, write_dataset
 from programs import BYTES, small_bpe
-from runs import evaluations, good, here, newest, refused
+from runs import evaluations, good, here, model_of, refused
 
 import hub.convert
 from lib.rundir import checkpoints as checkpoints_of
 from lib.trained import load_run
-from model import GPT, GPTConfig
 
 quiet = checkpoints.quiet
 
@@ -36,13 +33,6 @@ LLAMA3 = {**SCALING, 'rope_theta': 500000.0}
 def tokenizer_file(work):
     """data/tiny says that its tokenizer is the one that exports here have."""
     (work / 'data/tiny/tokenizer.json').write_bytes(BYTES.as_file())
-
-
-def model_of(run):
-    checkpoint = newest(run)
-    model = GPT(GPTConfig(**checkpoint['model_config']))
-    model.load_state_dict(checkpoint['model'])
-    return model
 
 
 def evaluated(init_from, **options):
@@ -80,10 +70,7 @@ def test_training_from_a_folder_begins_with_its_loss_and_goes_on(work, name):
 def other_dataset(name, encoder):
     """data/tiny, as if it had been prepared with another tokenizer."""
     folder = Path('data', name)
-    shutil.copytree('data/tiny', folder)
-    meta = json.loads((folder / 'meta.json').read_text())
-    meta['tokenizer']['sha256'] = encoder.sha256
-    (folder / 'meta.json').write_text(json.dumps(meta))
+    write_dataset(folder, sha256=encoder.sha256)
     (folder / 'tokenizer.json').write_bytes(encoder.as_file())
     return folder
 

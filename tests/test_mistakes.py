@@ -11,8 +11,6 @@ import torch
 from conftest import write_dataset
 from programs import Evil
 from runs import (
-    TRAIN,
-    VALIDATION,
     assert_same_run,
     call,
     command_line,
@@ -22,7 +20,7 @@ from runs import (
     load,
     read_config,
     refused,
-    run_train,
+    run_main,
 )
 
 import train
@@ -33,22 +31,14 @@ from train import TrainConfig
 
 def data_copy(name, **changes):
     """data/<name>: the tiny dataset again, with changes to write_dataset's arguments."""
-    splits = {'train': TRAIN, 'validation': VALIDATION}
-    write_dataset(Path('data', name), **{'splits': splits, **changes})
-    return name
-
-
-def retokenized(name):
-    """data/<name>: the tiny dataset, as if of another tokenizer."""
-    path = Path('data', data_copy(name), 'meta.json')
-    path.write_text(path.read_text().replace('0' * 64, '1' * 64))
+    write_dataset(Path('data', name), **changes)
     return name
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_a_failure(work):
     """The rest of these tests look at sys.exit's argument; here is what a person sees."""
     words = command_line('out/refused', {'learning_rat': 1})
-    status, out, err = finish(fork(run_train, *words))
+    status, out, err = finish(fork(run_main, train.main, *words))
     assert status == 1 and out == '' and err.count('\n') == 1 and err.startswith('error: ')
 
 
@@ -170,7 +160,7 @@ def test_a_fork_that_is_no_cooldown_of_its_run_is_refused(whole):
 def test_resuming_on_other_data_or_tokens_is_refused(whole):
     other = data_copy('otherwise', seed=1)
     refused('data/otherwise', out_dir=whole, init_from='resume', dataset=other)
-    foreign = retokenized('foreign')
+    foreign = data_copy('foreign', sha256='1' * 64)
     refused('tokenizer', 'data/foreign', out_dir=whole, init_from='resume', dataset=foreign)
     weights = f'{whole}/ckpt_12.pt'
     refused('tokenizer', 'data/foreign', init_from=weights, dataset=foreign)

@@ -5,9 +5,8 @@ import random
 import shutil
 import tarfile
 
-import pytest
 import runs
-from conftest import assert_one_line, contents
+from conftest import assert_one_line, contents, raises_one_line
 
 import train
 from comparison import pack
@@ -97,7 +96,7 @@ def test_what_is_no_file_in_a_pack_made_by_hand_is_passed_over(tmp_path):
     before = read_state(folder)
     with tarfile.open(tmp_path / 'runs_1.tar.xz', 'w:xz') as pack:
         pack.add(folder, f'./{folder.name}')  # as tar c ./* packs
-    with pytest.raises(ValueError, match='runs_1.tar.xz; rename'):
+    with raises_one_line('runs_1.tar.xz; rename'):
         named_runs([tmp_path / 'mine.tar.xz'])
     shutil.rmtree(folder)
     assert vars(read_state(folder)) == vars(before)
@@ -114,5 +113,5 @@ def test_an_unfinished_run_and_a_damaged_pack_are_named(tmp_path):
     for damaged in (whole[:-9], whole[:999] + b'\0' + whole[1000:]):
         path.write_bytes(damaged)
         read_pack.cache_clear()
-        with pytest.raises(ValueError, match=path.name):
+        with raises_one_line(path.name):
             read_state(folder)

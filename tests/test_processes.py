@@ -1,7 +1,6 @@
 """train.py on several processes: the same run on any number, and no process waits for a lost one."""
 
 import itertools
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from accidents import torchrun, train_with
 from conftest import ROOT, write_dataset
 from runs import (
-    TRAIN,
-    VALIDATION,
     assert_close_losses,
     assert_same_run,
     command_line,
@@ -25,7 +22,7 @@ from runs import (
     losses,
     newest,
     ranks,
-    run_train,
+    run_main,
     snapshot,
     training_steps,
 )
@@ -38,7 +35,7 @@ from lib.files import locked
 # --- the same run --------------------------------------------------------------------------------
 
 
-def test_two_processes_reproduce_one_and_either_resumes_the_other(whole):
+def test_two_processes_reproduce_one_and_either_resumes_the_other(half, whole):
     good_ranks('out/two')
     assert_close_losses('out/two', whole)
     for ours, theirs in zip(log('out/two'), log(whole), strict=True):
@@ -46,17 +43,13 @@ def test_two_processes_reproduce_one_and_either_resumes_the_other(whole):
     assert newest('out/two')['data'] == newest(whole)['data']
 
     for name, first, go_on in (('two-one', 'out/two', good), ('one-two', whole, good_ranks)):
-        shutil.copytree(first, f'out/{name}')
-        os.remove(f'out/{name}/ckpt_12.pt')
-        go_on(f'out/{name}', init_from='resume')
+        go_on(half(f'out/{name}', first), init_from='resume')
         assert_close_losses(f'out/{name}', whole)
 
 
-def test_a_run_of_two_processes_resumes_on_two_bit_for_bit(work):
+def test_a_run_of_two_processes_resumes_on_two_bit_for_bit(half):
     good_ranks('out/two-whole', dropout=0.2)
-    shutil.copytree('out/two-whole', 'out/two-two')
-    os.remove('out/two-two/ckpt_12.pt')
-    good_ranks('out/two-two', dropout=0.2, init_from='resume')
+    good_ranks(half('out/two-two', 'out/two-whole'), dropout=0.2, init_from='resume')
     assert_same_run('out/two-two', 'out/two-whole')
 
 
@@ -171,13 +164,15 @@ def one_line(results):
 
 
 def test_a_mistake_of_all_processes_is_one_line_and_no_process_waits(work):
-    write_dataset(Path('data/altered'), {'train': TRAIN, 'validation': VALIDATION})
+    write_dataset(Path('data/altered'))
     path = Path('data/altered/train/A.bin')
     path.write_bytes(path.read_bytes()[:-2] + b'\1\1')
     before = snapshot('.')
-    results = ranks(2, run_train, *command_line('out/refused', dict(dataset='altered')))
+    results = ranks(2, run_main, train.main, *command_line('out/refused', dict(dataset='altered')))
     assert str(path) in one_line(results)
-    results = ranks(2, run_train, *command_line('out/refused', dict(gradient_accumulation_steps=5)))
+    results = ranks(
+        2, run_main, train.main, *command_line('out/refused', dict(gradient_accumulation_steps=5))
+    )
     line = one_line(results)
     assert 'gradient_accumulation_steps=5' in line and '2 processes; 4 is' in line
     assert snapshot('.') == before
@@ -202,12 +197,12 @@ def test_machines_that_would_train_different_runs_are_refused(half):
     line = one_line(ranks(2, train_with, 'folders apart', 'mine.py', *words))
     assert 'learning_rate is 0.01 and 0.02;' in line
 
-    write_dataset(Path('apart/data/tiny'), {'train': TRAIN, 'validation': VALIDATION}, seed=1)
+    write_dataset(Path('apart/data/tiny'), seed=1)
     line = one_line(ranks(2, train_with, 'folders apart', *words))
     assert 'dataset is' in line
 
 
 def test_a_folder_that_another_process_holds_is_refused_and_no_process_waits(whole):
     with locked(whole, 'training in'):
-        results = ranks(2, run_train, *command_line(whole, dict(init_from='auto')))
+        results = ranks(2, run_main, train.main, *command_line(whole, dict(init_from='auto')))
     assert whole in one_line(results)

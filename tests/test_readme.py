@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import json
 import math
 import re
 import shlex
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, read_json
 
 from configurator import configure
 from model import GPT, GPTConfig
@@ -149,7 +148,7 @@ def test_every_file_that_it_names_exists():
 
 
 def test_the_memory_that_it_names_is_what_was_counted():
-    rows = json.loads((ROOT / 'results/fakegpu/parts_2.13.json').read_text())['rows']
+    rows = read_json(ROOT / 'results/fakegpu/parts_2.13.json')['rows']
     sizes = ('82m', '180m', '468m')
     gib = [math.ceil(rows[f'{size} vanilla, DDP of 8']['step_gib']) for size in sizes]
     said = 'vanilla takes {} GiB of each of eight GPUs at 82M, {} at 180M and {} at 468M'

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from byte_runs import write_byte_dataset
 from comparisons import launch_here, write_arm
-from conftest import ROOT, assert_one_line, write_dataset
+from conftest import ROOT, assert_one_line, read_json, write_dataset, write_json
 from programs import program
 
 from comparison import launch
 from comparison.runs import facts
 from paper import draw, figures, reproduce
 from paper.figures import CLAIMS_SIZE, FIGURES, LENGTHS, PAPER, SCALES, TINY, Arm
-
-pytestmark = pytest.mark.usefixtures('figures_closed')
 
 OUT = Path('out/tiny')
 ARMS = list(dict.fromkeys(arm for figure in FIGURES.values() for arm in figure.runs()))
@@ -111,7 +109,7 @@ def test_a_figure_is_trained_analyzed_drawn_and_judged_and_trained_once(short, m
     assert Path('results/tiny/fig9.png').stat().st_size > 10_000
     rows = [line for line in out.splitlines() if line.startswith('| ') and '| undecided' in line]
     assert len(rows) == 2 and '2 of at least 3 seeds' in rows[1]
-    (panel,) = json.loads(Path('results/tiny/fig9.json').read_text())['panels']
+    (panel,) = read_json('results/tiny/fig9.json')['panels']
     runs = [f'{model}_lr0.003_seed{seed}' for model in ('vanilla', 'resformer') for seed in (1, 2)]
     assert [Path(run).name for run in panel['numbers']['runs']] == runs
     before = sorted(Path('out').rglob('*'))
@@ -185,7 +183,7 @@ def test_a_kept_file_is_drawn_as_far_as_it_goes_or_named(here, titles):
     Path('results/tiny').mkdir(parents=True)
     shutil.copy(ROOT / 'results/tiny/fig5.json', 'results/tiny')
     older = {'how': 'final differences', 'title': 'Half the KV cache', 'numbers': {}}
-    Path('results/tiny/fig10.json').write_text(json.dumps({'panels': [older]}))
+    write_json('results/tiny/fig10.json', {'panels': [older]})
     Path('results/tiny/fig6.json').write_text('{"panels": ')
     Path('results/tiny/fig7.json').write_text('[]')
     status, _, _ = reproduced('redraw', 'fig10', 'fig6', 'fig7', 'fig8', 'fig5')

@@ -8,7 +8,6 @@ scipy. The verdicts are also computed by the page's own command.
 
 import functools
 import itertools
-import json
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import ROOT
+from conftest import ROOT, read_json
 from programs import program
 
 from comparison.logs import named_runs, text_in
@@ -25,11 +24,9 @@ from comparison.runs import read_state
 from paper import losses, reproduce
 from paper.figures import NAMES
 
-pytestmark = pytest.mark.usefixtures('figures_closed')
-
 RESULTS = ROOT / 'results'
 CLAIMS, LONG, RATES = RESULTS / 'claims', RESULTS / 'long', RESULTS / 'rates'
-ROWS = {row['label']: row for row in json.loads((CLAIMS / 'verdicts.json').read_text())['rows']}
+ROWS = {row['label']: row for row in read_json(CLAIMS / 'verdicts.json')['rows']}
 TESTED = {label: row for label, row in ROWS.items() if row['numbers']}
 MAPPINGS = ('A_n (V_n + V_n-1), Eq. 3', 'A_n V_n + V_n-1, Eq. 6')
 
@@ -190,7 +187,7 @@ def test_holm_within_each_figure_and_what_it_would_leave_over_all_rows():
 
 def test_what_lies_inside_the_models_is_in_the_kept_analyses():
     def series(kind, model, seed, name):
-        runs = json.loads((CLAIMS / 'analyses' / f'{kind}.json').read_text())['runs']
+        runs = read_json(CLAIMS / 'analyses' / f'{kind}.json')['runs']
         (run,) = [run for run in runs if Path(run).name == f'{model}_lr0.006_seed{seed}']
         return np.array(runs[run]['series'][name]['mean'], float)
 
@@ -260,7 +257,7 @@ def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds(
         for model, rates in table.items():
             columns.append([embedding_losses(model, rate, (101, 102)) for rate in rates])
             chosen[model] = float(rates[np.mean(columns[-1], axis=1).argmin()])
-        plan = json.loads((EMBEDDING / part / 'plan.json').read_text())
+        plan = read_json(EMBEDDING / part / 'plan.json')
         assert plan['before_test_runs']['rates'] == pytest.approx(chosen)
         for row in itertools.zip_longest(*columns, fillvalue=()):
             cells = ['{:.4f}, {:.4f}'.format(*losses) for losses in row if len(losses)]
@@ -315,7 +312,7 @@ def test_what_bad_starts_handicaps_and_too_few_seeds_make_of_the_embeddings_numb
 
 
 def test_the_first_layer_of_three_runs_attends_as_no_others_does():
-    runs = json.loads((EMBEDDING / 'entropy.json').read_text())['runs']
+    runs = read_json(EMBEDDING / 'entropy.json')['runs']
     first = {Path(run).name: one['series']['entropy']['mean'][0] for run, one in runs.items()}
     stuck = [f'vanilla_lr0.006_seed{seed}' for seed in (6, 9)] + ['vanilla_lr0.012_seed102']
     apart = [first.pop(run) for run in stuck]
@@ -403,7 +400,7 @@ def test_start_quotes_the_leads_of_the_embeddings_page_beside_its_own():
 
 
 def test_the_sinks_of_start_are_those_that_were_measured():
-    rows = json.loads((START / 'sinks.json').read_text())['runs'].items()
+    rows = read_json(START / 'sinks.json')['runs'].items()
     for run, report in rows:
         name, _, norm = run.partition('_lr')[0].partition('_')
         s = {key: np.array(values['mean']) for key, values in report['series'].items()}
@@ -420,7 +417,7 @@ def test_the_sinks_of_start_are_those_that_were_measured():
 
 def test_a_real_models_table_is_what_its_analyses_say():
     def series(kind, name):
-        (run,) = json.loads((RESULTS / 'real' / f'{kind}.json').read_text())['runs'].values()
+        (run,) = read_json(RESULTS / 'real' / f'{kind}.json')['runs'].values()
         assert run['sequences'] == 200 and run['length'] == 1024
         return np.array(run['series'][name]['mean'], float)
 
@@ -452,7 +449,7 @@ COOLDOWNS = {'2.5M': (610, 732), '5M': (1221, 1465), '10M': (2441, 2929), '20M':
 
 
 def test_all_lengths_of_a_run_of_lasting_share_one_training_as_planned():
-    plan = json.loads((LASTING / 'plan.json').read_text())
+    plan = read_json(LASTING / 'plan.json')
     for run in named_runs(LASTING.glob('runs_*.tar.xz')):
         arm, size, seed = Path(run).name.rsplit('_', 2)
         state, planned = read_state(run), plan['arms'][arm]

@@ -14,7 +14,7 @@ import pytest
 import task_items
 import torch
 from byte_runs import RESFORMER, random_model
-from conftest import assert_one_line, raises_one_line
+from conftest import assert_one_line, raises_one_line, read_json
 from programs import BYTES, table
 from programs import program as call_program
 from task_items import ITEMS, PUBLISHED, needs_published
@@ -145,7 +145,7 @@ def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, p
     words = [name, f'--data_dir={published}', f'--limit={limit}', '--tasks=piqa,winogrande']
     status, out, _ = program(*words, '--out=tasks.json', '--device=cpu')
     assert status == 0, status
-    numbers = json.loads(Path('tasks.json').read_text(), parse_constant=pytest.fail)
+    numbers = read_json('tasks.json')
     assert (numbers['limit'], numbers['data']) == (limit, 'eval')
     assert str(published) not in json.dumps(numbers)
     errors = 'over items of one run, not over seeds'

@@ -13,19 +13,13 @@ import unicodedata
 
 import numpy as np
 import pytest
-from conftest import ROOT, raises_one_line
-from programs import small_bpe, train_bpe
+from conftest import raises_one_line, read_json, write_json
+from programs import NEOX, needs_neox, small_bpe, train_bpe
 
 from lib import tokenizer
 from lib.files import sha256_of
 
 hf = pytest.importorskip('tokenizers')
-
-SHARED = ROOT.parent / 'shared' / 'data'
-needs_shared = pytest.mark.skipif(
-    not (SHARED / 'tokenizer' / 'tokenizer.json').exists(),
-    reason='no ../shared/data/tokenizer: the real GPT-NeoX vocabulary is not tested',
-)
 
 UNICODE = (
     'naïve Ångström — “quotes” … ½ ²³ ٣٤ Ⅷ e\u0301 n\u0303 \u1112\u1161\u11ab 日本語の文章 中文 '
@@ -43,7 +37,7 @@ def folders(tmp_path_factory):
     return {
         'neox': train_bpe(tmp / 'neox', TEXTS, 2000, neox=True),
         'gpt2': train_bpe(tmp / 'gpt2', TEXTS, 2000),
-        'real': SHARED / 'tokenizer',
+        'real': NEOX.parent,
     }
 
 
@@ -53,7 +47,7 @@ def load(folders):
     return functools.cache(lambda name: tokenizer.load(folders.get(name, name)))
 
 
-@pytest.fixture(params=['neox', 'gpt2', pytest.param('real', marks=needs_shared)])
+@pytest.fixture(params=['neox', 'gpt2', pytest.param('real', marks=needs_neox)])
 def pair(request, folders, load):
     """(ours, Hugging Face's) of the same file."""
     path = folders[request.param] / 'tokenizer.json'
@@ -210,9 +204,9 @@ REFUSED = [
 
 @pytest.mark.parametrize('word, edit', REFUSED)
 def test_foreign_tokenizer_is_refused_by_name(word, edit, folders, tmp_path):
-    file = json.loads((folders['neox'] / 'tokenizer.json').read_text())
+    file = read_json(folders['neox'] / 'tokenizer.json')
     edit(file)
-    (tmp_path / 'tokenizer.json').write_text(json.dumps(file))
+    write_json(tmp_path / 'tokenizer.json', file)
     with raises_one_line(tmp_path, word):
         tokenizer.load(tmp_path)
 
@@ -220,11 +214,11 @@ def test_foreign_tokenizer_is_refused_by_name(word, edit, folders, tmp_path):
 def test_what_is_not_there_is_said(tmp_path):
     for text in ('{"broken', '[' * 200_000):
         (tmp_path / 'tokenizer.json').write_text(text)
-        with pytest.raises(ValueError, match='tokenizer.json is not a GPT-NeoX or GPT-2'):
+        with raises_one_line('tokenizer.json is not a GPT-NeoX or GPT-2'):
             tokenizer.load(tmp_path)
     (tmp_path / 'empty').mkdir()
     for name in (tmp_path / 'none.json', tmp_path / 'none', tmp_path / 'empty', 'none', 'a/b/c'):
-        with pytest.raises(ValueError, match=f'no tokenizer at {name}'):
+        with raises_one_line(f'no tokenizer at {name}'):
             tokenizer.load(name)
 
 

@@ -22,6 +22,7 @@ from runs import (
     good,
     log,
     losses,
+    model_of,
     newest,
     read_config,
     snapshot,
@@ -356,7 +357,7 @@ def test_speed_is_that_of_steps_alone_however_many_a_log_line_stands_for(work, m
     monkeypatch.setattr(train, 'evaluate', taking(100, train.evaluate))
     good('out/clock', log_interval=3, eval_interval=4)
     assert [entry['step'] for entry in training_steps('out/clock')] == [0, 3, 6, 9]
-    flops = GPT(GPTConfig(**newest('out/clock')['model_config'])).flops_per_token(32)
+    flops = model_of('out/clock').flops_per_token(32)
     for entry in training_steps('out/clock'):
         assert entry['tok_per_s'] == 4 * 2 * 32 / 2
         assert entry['mfu'] == pytest.approx(4 * 2 * 32 / 2 * flops / 1e12)

@@ -1,7 +1,5 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
-import itertools
-import json
 import math
 import os
 import shutil
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accidents import train_with, with_loss
+from accidents import at_call, be_told_to_stop, not_a_number, train_with, with_loss
 from conftest import assert_one_line
 from runs import (
     FORKS,
@@ -27,6 +25,7 @@ from runs import (
     log,
     losses,
     newest,
+    read_config,
     steps_of_checkpoints,
     training_steps,
 )
@@ -63,22 +62,14 @@ def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whol
 # --- signals -------------------------------------------------------------------------------------
 
 
-def send(number):
-    os.kill(os.getpid(), number)
-
-
 def signalled(monkeypatch, number, last_step, out_dir, **options):
     """(exit status, output) of a run that gets a signal in the middle of a step."""
-    step = train.train_step
-    calls = itertools.count()
 
-    def signalled_step(*args):
-        if next(calls) == last_step:
-            send(number)
-        return step(*args)
+    def send(*args):
+        os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, 'train_step', signalled_step)
+        patch.setattr(train, 'train_step', at_call(last_step + 1, train.train_step, send))
         return here(out_dir, **options)
 
 
@@ -122,7 +113,7 @@ def test_a_run_stopped_between_two_batches_of_an_evaluation_is_saved_and_then_on
     def signalled_batches(*args):
         for number, batch in enumerate(batches(*args)):
             if len(training_steps(name)) == step and number == 1:
-                send(signal.SIGTERM)
+                be_told_to_stop()
             yield batch
 
     with monkeypatch.context() as patch:
@@ -137,7 +128,7 @@ def test_a_run_stopped_between_two_batches_of_an_evaluation_is_saved_and_then_on
     assert kept == before and f'finished at step {step}' in text
     # What made this evaluation is in config.json, and what was before it in the log.
     assert 'log_interval' in resumed['changed']
-    assert json.loads(Path(name, 'config.json').read_text())['log_interval'] == 7
+    assert read_config(name)['log_interval'] == 7
     assert losses(name)[f'validation {step}'] == losses(whole)[f'validation {step}']
 
 
@@ -165,7 +156,7 @@ def test_a_finished_run_whose_last_line_is_lost_is_evaluated_again(whole, fault)
     path.write_text(text[:-60] if fault == 'cut' else text.replace(f'"mean": {mean}', '"mean": 1'))
     assert path.read_text() != text
     good(name, init_from='auto')
-    assert history(name) == history(whole)
+    assert history(log(name)) == history(log(whole))
 
 
 def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(whole, capsys):
@@ -294,19 +285,7 @@ def test_a_checkpoint_of_another_make_is_one_line(whole, change):
 
 
 def spoil(monkeypatch, steps, change):
-    """Let these steps, counted from the first one that is taken, have another loss."""
-    step = train.train_step
-    spoilt = with_loss(change, step)
-    calls = itertools.count()
-
-    def step_or_spoil(*args):
-        return (spoilt if next(calls) in steps else step)(*args)
-
-    monkeypatch.setattr(train, 'train_step', step_or_spoil)
-
-
-def not_a_number(loss):
-    return loss * math.nan
+    monkeypatch.setattr(train, 'train_step', with_loss(change, steps))
 
 
 def infinite(loss):

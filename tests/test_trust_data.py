@@ -1,13 +1,12 @@
 """Whatever happens to a preparation, or comes in as data, nothing is lost and nothing is strange."""
 
-import json
 import os
 import resource
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import write_dataset
+from conftest import raises_one_line, write_dataset, write_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
@@ -30,30 +29,25 @@ def test_a_token_file_cut_off_while_it_is_in_use_is_one_line(work):
     write_dataset(Path('data/cut'), {'train': {'A': 5000}, 'validation': {'A': 300}})
     dataset = Dataset('cut')
     os.truncate('data/cut/train/A.bin', 4000)
-    with pytest.raises(ValueError, match='data/cut/train/A.bin was cut off'):
+    with raises_one_line('data/cut/train/A.bin was cut off'):
         TrainingRows(dataset, 32, seed=1).batch(200)
 
 
-def test_a_dataset_exchanged_under_a_running_job_is_read_as_it_was_opened(tmp_path, monkeypatch):
+def test_a_dataset_exchanged_under_a_running_job_is_read_as_it_was_opened(here):
     """By a link that is moved, or prepared again in its place."""
-    monkeypatch.chdir(tmp_path)
     splits = {'train': {'A': 300}, 'validation': {'A': 90}}
     for seed, name in enumerate(('ours', 'theirs')):
         write_dataset(Path('data', name), splits, seed=seed)
     Path('data/now').symlink_to('ours')
     dataset = Dataset('now')
 
-    def read():
+    def read(dataset=dataset):
         return {split: dataset.read(split, 'A', 8, 50).tolist() for split in splits}
 
     before = read()
     Path('data/now').unlink()
     Path('data/now').symlink_to('theirs')
-    assert (
-        read()
-        == before
-        != {split: Dataset('now').read(split, 'A', 8, 50).tolist() for split in splits}
-    )
+    assert read() == before != read(Dataset('now'))
     shutil.rmtree('data/ours')
     write_dataset(Path('data/ours'), splits, seed=2)
     assert read() == before
@@ -166,8 +160,7 @@ JSON = st.recursive(SCALAR, containers)
 
 @BOUNDED
 @given(st.data())
-def test_any_damage_to_a_dataset_is_refused_or_harmless(tmp_path, monkeypatch, draw):
-    monkeypatch.chdir(tmp_path)
+def test_any_damage_to_a_dataset_is_refused_or_harmless(here, draw):
     meta = write_dataset(Path('data/any'), {'train': {'A': 300}, 'validation': {'A': 40}})
 
     # Some value in meta.json becomes another.
@@ -179,7 +172,7 @@ def test_any_damage_to_a_dataset_is_refused_or_harmless(tmp_path, monkeypatch, d
         place = place[key]
         key = draw.draw(st.sampled_from(sorted(place)))
     place[key] = draw.draw(JSON)
-    Path('data/any/meta.json').write_text(json.dumps(meta))
+    write_json('data/any/meta.json', meta)
 
     # And the token file may be longer.
     extra = draw.draw(st.binary(max_size=3))

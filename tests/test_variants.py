@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from variants import SIZE, VARIANTS, config_of, make, tokens, uncovered
+from variants import SIZE, VARIANTS, config_of, in_chunks, make, tokens, uncovered
 
 from model import GPT, GPTConfig
 from train import TrainConfig, checkpoint_blocks, make_optimizers
@@ -107,8 +107,8 @@ def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward
     idx = tokens(B, 24)
     with torch.no_grad():
         cache = model.new_cache(B, 26)
-        chunks = [model(chunk, cache=cache)[0] for chunk in idx.split((7, 1, 11, 1, 4), dim=1)]
-        torch.testing.assert_close(torch.cat(chunks, dim=1), model(idx)[0], rtol=0, atol=1e-10)
+        logits = in_chunks(model, idx, (7, 1, 11, 1, 4), cache)
+        torch.testing.assert_close(logits, model(idx)[0], rtol=0, atol=1e-10)
         without = model.generate(idx[:, :9], 12, temperature=0, use_cache=False)
         assert torch.equal(model.generate(idx[:, :9], 12, temperature=0), without)
 

@@ -5,14 +5,13 @@ from dataclasses import asdict, replace
 
 import pytest
 from comparisons import write_arm
+from conftest import raises_one_line
 from runs import edit_config
 
 from comparison.runs import facts, read_state
 from lib.files import as_json
 from paper import judge
 from paper.figures import CLAIMS, FIGURES, METRICS, NAMES, SCALES, SIGNS, Arm, Claim, R, S, V
-
-pytestmark = pytest.mark.usefixtures('figures_closed')
 
 CLAIMS_SIZE = SCALES['claims']
 SEEDS = range(1, 6)
@@ -135,14 +134,14 @@ def test_a_run_that_is_no_further_seed_of_its_arm_is_refused(tmp_path, more, wor
     (path,) = write_runs(tmp_path, V, {1: 2.0})
     copy = shutil.copytree(path, tmp_path / 'copy')
     edit_config(copy, **more)
-    with pytest.raises(ValueError, match=words):
+    with raises_one_line(words):
         judge.read_pool([path, copy], CLAIMS_SIZE)
 
 
 def test_runs_of_one_seed_must_have_seen_the_same_data_and_settings(tmp_path):
     folders = write_runs(tmp_path, V, {1: 2.0}) + write_runs(tmp_path, R, {1: 1.9})
     edit_config(folders[0], origin='other/ckpt.pt')
-    with pytest.raises(ValueError, match='origin'):
+    with raises_one_line('origin'):
         rows_of([BELOW], folders)
 
 
@@ -168,7 +167,7 @@ def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refuse
     for stated in ({}, {'settings': own, 'step': 20}):
         assert list(series(**stated)['entropy']) == [4.0, 3.0]
     for changes, step, word in (({'seed': 2}, 20, 'seed=2'), ({}, 10, 'step=10')):
-        with pytest.raises(ValueError, match=word):
+        with raises_one_line(word):
             series(settings={**own, **changes}, step=step)
 
 
@@ -176,7 +175,7 @@ def test_a_damaged_analysis_and_one_with_two_runs_of_a_name_are_named(tmp_path):
     texts = ('{', '{}', '[]', '{"runs": {"a/ckpt.pt": {}, "b/ckpt.pt": {}}}')
     for text in texts:
         (tmp_path / 'entropy.json').write_text(text)
-        with pytest.raises(ValueError, match='entropy.json'):
+        with raises_one_line('entropy.json'):
             judge.read_reports(tmp_path)
     with pytest.raises(FileNotFoundError):
         judge.read_reports(tmp_path / 'nowhere')

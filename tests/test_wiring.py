@@ -12,8 +12,6 @@ from model import GPT, GPTConfig
 from paper import wiring
 from paper.wiring import Arrow
 
-pytestmark = pytest.mark.usefixtures('figures_closed')
-
 
 def arrows_by_hand(config):
     """What a layer uses of others, layer by layer from the equations; it shares no code with wire()."""
@@ -106,13 +104,12 @@ def test_a_source_that_is_no_layer_stands_above_the_first_one():
     assert places and max(places) < 0
 
 
-def test_the_wiring_of_models_and_of_runs_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'run').mkdir()
-    (tmp_path / 'run/config.json').write_text('{"n_layer": 3, "share_v": true}')
+def test_the_wiring_of_models_and_of_runs_is_drawn(here):
+    (here / 'run').mkdir()
+    (here / 'run/config.json').write_text('{"n_layer": 3, "share_v": true}')
     words = ['vanilla', 'vanilla+n_layer=4+v_residual=all', 'run', '--out=wiring.svg']
     assert program(wiring.main, *words)[0] == 0
-    assert (tmp_path / 'wiring.svg').read_text().startswith('<?xml')
+    assert (here / 'wiring.svg').read_text().startswith('<?xml')
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,12 @@ def tokens(*shape, seed=0):
     return torch.randint(SIZE['vocab_size'], shape, generator=generator)
 
 
+def in_chunks(model, idx, chunks, cache, **options):
+    """The logits of idx, a chunk of the given lengths at a time, behind what the cache has seen."""
+    logits = [model(chunk, cache=cache, **options)[0] for chunk in idx.split(chunks, dim=1)]
+    return torch.cat(logits, dim=1)
+
+
 def uncovered():
     """[what to do] for each value of a setting that no variant has."""
     configs = [config_of(name) for name in VARIANTS]
