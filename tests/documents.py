@@ -12,7 +12,7 @@ import pytest
 from conftest import contents, read_json
 
 from lib.sources import TABLE_2
-from prepare_slimpajama import PrepareConfig
+from prepare_slimpajama import PrepareConfig, prepare
 
 WORDS = (
     'the of naïve e\u0301 value résidual 日本 😀 <|endoftext|> x=1; \t \n  learning transformer'
@@ -66,15 +66,13 @@ def make_source(suffix='.jsonl', validation=True, files=5, count=60, folder=Path
     return source
 
 
-def settings(source='raw', out='out', tokens=20_000, workers=1, tokenizer='bytes', **changes):
-    return PrepareConfig(
-        source=str(source),
-        out=str(out),
-        tokens=tokens,
-        workers=workers,
-        tokenizer=str(tokenizer),
-        **changes,
-    )
+def settings(source='raw', out='out', **changes):
+    options = {'tokens': 20_000, 'workers': 1, 'tokenizer': 'bytes', **changes}
+    return PrepareConfig(source=str(source), out=str(out), **options)
+
+
+def run_prepare(*places, **changes):
+    prepare(settings(*places, **changes))
 
 
 # ---- What is expected ----------------------------------------------------------------------------

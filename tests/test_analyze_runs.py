@@ -180,28 +180,6 @@ def test_tokens_are_explained_of_each_run(tmp_path):
         assert 0.8 < one['series']['share of positions']['mean'] < 1
 
 
-def test_the_page_of_a_real_model_has_the_sinks_that_were_measured():
-    """Its first token is one: almost all sinks of layers 13 to 30 are, and their values are drained."""
-    folder = Path(__file__).parents[1] / 'results' / 'real'
-    (run,) = read_json(folder / 'sinks.json')['runs'].values()
-    mean = {name: np.array(one['mean']) for name, one in run['series'].items()}
-    rate, of_first = mean['sink rate'], mean['sink rate of position 0']
-    assert run['sequences'] == 8 and of_first[12:].sum() > 0.98 * rate[12:].sum() > 0.98 * 0.4 * 18
-    assert not of_first[:12].any() and not rate[[0, 1, 2, 9, 10, 11]].any()
-    assert mean['drain'][12:].max() < 0.43 and mean['peak'][12:].min() > 11
-
-    rows = {
-        layer: slice(layer - 1, layer) for layer in (1, 2, 3, 4, 8, 12, 13, 16, 20, 24, 26, 28, 30)
-    }
-    forms = ['{:.2f}', '{:.2f}', '{:.2f}', '{:#.3g}', '{:#.3g}', '{:.0f}']
-    names = ('sink rate', 'sink rate of position 0', 'drain', 'peak', 'gradient', 'massive')
-    text = (folder / 'README.md').read_text()
-    for layer, part in {**rows, 'mean of 13 to 30': slice(12, 30)}.items():
-        numbers = [mean[name][part].mean() for name in names]
-        cells = [form.format(x).removesuffix('.') for form, x in zip(forms, numbers, strict=True)]
-        assert f'| {layer} | {" | ".join(cells)} |' in text
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 

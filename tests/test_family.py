@@ -99,25 +99,21 @@ def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
-def test_the_state_of_an_optimizer_is_taken_by_name(kind):
+def test_an_optimizers_state_must_be_whole_and_its_settings_are_those_of_now(kind):
     model, again = make('head gate'), make('head gate')
     optimizers = muon(model, optimizer=kind)
     others = muon(again, optimizer=kind, weight_decay=0.7)
     step(model, optimizers)
-    expected = optimizer_state(model, optimizers)
-    assert len(expected) == len(list(model.parameters()))
-    checkpoint = {'path': 'x', 'optimizer': {'state': expected}, 'scaler': {}}
+    state = optimizer_state(model, optimizers)
+    checkpoint = {'path': 'x', 'optimizer': {'state': state}, 'scaler': {}}
     load_state(again, others, None, checkpoint)
-    for name, tensors in optimizer_state(again, others).items():
-        for key, tensor in tensors.items():
-            assert torch.equal(tensor, expected[name][key]), (name, key)
-    name, moments = next(iter(expected.items()))
+    name, moments = next(iter(state.items()))
     for kind in moments:  # AdamW would write past the end of one that is too small
         lacking = {key: t for key, t in moments.items() if key != kind}
         for wrong in (lacking, moments | {kind: torch.ones(2)}):
             with raises_one_line('moments'):
                 load_state(
-                    again, others, None, {'path': 'x', 'optimizer': {'state': {name: wrong}}}
+                    again, others, None, checkpoint | {'optimizer': {'state': {name: wrong}}}
                 )
     # What the settings say now, not what they said when the checkpoint was written.
     groups = [group for optimizer in others for group in optimizer.param_groups]

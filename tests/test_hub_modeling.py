@@ -60,6 +60,11 @@ def svformer(tmp_path_factory):
     return model, through(folder, model), folder
 
 
+@pytest.fixture
+def theirs(svformer):
+    return svformer[1]
+
+
 def test_a_variant_comes_back_as_it_went_out(pair):
     model, _, back = pair
     assert back.config == model.config
@@ -135,8 +140,7 @@ def test_candidates_that_generate_rejects_leave_the_cache(svformer):
             assert torch.equal(theirs.generate(idx, **greedy, **guess), expected)
 
 
-def test_guidance_and_a_prompt_in_chunks_use_the_cache(svformer):
-    _, theirs, _ = svformer
+def test_guidance_and_a_prompt_in_chunks_use_the_cache(theirs):
     idx = tokens(T=7)
     expected = theirs.generate(idx, guidance_scale=2.0, use_cache=False, **GREEDY)
     assert torch.equal(theirs.generate(idx, guidance_scale=2.0, **GREEDY), expected)
@@ -167,8 +171,7 @@ CHANGES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize('name', CHANGES)
-def test_a_cache_can_be_changed_and_continued(svformer, name):
-    _, theirs, _ = svformer
+def test_a_cache_can_be_changed_and_continued(theirs, name):
     change, expected = CHANGES[name]
     idx = tokens(T=7)
     past = theirs(idx).past_key_values  # config.use_cache, as for Llama
@@ -182,8 +185,7 @@ def test_a_cache_can_be_changed_and_continued(svformer, name):
     torch.testing.assert_close(logits, whole.logits[:, -5:], atol=1e-4, rtol=1e-4)
 
 
-def test_with_a_cache_gradients_are_right_or_missing_never_wrong(svformer):
-    _, theirs, _ = svformer
+def test_with_a_cache_gradients_are_right_or_missing_never_wrong(theirs):
     idx = tokens()
     (expected,) = torch.autograd.grad(
         theirs(idx, labels=idx, use_cache=False).loss, theirs.model.lm_head.weight
@@ -197,8 +199,7 @@ def test_with_a_cache_gradients_are_right_or_missing_never_wrong(svformer):
     assert not theirs(idx[:, 5:], past_key_values=past).logits.requires_grad
 
 
-def test_logits_and_outputs_come_in_the_forms_that_llama_gives(svformer):
-    _, theirs, _ = svformer
+def test_logits_and_outputs_come_in_the_forms_that_llama_gives(theirs):
     idx = tokens()
     whole = theirs(idx, use_cache=False).logits
     for keep, rows in ((2, [-2, -1]), (torch.tensor([0, 5]), [0, 5]), (1, [-1])):
@@ -277,8 +278,7 @@ def test_a_batch_padded_on_the_right_is_scored_and_not_continued(pair):
             theirs.generate(idx, attention_mask=mask, **GREEDY, use_cache=use_cache)
 
 
-def test_a_cache_in_training_is_refused_as_it_keeps_no_gradients(svformer):
-    _, theirs, _ = svformer
+def test_a_cache_in_training_is_refused_as_it_keeps_no_gradients(theirs):
     try:
         with raises_one_line('use_cache=False'):
             theirs.train()(tokens(), use_cache=True)
@@ -289,8 +289,7 @@ def test_a_cache_in_training_is_refused_as_it_keeps_no_gradients(svformer):
 # --- loading -----------------------------------------------------------------------------------
 
 
-def test_an_export_names_the_transformers_that_it_was_tried_with(svformer):
-    _, theirs, _ = svformer
+def test_an_export_names_the_transformers_that_it_was_tried_with(theirs):
     assert f'transformers {transformers.__version__}' in theirs.config.tried_with
 
 

@@ -28,6 +28,7 @@ from documents import (
     make_source,
     read_meta,
     recompute,
+    run_prepare,
     settings,
     texts_of,
     write_records,
@@ -38,7 +39,6 @@ from runs import call
 import prepare_slimpajama
 from lib import sources, tokenizer
 from lib.sources import TABLE_2
-from prepare_slimpajama import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_rows_equal_recomputation(suffix, validation, tmp_path):
     tasks = ((20_000, {}), (0, {}), (9_000, {'Book': 3, 'C4': 1.5}), (0, {'Book': 1, 'C4': 1}))
     for number, (tokens, weights) in enumerate(tasks):
         out = tmp_path / f'out{number}'
-        prepare(settings('raw', out, tokens, weights=weights, val_fraction=0.1))
+        run_prepare('raw', out, tokens=tokens, weights=weights, val_fraction=0.1)
         assert_equals(out, recompute(source, weights or TABLE_2, tokens, val_fraction=0.1))
 
 
@@ -80,7 +80,7 @@ def test_a_folder_of_plain_text_equals_recomputation(capsys):
     texts['b'].append(('b/latin1.txt', 'caf\ufffd'))
     (root / 'b' / "it's; $(true) #1.txt").write_text('naïve')
     texts['b'].append(("b/it's; $(true) #1.txt", 'naïve'))
-    prepare(settings(root, tokens=0))
+    run_prepare(root, tokens=0)
     assert '1 files are not UTF-8, such as b/latin1.txt' in capsys.readouterr().out
     kept = [each for split in read_meta('out')['splits'].values() for each in split.values()]
     size = sum(len(text.encode()) for files in texts.values() for _, text in files)
@@ -98,7 +98,7 @@ def test_one_long_text_file_is_split():
     Path('raw').mkdir()
     lines = [f'line {n} of a play, {"word " * (n % 17)}\n' for n in range(20_000)]
     Path('raw/input.txt').write_text(''.join(lines))
-    prepare(settings(tokens=0))
+    run_prepare(tokens=0)
     train = texts_of('out/train/raw.bin')
     validation = texts_of('out/validation/raw.bin')
     assert 15 < len(train) < 25 and len(validation) == 1
@@ -106,14 +106,13 @@ def test_one_long_text_file_is_split():
 
 
 def test_the_standard_library_needs_nothing_and_is_prepared_once(capsys):
-    request = settings('stdlib', tokens=200_000)
-    prepare(request)
+    run_prepare('stdlib', tokens=200_000)
     meta = read_meta('out')
     assert [list(meta['splits'][split]) for split in meta['splits']] == [['Source', 'Topics']] * 2
     # The folder's tokenizer.json is that of bytes.
     assert tokenizer.load('out').name == 'bytes' == meta['tokenizer']['name']
     before = contents('out')
-    prepare(request)
+    run_prepare('stdlib', tokens=200_000)
     assert 'complete' in capsys.readouterr().out.splitlines()[-1]
     assert contents('out') == before
 
@@ -135,7 +134,7 @@ def test_blocks_bound_the_memory_and_keep_every_document(monkeypatch):
 def test_real_documents_come_out_in_the_paper_s_proportions():
     out = Path('out')
     source = SHARED / 'slimpajama_mini'
-    prepare(settings(source, tokens=400_000, tokenizer=SHARED / 'tokenizer'))
+    run_prepare(source, tokens=400_000, tokenizer=f'{SHARED}/tokenizer')
     splits = read_meta(out)['splits']
     # MANIFEST.md's count, an <|endoftext|> for each document, and one document that spells it in
     # six tokens.
@@ -150,14 +149,14 @@ def test_real_documents_come_out_in_the_paper_s_proportions():
 # ---- Killed, interrupted, and continued ----------------------------------------------------------
 
 
-def prepare_and_die(request, name, last):
+def prepare_and_die(name, last):
     """Prepare in a process of its own that is killed at a call of os.<name>. Its exit status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         setattr(os, name, at_call(last, getattr(os, name), die))
-        prepare(request)
+        run_prepare()
         os._exit(0)
     finally:
         os._exit(1)
@@ -166,10 +165,9 @@ def prepare_and_die(request, name, last):
 @pytest.mark.parametrize('name', ['replace', 'mkdir', 'unlink', 'fsync'])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(name):
     make_source(validation=False, files=3)
-    prepare(settings(out='whole'))
-    request = settings()
+    run_prepare(out='whole')
     kills = 0
-    while (status := prepare_and_die(request, name, last=kills + 1)) != 0:
+    while (status := prepare_and_die(name, last=kills + 1)) != 0:
         assert status == -signal.SIGKILL
         kills += 1
     assert kills > 1
@@ -178,9 +176,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(name):
 
 def test_killed_with_its_workers_it_goes_on():
     make_source(files=12, count=1500)
-    request = settings(tokens=1_000_000, workers=2)
-    options = [f'--{name}={value}' for name, value in vars(request).items()]
-    command = [sys.executable, ROOT / 'prepare_slimpajama.py', *options]
+    options = dict(tokens=1_000_000, workers=2)
+    words = [f'--{name}={value}' for name, value in vars(settings(**options)).items()]
+    command = [sys.executable, ROOT / 'prepare_slimpajama.py', *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         while len(finished(Path('out'))) < 2:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -188,16 +186,16 @@ def test_killed_with_its_workers_it_goes_on():
         process.kill()
         process.communicate(timeout=60)  # its workers have its stderr, too: until they have ended
     assert not Path('out/meta.json').exists()
-    assert_continues(request)
+    assert_continues(**options)
 
 
-def assert_continues(request):
+def assert_continues(tokens=20_000, workers=1):
     """That the same command makes what it makes at once, and makes no piece twice."""
     before = finished(Path('out'))
-    stop_halfway(request)
+    stop_halfway(tokens=tokens, workers=workers)
     assert before.items() <= finished(Path('out')).items()
-    prepare(request)
-    prepare(settings(out='whole', tokens=request.tokens))
+    run_prepare(tokens=tokens, workers=workers)
+    run_prepare(out='whole', tokens=tokens)
     assert contents('out') == contents('whole')
 
 
@@ -207,7 +205,7 @@ def finished(out):
     return {path.name: path.stat().st_mtime_ns for path in paths}
 
 
-def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
+def stop_halfway(error=KeyboardInterrupt, step='finish', **options):
     """Prepare until all pieces are merged, or the first is written (step='write_whole') or merged
     (step='append'). The message."""
 
@@ -216,7 +214,7 @@ def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
 
     with pytest.MonkeyPatch.context() as patch, raises_one_line() as raised:
         patch.setattr(prepare_slimpajama, step, fail)
-        prepare(request)
+        run_prepare(**options)
     return str(raised.value)
 
 
@@ -227,11 +225,10 @@ def stop_halfway(request, error=KeyboardInterrupt, step='finish'):
 )
 def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error):
     make_source()
-    request = settings()
-    message = stop_halfway(request, error, step)
+    message = stop_halfway(error, step)
     assert_words(message, error, 'kept in out,')
     assert 'KeyboardInterrupt' not in message
-    assert_continues(request)
+    assert_continues()
 
 
 def test_whoever_is_interrupted_does_not_wait_for_the_workers():
@@ -266,7 +263,7 @@ def test_what_is_finished_is_on_the_disk(monkeypatch):
 
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
-    prepare(settings(out=Path('out').absolute(), tokens=0))
+    run_prepare(out=Path('out').absolute(), tokens=0)
     # begun.json, three pieces, tokenizer.json and meta.json.
     assert renamed == [1, 2, 2, 2, 1, 15]
 
@@ -277,18 +274,17 @@ def test_what_is_finished_is_on_the_disk(monkeypatch):
 @pytest.mark.parametrize('complete', [False, True])
 def test_other_settings_are_refused(complete):
     make_source()
-    raw, out = Path('raw'), 'out'
     if complete:
-        prepare(settings(raw, out))
+        run_prepare()
     else:
-        stop_halfway(settings(raw, out))
+        stop_halfway()
     for changes, words in (({'seed': 1}, '--seed=1337'), ({'tokens': 5}, '--tokens=20000')):
         with raises_one_line(f'out was begun with {words}'):
-            prepare(settings(raw, out, **changes))
+            run_prepare(**changes)
     # The same folder, with a slash.
-    prepare(settings(f'{raw}/', out))
+    run_prepare('raw/')
     with raises_one_line('files that this program did not write'):
-        prepare(settings(raw, raw))
+        run_prepare(out='raw')
 
 
 def replace_a_letter(raw):
@@ -309,42 +305,39 @@ CHANGES = [replace_a_letter, add_a_file, remove_a_file]
 
 @pytest.mark.parametrize('change', CHANGES)
 def test_an_exchanged_source_is_not_called_complete(change, capsys):
-    request = settings(tokens=0)
     make_source()
-    prepare(request)
+    run_prepare(tokens=0)
     before = contents('out')
     # The same contents at another time are the same source, and one that is gone is not another one.
     for path in Path('raw').rglob('*.jsonl'):
         path.write_bytes(path.read_bytes())
-    prepare(request)
+    run_prepare(tokens=0)
     Path('raw').rename('away')
-    prepare(request)
+    run_prepare(tokens=0)
     Path('away').rename('raw')
 
     change(Path('raw'))
     with raises_one_line('--source=', 'changed since out'):
-        prepare(request)
+        run_prepare(tokens=0)
     assert contents('out') == before
 
 
 @pytest.mark.parametrize('change', CHANGES)
 def test_pieces_of_an_exchanged_source_are_made_again(change):
-    request = settings(tokens=0)
     make_source()
-    stop_halfway(request)
+    stop_halfway(tokens=0)
     change(Path('raw'))
-    prepare(request)
-    prepare(settings(out='whole', tokens=0))
+    run_prepare(tokens=0)
+    run_prepare(out='whole', tokens=0)
     assert contents('out') == contents('whole')
 
 
 def test_a_damaged_dataset_is_not_called_complete():
     make_source(files=1)
-    request = settings()
-    prepare(request)
+    run_prepare()
     Path('out/train/C4.bin').unlink()
     with raises_one_line('C4.bin'):
-        prepare(request)
+        run_prepare()
 
 
 @pytest.mark.parametrize('content', ['', '{"asked"', '3', '{}', '{"asked": 3}', '{"asked": {}}'])
@@ -353,17 +346,16 @@ def test_damaged_notes_are_one_line(name, content, tmp_path):
     Path('.pieces').mkdir()
     (tmp_path / name).write_text(content)
     with raises_one_line(name):
-        prepare(settings('stdlib', tmp_path))
+        run_prepare('stdlib', tmp_path)
 
 
 def test_damaged_pieces_are_refused():
-    request = settings(tokens=0)
     make_source()
-    stop_halfway(request)
+    stop_halfway(tokens=0)
     path = min(Path('out/.pieces').glob('*.ids'))
     path.write_bytes(path.read_bytes()[:-2])
     with raises_one_line('.pieces'):
-        prepare(request)
+        run_prepare(tokens=0)
     assert not Path('out/meta.json').exists()
 
 
@@ -373,7 +365,7 @@ def test_one_process_at_a_time_writes_a_folder():
     out.mkdir()
     with prepare_slimpajama.locked(out, 'writing to', setting='--out'):
         with raises_one_line('another --out'):
-            prepare(settings())
+            run_prepare()
     assert not list(out.iterdir())
 
 
@@ -420,7 +412,7 @@ def test_bad_input_says_file_and_line(message, monkeypatch):
     BAD[message](Path('raw/train'))
     monkeypatch.setattr(sources, 'MAX_LINE', 10_000)
     with raises_one_line(*message.split(' ... ')):
-        prepare(settings(tokens=0))
+        run_prepare(tokens=0)
     assert not Path('out/meta.json').exists()
 
 
@@ -453,20 +445,20 @@ def test_folders_without_usable_documents_are_refused():
     raw = Path('raw')
     raw.mkdir()
     with raises_one_line('raw has no training file'):
-        prepare(settings(raw, 'out'))
+        run_prepare(raw, 'out')
     (raw / 'a.txt').write_text('only one document')
     with raises_one_line('raw has one document only'):
-        prepare(settings(raw, 'out2'))
+        run_prepare(raw, 'out2')
 
     write_rows(Path('split/train/0.jsonl'), [('C4', 'a'), ('Github', 'b')])
     write_rows(Path('split/validation/0.jsonl'), [('C4', 'c')])
     with raises_one_line('split has no validation document of Github'):
-        prepare(settings('split', 'out3', weights={'Github': 1}))
+        run_prepare('split', 'out3', weights={'Github': 1})
     # Nothing was read but the validation file.
     assert len(finished(Path('out3'))) == 1
 
     with raises_one_line('out is inside --source=raw'):
-        prepare(settings(raw, raw / 'out'))
+        run_prepare(raw, raw / 'out')
     assert not (raw / 'out').exists()
 
 
@@ -478,13 +470,13 @@ def test_a_disk_without_room_is_refused(monkeypatch):
     free = 0
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=free))
     with raises_one_line('space', 'in out: ', '--tokens'):
-        prepare(settings())
+        run_prepare()
     assert not Path('out/.pieces').exists()
     # Pieces and token files take two bytes a token each. How much everything is, is not known before.
     free = 4 * 20_000
-    prepare(settings())
+    run_prepare()
     free = 0
-    prepare(settings(out='some', tokens=0, weights={'Wikipedia': 1}))
+    run_prepare(out='some', tokens=0, weights={'Wikipedia': 1})
 
 
 def test_an_interrupted_preparation_fits_the_disk_that_it_fitted_before(monkeypatch):
@@ -495,11 +487,11 @@ def test_an_interrupted_preparation_fits_the_disk_that_it_fitted_before(monkeypa
         return types.SimpleNamespace(free=4 * 20_000 + 20_000 - used)
 
     monkeypatch.setattr(shutil, 'disk_usage', disk_usage)
-    stop_halfway(settings())
+    stop_halfway()
     # As a worker that was killed leaves it.
     Path('out/.pieces/download.x').mkdir()
     Path('out/.pieces/download.x/a.part').write_bytes(bytes(100_000))
-    prepare(settings())
+    run_prepare()
     assert Path('out/meta.json').exists()
 
 
@@ -513,7 +505,7 @@ def test_a_file_that_takes_long_shows_that_it_goes_on(tmp_path):
 
 def test_the_table_has_the_numbers_of_meta_json(capsys):
     make_source()
-    prepare(settings(tokens=60_000))
+    run_prepare(tokens=60_000)
     text = capsys.readouterr().out
     assert '6 files, 1 of them validation' in text
     rows = {line.split()[0]: line.split() for line in text.splitlines()}

@@ -44,6 +44,17 @@ def read(folder):
     return np.array(list(training.values())), run.loss
 
 
+@functools.cache
+def analyzed(path):
+    """{name of a run: {series: its mean}} of a kept analysis."""
+    return {
+        Path(run).name: {
+            name: np.array(numbers['mean'], float) for name, numbers in one['series'].items()
+        }
+        for run, one in read_json(path)['runs'].items()
+    }
+
+
 def final(folder):
     return read(folder)[1]
 
@@ -187,9 +198,8 @@ def test_holm_within_each_figure_and_what_it_would_leave_over_all_rows():
 
 def test_what_lies_inside_the_models_is_in_the_kept_analyses():
     def series(kind, model, seed, name):
-        runs = read_json(CLAIMS / 'analyses' / f'{kind}.json')['runs']
-        (run,) = [run for run in runs if Path(run).name == f'{model}_lr0.006_seed{seed}']
-        return np.array(runs[run]['series'][name]['mean'], float)
+        runs = analyzed(CLAIMS / 'analyses' / f'{kind}.json')
+        return runs[f'{model}_lr0.006_seed{seed}'][name]
 
     def both(kind, name, seed):
         return [series(kind, model, seed, name) for model in ('resformer', 'vanilla')]
@@ -312,8 +322,8 @@ def test_what_bad_starts_handicaps_and_too_few_seeds_make_of_the_embeddings_numb
 
 
 def test_the_first_layer_of_three_runs_attends_as_no_others_does():
-    runs = read_json(EMBEDDING / 'entropy.json')['runs']
-    first = {Path(run).name: one['series']['entropy']['mean'][0] for run, one in runs.items()}
+    runs = analyzed(EMBEDDING / 'entropy.json')
+    first = {run: series['entropy'][0] for run, series in runs.items()}
     stuck = [f'vanilla_lr0.006_seed{seed}' for seed in (6, 9)] + ['vanilla_lr0.012_seed102']
     apart = [first.pop(run) for run in stuck]
     text = page('embedding')
@@ -400,10 +410,9 @@ def test_start_quotes_the_leads_of_the_embeddings_page_beside_its_own():
 
 
 def test_the_sinks_of_start_are_those_that_were_measured():
-    rows = read_json(START / 'sinks.json')['runs'].items()
-    for run, report in rows:
+    rows = analyzed(START / 'sinks.json')
+    for run, s in rows.items():
         name, _, norm = run.partition('_lr')[0].partition('_')
-        s = {key: np.array(values['mean']) for key, values in report['series'].items()}
         cells = [f'{s["sink rate"].max():.3f}', f'{s["sink rate of position 0"].max():.3f}']
         cells += [f'{s[key].min():.2f} to {s[key].max():.2f}' for key in ('drain', 'peak')]
         cells.append(f'{s["massive"].max():.1f}')
@@ -415,30 +424,53 @@ def test_the_sinks_of_start_are_those_that_were_measured():
 # --- real -----------------------------------------------------------------------------------------
 
 
-def test_a_real_models_table_is_what_its_analyses_say():
-    def series(kind, name):
-        (run,) = read_json(RESULTS / 'real' / f'{kind}.json')['runs'].values()
-        assert run['sequences'] == 200 and run['length'] == 1024
-        return np.array(run['series'][name]['mean'], float)
+def real_series(kind, sequences):
+    path = RESULTS / 'real' / f'{kind}.json'
+    (run,) = read_json(path)['runs'].values()
+    assert run['sequences'] == sequences and run['length'] == 1024
+    (series,) = analyzed(path).values()
+    return series
 
-    eigenvalues = series('spectrum', 'projected values')
+
+def check_real_table(columns, layers, last):
+    """Rows of some layers, counted from 1, and of the mean of the last ones, from one on."""
+    rows = {layer: slice(layer - 1, layer) for layer in layers}
+    rows[f'mean of {last} to 30'] = slice(last - 1, 30)
+    for name, part in rows.items():
+        cells = [form.format(values[part].mean()) for values, form in columns]
+        line = ' | '.join(cell.replace('nan', '').removesuffix('.') for cell in cells)
+        assert f'| {name} | {line} |' in page('real'), line
+
+
+def test_a_real_models_table_is_what_its_analyses_say():
+    kinds = ('entropy', 'tokens', 'similarity', 'mapping', 'spectrum')
+    entropy, tokens, similarity, mapping, spectrum = (real_series(kind, 200) for kind in kinds)
+    eigenvalues = spectrum['projected values']
     largest = eigenvalues[:, 0]
     columns = [
-        (series('entropy', 'entropy'), '{:.2f}'),
-        (series('entropy', 'first token'), '{:.3f}'),
-        (series('tokens', 'R^2'), '{:.3f}'),
-        (series('similarity', 'hidden states'), '{:.3f}'),
+        (entropy['entropy'], '{:.2f}'),
+        (entropy['first token'], '{:.3f}'),
+        (tokens['R^2'], '{:.3f}'),
+        (similarity['hidden states'], '{:.3f}'),
         (largest, '{:#.3g}'),
         (largest / eigenvalues.sum(axis=1), '{:.2f}'),
-        *((series('mapping', name), '{:.3f}') for name in MAPPINGS),
+        *((mapping[name], '{:.3f}') for name in MAPPINGS),
     ]
-    rows = {n + 1: [values[n] for values, _ in columns] for n in range(30)}
-    rows['mean of 16 to 30'] = [values[15:].mean() for values, _ in columns]
-    text = page('real')
-    for name in (1, 2, 3, 4, 8, 12, 16, 20, 24, 26, 28, 30, 'mean of 16 to 30'):
-        cells = [form.format(x) for x, (_, form) in zip(rows[name], columns, strict=True)]
-        line = ' | '.join(cell.replace('nan', '').removesuffix('.') for cell in cells)
-        assert f'| {name} | {line} |' in text, line
+    check_real_table(columns, (1, 2, 3, 4, 8, 12, 16, 20, 24, 26, 28, 30), last=16)
+
+
+def test_the_page_of_a_real_model_has_the_sinks_that_were_measured():
+    """Its first token is one: almost all sinks of layers 13 to 30 are, and their values are drained."""
+    mean = real_series('sinks', 8)
+    rate, of_first = mean['sink rate'], mean['sink rate of position 0']
+    assert of_first[12:].sum() > 0.98 * rate[12:].sum() > 0.98 * 0.4 * 18
+    assert not of_first[:12].any() and not rate[[0, 1, 2, 9, 10, 11]].any()
+    assert mean['drain'][12:].max() < 0.43 and mean['peak'][12:].min() > 11
+
+    forms = ['{:.2f}', '{:.2f}', '{:.2f}', '{:#.3g}', '{:#.3g}', '{:.0f}']
+    names = ('sink rate', 'sink rate of position 0', 'drain', 'peak', 'gradient', 'massive')
+    columns = [(mean[name], form) for name, form in zip(names, forms, strict=True)]
+    check_real_table(columns, (1, 2, 3, 4, 8, 12, 13, 16, 20, 24, 26, 28, 30), last=13)
 
 
 # --- lasting --------------------------------------------------------------------------------------

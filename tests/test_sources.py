@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import contents, raises_one_line
-from documents import make_source, read_meta, settings, texts_of, write_records, write_rows
+from documents import make_source, read_meta, run_prepare, texts_of, write_records, write_rows
 
 from lib import sources
 from lib.data import Dataset
-from prepare_slimpajama import prepare
 
 pytestmark = pytest.mark.usefixtures('here')
 
@@ -48,7 +47,7 @@ def test_folders_of_any_language_are_domains_and_never_merge():
             (Path('raw') / name / f'{n}.txt').write_text(f'{name} {n}')
     out = Path('data/out')
     weights = {name: 1 + n for n, name in enumerate(names)}
-    prepare(settings('raw', out, tokens=1000, weights=weights))
+    run_prepare('raw', out, tokens=1000, weights=weights)
     for name in names:
         texts = texts_of(out / 'train' / f'{name}.bin')
         assert len(texts) == 2 and all(text.startswith(name) for text in texts)
@@ -108,7 +107,7 @@ def write_texts(folder, names):
 )
 def test_plain_text_that_a_path_holds_out_is_never_trained_on(train, validation, left_out, capsys):
     write_texts('raw', train + validation + left_out)
-    prepare(settings(tokens=0))
+    run_prepare(tokens=0)
     texts = {'train': set(), 'validation': set()}
     for path in Path('out').glob('*/*.bin'):
         assert path.stem in ('de', 'raw')
@@ -127,7 +126,7 @@ def test_where_nothing_else_is_to_be_trained_on_the_names_of_splits_are_domains(
 
 def test_a_domain_without_a_file_for_validation_gives_some_documents():
     write_texts('raw', ['de/a.txt', 'de/dev.txt', *(f'en/{n}.txt' for n in range(9))])
-    prepare(settings(tokens=0))
+    run_prepare(tokens=0)
     assert texts_of('out/validation/de.bin') == ['de/dev.txt']
     assert len(texts_of('out/validation/en.bin')) == 1 and len(texts_of('out/train/en.bin')) == 8
 
@@ -155,10 +154,10 @@ def test_a_byte_order_mark_is_no_text():
     Path('raw/b.txt').write_text('b')
     write_rows(Path('rows/c.jsonl'), [('C4', 'c')] * 3)
     Path('rows/c.jsonl').write_bytes(b'\xef\xbb\xbf' + Path('rows/c.jsonl').read_bytes())
-    prepare(settings(tokens=0))
+    run_prepare(tokens=0)
     texts = [text for path in Path('out').glob('*/raw.bin') for text in texts_of(path)]
     assert sorted(texts) == ['a \ufeff', 'b']
-    prepare(settings('rows', 'out2', tokens=0))
+    run_prepare('rows', 'out2', tokens=0)
     assert texts_of('out2/train/C4.bin') == ['c'] * 2
 
 
@@ -175,7 +174,7 @@ def test_rows_are_rows_whatever_their_file_is_called(name, capsys):
     if name.endswith('.gz'):
         path.write_bytes(gzip.compress(path.read_bytes()))
     write_texts('raw', ['NOTES.md'])
-    prepare(settings(tokens=0, weights={'C4': 1, 'Book': 1}))
+    run_prepare(tokens=0, weights={'C4': 1, 'Book': 1})
     read = []
     for path in Path('out').glob('*/*.bin'):
         read += [(path.stem, text) for text in texts_of(path)]
@@ -201,7 +200,7 @@ def test_json_that_is_not_one_object_a_line_is_refused(text, word):
     Path('raw').mkdir()
     Path('raw/all').write_text(text)
     with raises_one_line('all: line 1', word):
-        prepare(settings())
+        run_prepare()
 
 
 def test_one_short_text_or_file_of_rows_beside_the_folders_is_left_out_by_name(capsys):
@@ -237,7 +236,7 @@ def test_rows_without_a_domain_have_their_folder_s(suffix, column, on_hub, hub):
         write_plain_rows(Path(f'raw/de/{split}-0{suffix}'), column, words)
         write_plain_rows(Path(f'raw/{split}-1{suffix}'), column, [*words, 'one'])
     source, root = ('some/where', 'where') if on_hub else ('raw', 'raw')
-    prepare(settings(source, revision='v2', tokens=0, text_column=column))
+    run_prepare(source, revision='v2', tokens=0, text_column=column)
     for split, words in texts.items():
         for domain, more in (('de', []), (root, ['one'])):
             found = texts_of(f'out/{split}/{domain}.bin')
@@ -248,10 +247,10 @@ def test_a_missing_column_is_named_with_those_that_are_there():
     for suffix, words in (('.jsonl', ['line 1']), ('.parquet', ['content'])):
         write_plain_rows(Path(f'raw{suffix}/a{suffix}'), 'content', ['a', 'b'])
         with raises_one_line(f'a{suffix}', '--text_column', *words):
-            prepare(settings(f'raw{suffix}'))
+            run_prepare(f'raw{suffix}')
     write_texts('prose', ['a.txt'])
     with raises_one_line('--text_column=content', 'prose'):
-        prepare(settings('prose', text_column='content'))
+        run_prepare('prose', text_column='content')
 
 
 @pytest.mark.parametrize('suffix', ['.jsonl', '.parquet'])
@@ -263,9 +262,9 @@ def test_a_domain_that_is_spelled_as_json_within_a_row_is_read(suffix):
             meta = json.dumps({'redpajama_set_name': f'RedPajama{domain}'})
             rows.append({'meta': meta, 'text': text})
         write_records(Path('raw', name), rows)
-    prepare(settings(tokens=0))
+    run_prepare(tokens=0)
     make_source(suffix, files=2, count=30, folder=Path('usual'))
-    prepare(settings('usual', 'usual_out', tokens=0))
+    run_prepare('usual', 'usual_out', tokens=0)
     assert without_meta('out') == without_meta('usual_out')
 
 
@@ -345,11 +344,11 @@ def test_hub_files_survive_failures_and_equal_the_local_ones(suffix, hub, waits)
     Path('raw/README.md').write_text('not data')
     # Of the first download, and of the third one twice.
     hub.failures = [1, 0, 501, 1]
-    prepare(settings('some/where', revision='v2', tokens=0))
+    run_prepare('some/where', revision='v2', tokens=0)
     assert waits == [1, 1, 2]
     # The smallest is read twice: at the start its first row says that they are SlimPajama's.
     assert len(hub.downloads) == len(source) + 4 and set(hub.downloads) == set(source)
-    prepare(settings(out='local', tokens=0))
+    run_prepare(out='local', tokens=0)
     assert without_meta('out') == without_meta('local')
 
 
@@ -357,7 +356,7 @@ def test_a_hub_that_stays_away_is_given_up_after_the_promised_time(hub, waits):
     make_source(files=1, count=3, validation=False)
     hub.failures = [503] * 100
     with raises_one_line('example_0.jsonl: the hub fails,', '503'):
-        prepare(settings('some/where', revision='v2'))
+        run_prepare('some/where', revision='v2')
     assert waits == [1, 2, 4, 8, 16, 32]
 
 
@@ -365,27 +364,27 @@ def test_a_branch_that_moves_on_is_read_at_the_commit_of_the_start(hub, waits):
     make_source()
     hub.failures = [0, 0, 0] + [401] * 7
     with raises_one_line('401', 'the same command goes on'):
-        prepare(settings('some/where', revision='v2'))
+        run_prepare('some/where', revision='v2')
     answer = hub.answer
     hub.answer = lambda request: 1 / 0 if request.url.path.endswith('/v2') else answer(request)
-    prepare(settings('some/where', revision='v2'))
+    run_prepare('some/where', revision='v2')
     assert read_meta('out')['revision'] == 'c0ffee'
     # A complete one asks the hub nothing.
     hub.commit = 'decaf'
-    prepare(settings('some/where', revision='v2'))
+    run_prepare('some/where', revision='v2')
 
 
 def test_a_hub_that_has_no_rows_or_cannot_be_listed_is_one_line(hub):
     make_source('.txt', files=1, count=3)
     with raises_one_line('some/where has no training file'):
-        prepare(settings('some/where', revision='v2'))
+        run_prepare('some/where', revision='v2')
     with raises_one_line('no folder some/where here'):
-        prepare(settings('some/where', revision='v3'))
+        run_prepare('some/where', revision='v3')
 
 
 def test_lone_surrogates_of_rows_become_replacement_characters():
     write_rows(Path('raw/train.jsonl'), [('C4', 'a\ud800b'), ('C4', 'c')])
-    prepare(settings(tokens=0))
+    run_prepare(tokens=0)
     texts = texts_of('out/train/C4.bin')
     assert texts + texts_of('out/validation/C4.bin') in (
         ['a\ufffdb', 'c'],
@@ -398,4 +397,4 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch):
     for name in ('pyarrow', 'pyarrow.parquet'):
         monkeypatch.setitem(sys.modules, name, None)
     with raises_one_line('parquet:', 'pyarrow'):
-        prepare(settings())
+        run_prepare()
