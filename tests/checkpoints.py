@@ -96,8 +96,10 @@ def assert_equal_logits(ours, theirs, T=24, tolerance=1e-4):
     assert (ours(idx)[0] - expected).abs().max() < tolerance
 
 
-def assert_same_weights(a, b):
+def assert_same_model(a, b):
+    """The same weights, and the same logits."""
     assert_same(a.state_dict(), b.state_dict())
+    assert torch.equal(a(tokens())[0], b(tokens())[0])
 
 
 # --- file formats, in place of model.safetensors -------------------------------------------------

@@ -105,19 +105,21 @@ def detached_layers(part):
     return mix_and_rotate
 
 
-def unmixed(config, weights, n, h, part, x, sources, own):
+def unmixed(*inputs):
+    *_, own = inputs
     return own
 
 
-def summed(config, weights, n, h, part, x, sources, own):
+def summed(*inputs):
+    *_, sources, own = inputs
     return own + sum(sources)
 
 
-def divided(config, weights, n, h, part, x, sources, own):
+def divided(config, weights, n, *others):
     """The paper's layer n, counted from 1, divides by n."""
     if config.residual_weights == 'learned' or config.residual_lambda:
-        return right.mixture(config, weights, n, h, part, x, sources, own)
-    return summed(config, weights, n, h, part, x, sources, own) / (n + 1)
+        return right.mixture(config, weights, n, *others)
+    return summed(*others) / (n + 1)
 
 
 def normalized(config, weights, n, h, part, x, sources, own):

@@ -238,15 +238,19 @@ def soak_kills(kills, longest):
         if status == 0:
             shutil.rmtree(folder)
             before = {}
-    finish_comparison('killed', before)
+    complete_and_check('killed', before)
     print(f'{kills} kills: statuses {dict(statuses)}, in the middle of {dict(moments)}', flush=True)
 
 
-def finish_comparison(name, before):
+def complete(name):
     """Continue a comparison to its end."""
     status, _, err = finish(start(name))
     assert status == 0, err
-    check(Path('out/compare', name), status, before)
+
+
+def complete_and_check(name, before):
+    complete(name)
+    check(Path('out/compare', name), 0, before)
 
 
 # --- damage and full disks -----------------------------------------------------------------------
@@ -274,8 +278,7 @@ def soak_cuts(cuts):
         assert ours[-1] == theirs[-1] and all(entry in theirs for entry in ours), path
         assert len(theirs) - len(ours) <= max(0, cut - 1), path  # the evaluation is made again
         assert_same_weights(run)
-        status, _, err = finish(start('cut'))
-        assert status == 0, err
+        complete('cut')
     print(f'{cuts} cuts: every run ended as before', flush=True)
 
 
@@ -297,7 +300,7 @@ def soak_disks(disks):
             assert status == 1 and 'Traceback' not in err, f'{kilobytes} kB: {status}: {err}'
             before = check(folder, status)
             mount(folder, 2**16, REMOUNT)
-            finish_comparison('full', before)
+            complete_and_check('full', before)
         finally:
             unmount(folder)
     print(f'{disks} full disks: status 1, and then the same logs and weights', flush=True)
@@ -314,8 +317,7 @@ def main():
     splits = {'train': {'A': 5000, 'B': 3000}, 'validation': {'A': 3000, 'B': 2000}}
     write_dataset(Path('data/tiny'), splits)
     began = time.time()
-    status, _, err = finish(start('whole'))
-    assert status == 0, err
+    complete('whole')
     seconds = time.time() - began
     print(f'a comparison takes {seconds:.0f} s', flush=True)
     soak_kills(settings.kills, seconds / 3)

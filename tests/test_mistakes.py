@@ -1,7 +1,6 @@
 """train.py: a mistake is one line on stderr and a failure, and loses nothing."""
 
 import os
-import pickle
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_dataset
-from programs import Evil
+from programs import MALICE, Evil
 from runs import (
     assert_same_run,
     call,
@@ -17,7 +16,6 @@ from runs import (
     finish,
     fork,
     good,
-    load,
     read_config,
     refused,
     run_main,
@@ -255,15 +253,11 @@ def test_no_option_has_been_added_without_a_word():
 # --- checkpoints that come from elsewhere ---------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind', ['pickle', 'torch file'])
+@pytest.mark.parametrize('kind', MALICE)
 def test_a_malicious_checkpoint_is_refused_and_not_run(half, kind):
     name = half(f'out/{kind}')
     path = Path(name, 'ckpt_6.pt')
-    evil = Evil('run by a checkpoint')
-    if kind == 'pickle':
-        path.write_bytes(pickle.dumps(evil))
-    else:
-        torch.save({**load(path), 'model': evil}, path)
+    MALICE[kind](Evil('run by a checkpoint'), path)
     for options in (dict(out_dir=name, init_from='resume'), dict(init_from=path)):
         assert 'weights_only' not in refused(path, **options)  # torch's advice to try it with False
     assert not Path('run by a checkpoint').exists()

@@ -11,7 +11,7 @@ from checkpoints import (
     FORMATS,
     SCALING,
     assert_equal_logits,
-    assert_same_weights,
+    assert_same_model,
     edit,
     theirs,
     transformers,
@@ -107,7 +107,7 @@ def test_every_file_format_gives_the_same_weights(form, tmp_path):
     expected = load(tmp_path)
     FORMATS[form](tmp_path, model)
     assert not (tmp_path / 'model.safetensors').exists()
-    assert_same_weights(load(tmp_path), expected)
+    assert_same_model(load(tmp_path), expected)
 
 
 @pytest.mark.parametrize('form', FORMATS)

@@ -26,12 +26,16 @@ def write_runs(folder):
     return [folder / name for name in NAMES]
 
 
+def packed(*folders, to):
+    assert runs.call(pack.main, *folders, f'--to={to}')[0] == 0
+
+
 def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):
     folders = write_runs(tmp_path / 'kept')
     before = [read_state(folder) for folder in folders]
     monkeypatch.setattr(pack, 'LIMIT', 3000)  # so that one pack does not hold them all
     for to, given in (('kept', folders), ('again', reversed(folders))):
-        assert runs.call(pack.main, *given, f'--to={tmp_path / to}')[0] == 0
+        packed(*given, to=tmp_path / to)
         os.utime(folders[0] / 'log.jsonl', (0, 0))
     packs = sorted(tmp_path.glob('kept/runs_*'))
     assert len(packs) == 2
@@ -41,7 +45,7 @@ def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):
     ]
 
     # Later runs go into another pack.
-    runs.call(pack.main, folders[0], f'--to={tmp_path / "kept"}')
+    packed(folders[0], to=tmp_path / 'kept')
     assert (tmp_path / 'kept/runs_3.tar.xz').exists()
 
     for folder in folders:
@@ -63,12 +67,12 @@ def test_no_pack_replaces_another_and_a_name_stands_for_one_run(tmp_path):
     first, second, third = write_runs(tmp_path / 'ours')
     to = tmp_path / 'kept'
     for folder in (first, second):
-        assert runs.call(pack.main, folder, f'--to={to}')[0] == 0
+        packed(folder, to=to)
     assert_one_line(runs.call(pack.main, first)[0], '--to')
     (to / 'runs_1.tar.xz').unlink()
     with locked(to, 'packing into'):
         assert_refused(third, to=to, expected=[to, '--to'])
-    assert runs.call(pack.main, third, f'--to={to}')[0] == 0
+    packed(third, to=to)
     assert sorted(contents(to)) == ['runs_2.tar.xz', 'runs_3.tar.xz']
 
     theirs = write_runs(tmp_path / 'theirs')
@@ -83,7 +87,7 @@ def test_a_run_that_diverged_is_packed_with_the_reason(tmp_path):
     (folder / 'failed.txt').write_text(f'20 steps in a row {train.NOT_FINITE}\n')
     before = read_state(folder)
     assert before.has_diverged
-    assert runs.call(pack.main, folder, f'--to={tmp_path}')[0] == 0
+    packed(folder, to=tmp_path)
     shutil.rmtree(folder)
     assert vars(read_state(folder)) == vars(before)
 
@@ -104,7 +108,7 @@ def test_what_is_no_file_in_a_pack_made_by_hand_is_passed_over(tmp_path):
 
 def test_an_unfinished_run_and_a_damaged_pack_are_named(tmp_path):
     folder, *_ = write_runs(tmp_path)
-    runs.call(pack.main, folder, f'--to={tmp_path}')
+    packed(folder, to=tmp_path)
     (folder / 'log.jsonl').write_text('{"step": 0, "loss": 3.0}\n')
     assert_one_line(runs.call(pack.main, folder, f'--to={tmp_path}')[0], folder.name)
     shutil.rmtree(folder)

@@ -178,28 +178,31 @@ def test_a_mistake_of_all_processes_is_one_line_and_no_process_waits(work):
     assert snapshot('.') == before
 
 
+def one_line_apart(*words):
+    """What they say where one is on a machine that does not share out_dir."""
+    return one_line(ranks(2, train_with, 'folders apart', *words))
+
+
 def test_machines_that_would_train_different_runs_are_refused(half):
     """They have another step, another log, other data, or another config file."""
     name = half('out/unshared')
     shutil.copytree('data', 'apart/data')
     for path, rate in (('mine.py', 0.01), ('apart/mine.py', 0.02)):
         Path(path).write_text(f'learning_rate = {rate}')
-    words = [*command_line(name, {'init_from': 'auto'})]
-    line = one_line(ranks(2, train_with, 'folders apart', *words))
+    words = command_line(name, {'init_from': 'auto'})
+    line = one_line_apart(*words)
     assert 'step is 6 and 0;' in line and 'out_dir' in line
 
     # Without the log, one would evaluate once more, and wait for the other.
     shutil.copytree(name, f'apart/{name}', dirs_exist_ok=True)
     Path('apart', name, 'log.jsonl').unlink()
-    assert 'evaluated is True and False;' in one_line(ranks(2, train_with, 'folders apart', *words))
+    assert 'evaluated is True and False;' in one_line_apart(*words)
 
     words = [word for word in command_line('out/new', {}) if 'learning_rate' not in word]
-    line = one_line(ranks(2, train_with, 'folders apart', 'mine.py', *words))
-    assert 'learning_rate is 0.01 and 0.02;' in line
+    assert 'learning_rate is 0.01 and 0.02;' in one_line_apart('mine.py', *words)
 
     write_dataset(Path('apart/data/tiny'), seed=1)
-    line = one_line(ranks(2, train_with, 'folders apart', *words))
-    assert 'dataset is' in line
+    assert 'dataset is' in one_line_apart(*words)
 
 
 def test_a_folder_that_another_process_holds_is_refused_and_no_process_waits(whole):

@@ -158,8 +158,7 @@ def test_the_memory_that_it_names_is_what_was_counted():
 
 def test_the_gpu_hours_that_it_names_are_those_of_its_run():
     settings, config = configure(TrainConfig, GPTConfig, argv=['config/vanilla_82m.py'])
-    with torch.device('meta'):
-        flops = GPT(config).flops_per_token(config.block_size)
+    flops = GPT.without_weights(config).flops_per_token(config.block_size)
     tokens = settings.max_iters * settings.rows_per_step * config.block_size
     hours = tokens * flops / (0.45 * 989e12) / 3600
     said = f'about {hours:.0f} H100-hours (estimated'
@@ -179,9 +178,8 @@ def test_the_differences_that_it_prints_are_those_of_the_claims():
 
 def cache_bytes(**settings):
     """Of one token, in half precision."""
-    with torch.device('meta'):
-        cache = GPT(GPTConfig(**settings)).new_cache(1, 8, torch.float16)
-    return cache.nbytes // 8
+    model = GPT.without_weights(GPTConfig(**settings))
+    return model.new_cache(1, 8, torch.float16).nbytes // 8
 
 
 def test_the_cache_sizes_are_what_new_cache_allocates():
@@ -230,8 +228,7 @@ def test_its_table_of_results_is_that_of_the_pages():
 def count(name):
     """Parameters of config/NAME_82m.py."""
     _, config = configure(TrainConfig, GPTConfig, argv=[f'config/{name}_82m.py'])
-    with torch.device('meta'):
-        return sum(p.numel() for p in GPT(config).parameters())
+    return sum(p.numel() for p in GPT.without_weights(config).parameters())
 
 
 def more_parameters(name):

@@ -147,13 +147,19 @@ def minus(ours, theirs):
     return ours[:both] - theirs[:both]
 
 
-def leads_of(losses, names):
+def named(model):
+    """What the pages call a model, with the norm or without."""
+    name, _, norm = model.partition('_')
+    return NAMES[name] + ', norm' * bool(norm)
+
+
+def leads_of(losses):
     """{contrast: differences} of three models, {model: losses}, without and with the norm."""
     leads = {}
     for norm in ('', '_norm'):
         for pair in (('resformer', 'vanilla'), ('svformer', 'vanilla'), ('svformer', 'resformer')):
             ours, theirs = (model + norm for model in pair)
-            leads[f'{names[ours]} - {names[theirs]}'] = minus(losses[ours], losses[theirs])
+            leads[f'{named(ours)} - {named(theirs)}'] = minus(losses[ours], losses[theirs])
     for name in (NAMES['resformer'], NAMES['svformer']):
         change = minus(leads[f'{name}, norm - vanilla, norm'], leads[f'{name} - vanilla'])
         leads[f"{name}'s lead with the norm - that without"] = change
@@ -277,16 +283,15 @@ def test_the_embeddings_rates_are_those_of_the_lowest_means_of_the_tuning_seeds(
 def test_the_embeddings_losses_and_leads_are_those_of_the_kept_runs():
     text = page('embedding')
     rates = {'vanilla': 0.006, 'resformer': 0.003, 'svformer': 0.003}
-    losses, names = {}, {}
+    losses = {}
     for model in rates:
         losses[model] = embedding_losses(model, rates[model], range(3, 11))
         losses[f'{model}_norm'] = embedding_losses(f'{model}_norm', 0.006, range(3, 15))
-        names |= {model: NAMES[model], f'{model}_norm': f'{NAMES[model]}, norm'}
     for model, values in losses.items():
         rate = f' {rates[model] * 1000:g}e-3 |' if model in rates else ''
-        assert f'| {names[model]} |{rate} {cells_of(values)} |' in text
+        assert f'| {named(model)} |{rate} {cells_of(values)} |' in text
 
-    leads = leads_of(losses, names)
+    leads = leads_of(losses)
     for model in rates:
         name = f'{NAMES[model]}, norm - vanilla'
         leads[name] = minus(losses[f'{model}_norm'], losses['vanilla'])
@@ -360,7 +365,7 @@ def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
         cells = dict(zip(rates, (f'{mean:.4f}' for mean in means), strict=True))
         cells[rates[best]] = f'**{cells[rates[best]]}**'
         row = ' | '.join(cells.get(rate, '') for rate in (0.003, 0.006, 0.012, 0.024))
-        assert f'| {NAMES[name]}{norm.replace("_", ", ")} | {row} |' in text
+        assert f'| {named(name + norm)} | {row} |' in text
         scatter += list(np.var(trials, axis=1, ddof=1)[max(0, best - 1) : best + 2])
     sd = np.sqrt(2 * np.mean(scatter))
     if norm:
@@ -383,16 +388,15 @@ def test_all_runs_of_start_are_of_one_code_and_one_dataset_and_as_many_as_planne
 
 
 def test_the_losses_and_leads_of_start_are_those_of_the_kept_runs():
-    text, losses, names = page('start'), {}, {}
+    text, losses = page('start'), {}
     for model, rate in {'vanilla': 0.012, 'resformer': 0.006, 'svformer': 0.012}.items():
         for norm, seeds in (('', range(21, 32)), ('_norm', range(21, 34))):
             run = f'start{norm}/{model}{norm}_lr{rate:g}_seed'
             values = np.array([final(START / f'{run}{seed}') for seed in seeds])
             losses[model + norm] = values
-            names[model + norm] = NAMES[model] + norm.replace('_', ', ')
-            assert f'| {names[model + norm]} | {cells_of(values)} |' in text
+            assert f'| {named(model + norm)} | {cells_of(values)} |' in text
             assert values.max() < np.median(values) + 0.15  # no bad start
-    leads = leads_of(losses, names)
+    leads = leads_of(losses)
     for name, p_holm in p_after_holm(leads).items():
         row = row_of(text, name, leads[name], p_holm, digits=4)
         low, high = scipy.stats.ttest_1samp(leads[name], 0).confidence_interval(0.95)
@@ -412,12 +416,11 @@ def test_start_quotes_the_leads_of_the_embeddings_page_beside_its_own():
 def test_the_sinks_of_start_are_those_that_were_measured():
     rows = analyzed(START / 'sinks.json')
     for run, s in rows.items():
-        name, _, norm = run.partition('_lr')[0].partition('_')
         cells = [f'{s["sink rate"].max():.3f}', f'{s["sink rate of position 0"].max():.3f}']
         cells += [f'{s[key].min():.2f} to {s[key].max():.2f}' for key in ('drain', 'peak')]
         cells.append(f'{s["massive"].max():.1f}')
-        model = NAMES[name] + ', norm' * bool(norm)
-        assert f'| {model} | {" | ".join(cells)} |' in page('start')
+        model, _, _ = run.partition('_lr')
+        assert f'| {named(model)} | {" | ".join(cells)} |' in page('start')
     assert len(rows) == 6
 
 
@@ -504,7 +507,7 @@ def test_the_losses_and_leads_of_lasting_are_those_of_the_kept_runs():
 
     def losses(model, norm, size):
         values = np.array([kept[f'{model}{norm}_{size}_seed{seed}'] for seed in range(3, 8)])
-        row = f'| {NAMES[model]}{norm and ", norm"} | {size} | {cells_of(values)} |'
+        row = f'| {named(model + norm)} | {size} | {cells_of(values)} |'
         assert row in text
         return values
 

@@ -34,6 +34,13 @@ def sampled(out_dir, start, *flags, stdin=''):
     return program(sample.main, *words, stdin=stdin)
 
 
+def said(*words):
+    """What sample.py prints where nothing is wrong."""
+    status, out, _ = sampled(*words)
+    assert status == 0, status
+    return out
+
+
 def parrot(says, after):
     """A gpt2 that continues any `after` tokens with the tokens `says`.
 
@@ -90,21 +97,19 @@ def test_the_text_appears_character_by_character_none_of_them_broken_and_ends_at
             yield new
 
     monkeypatch.setattr(GPT, 'stream', watched)
-    status, out, _ = sampled(out_dir, 'abc')
-    assert (status, out) == (0, f'abc{SAYS}\n')
+    assert said(out_dir, 'abc') == f'abc{SAYS}\n'
     raw = SAYS.encode()
     whole = ['abc' + raw[:n].decode(errors='ignore') for n in range(len(raw) + 1)]
     assert screens == ['', *whole[1:]]  # and none beyond <|endoftext|>
 
-    status, out, _ = sampled(out_dir, 'abc', '--num_samples=2')
-    assert (status, out) == (0, '\n'.join((f'abc{SAYS}', '-' * 80, f'abc{SAYS}', '')))
+    two = '\n'.join((f'abc{SAYS}', '-' * 80, f'abc{SAYS}', ''))
+    assert said(out_dir, 'abc', '--num_samples=2') == two
 
 
 @pytest.mark.parametrize('raw', [b'n\xc3', b'\xe2\x82x\xf0\x9f\x98', b'\xef\xbf\xbdx'], ids=str)
 def test_bytes_that_are_no_text_are_printed_as_decoded(trained, raw):
     out_dir = run_with(parrot([*raw, BYTES.eot], 1), trained, f'out/{raw!r}')
-    status, out, _ = sampled(out_dir, 'a')
-    assert (status, out) == (0, 'a' + raw.decode(errors='replace') + '\n')
+    assert said(out_dir, 'a') == 'a' + raw.decode(errors='replace') + '\n'
 
 
 def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, monkeypatch):
@@ -182,8 +187,7 @@ def test_a_prompt_on_the_command_line_is_as_typed_unless_it_is_a_python_string(t
 def test_without_a_prompt_a_document_begins(trained):
     out_dir = run_with(parrot(SCRIPT, 1), trained, 'out/empty')
     for start in ('', '-'):
-        status, out, _ = sampled(out_dir, start)
-        assert (status, out) == (0, SAYS + '\n')
+        assert said(out_dir, start) == SAYS + '\n'
 
 
 def test_a_seed_says_what_is_sampled(trained):
@@ -203,8 +207,7 @@ def test_a_hugging_face_folder_is_sampled_with_its_own_tokenizer(tmp_path):
     known = small_bpe(tmp_path / 'tokenizer')
     prompt = known.encode('the other').tolist()
     export(parrot([*known.encode(SAYS).tolist(), known.eot], len(prompt)), known, tmp_path / 'to')
-    status, out, _ = sampled(tmp_path / 'to', 'the other')
-    assert (status, out) == (0, f'the other{SAYS}\n')
+    assert said(tmp_path / 'to', 'the other') == f'the other{SAYS}\n'
 
 
 # --- refused -------------------------------------------------------------------------------------

@@ -41,10 +41,7 @@ def test_whole_words_of_a_path_name_its_split(split, names):
 
 def test_folders_of_any_language_are_domains_and_never_merge():
     names = ['中文', '日本', 'हिन्दी', 'café']
-    for name in names:
-        (Path('raw') / name).mkdir(parents=True)
-        for n in range(3):
-            (Path('raw') / name / f'{n}.txt').write_text(f'{name} {n}')
+    write_texts('raw', [f'{name}/{n}.txt' for name in names for n in range(3)])
     out = Path('data/out')
     weights = {name: 1 + n for n, name in enumerate(names)}
     run_prepare('raw', out, tokens=1000, weights=weights)
@@ -55,9 +52,7 @@ def test_folders_of_any_language_are_domains_and_never_merge():
     # And training accepts them.
     Dataset(out.absolute()).verify()
 
-    for name in ('a b', 'a;b'):
-        (Path('two') / name).mkdir(parents=True)
-        (Path('two') / name / '1.txt').write_text('a text')
+    write_texts('two', ['a b/1.txt', 'a;b/1.txt'])
     with raises_one_line("'a;b'", "'a_b'"):
         find_units('two')
 

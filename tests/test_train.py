@@ -29,7 +29,7 @@ from runs import (
     steps_of_checkpoints,
     training_steps,
 )
-from variants import tokens
+from variants import config_of, tokens
 
 import train
 from configurator import configure
@@ -181,14 +181,19 @@ def test_resuming_a_finished_run_changes_nothing(whole, monkeypatch):
     assert snapshot(whole) == before
 
 
+def changed_in(out_dir):
+    """What a run that was resumed once was changed in."""
+    (changed,) = (entry['changed'] for entry in log(out_dir) if 'changed' in entry)
+    return changed
+
+
 def test_changes_that_resume_allows_take_effect_and_are_logged(half):
     name = half('out/changed')
     changes = {'weight_decay': [0.1, 0.5], 'beta2': [0.95, 0.9], 'batch_size': [2, 1]}
     changes |= {'gradient_accumulation_steps': [4, 8], 'max_iters': [12, 8]}
     new = {setting: after for setting, (_, after) in changes.items()}
     good(name, init_from='resume', **new)
-    (changed,) = (entry['changed'] for entry in log(name) if 'changed' in entry)
-    assert changed == {**changes, 'out_dir': ['out/whole', name]}
+    assert changed_in(name) == {**changes, 'out_dir': ['out/whole', name]}
 
 
 def test_a_table_at_a_rate_of_zero_stays_as_it_started(work):
@@ -206,8 +211,7 @@ def test_a_rate_that_jumps_where_a_run_is_extended_is_said_and_logged(work, caps
     good('out/extended', lr_decay_iters=0, max_iters=6)
     capsys.readouterr()
     good('out/extended', lr_decay_iters=0, init_from='resume')
-    (changed,) = (entry['changed'] for entry in log('out/extended') if 'changed' in entry)
-    before, now = changed['lr']
+    before, now = changed_in('out/extended')['lr']
     assert before == pytest.approx(6e-5) and now == training_steps('out/extended')[6]['lr']
     note = capsys.readouterr().err
     assert note.count('\n') == 1 and f'{before:.1e}' in note and f'{now:.1e}' in note
@@ -253,7 +257,7 @@ def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(wo
     assert rates[3:7] == [1e-2] * 4 and steps_of_checkpoints('out/fork') == [10, 6]
     falling = [1e-2 - share * (1e-2 - 6e-5) for share in (0.25, 0.5, 0.75)]
     assert rates[7:] == pytest.approx(falling)
-    (changed,) = (entry['changed'] for entry in log('out/fork') if 'changed' in entry)
+    changed = changed_in('out/fork')
     assert changed['cooldown_iters'] == [2, 4] and changed['max_iters'] == [12, 10]
     assert read_config('out/fork')['origin'] == 'scratch'
 
@@ -317,8 +321,7 @@ def test_the_learning_rate_is_the_papers():
 @pytest.mark.parametrize('grad_clip', [0.0, 0.05, 1000.0])
 def test_a_gradient_is_clipped_to_its_norm_and_with_0_not_at_all(grad_clip):
     """Plain gradient descent at rate 1 moves the weights by what is left of the gradient."""
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=61)
-    model = GPT(config)
+    model = GPT(config_of('vanilla'))
     before = [p.detach().clone() for p in model.parameters()]
     idx = tokens(2, 9)
     _, norm = train.train_step(
