@@ -187,31 +187,13 @@ def be_elsewhere():
         os.chdir('apart')
 
 
-CASES = {
-    'before flush': die_before_flush,
-    'before rename': die_before_rename,
-    'in the middle of an append': die_in_an_append,
-    'in the last evaluation': die_in_an_evaluation,
-    'death, then preemption': die_then_be_preempted,
-    'preempted in an evaluation': be_preempted_in_an_evaluation,
-    'not finite': lose_a_loss,
-    'a lost disk': lose_a_disk,
-    'folders apart': be_elsewhere,
-    'interrupted early': be_interrupted,
-    'without a reader': lose_its_reader,
-    'without room': have_no_room_for_output,
-    'without a terminal': have_no_terminal,
-    'without inductor': compile_without_inductor,
-}
-
-
-def train_with(case, *words):
+def train_with(accident, *words):
     """train.py with a command line, and an accident."""
-    CASES[case]()
+    accident()
     run_main(train.main, *words)
 
 
-def torchrun(case, restarts, *words):
+def torchrun(accident, restarts, *words):
     """What `torchrun --standalone --nproc_per_node=2` does, but that its processes are forked, and have
     nothing to import."""
     multiprocessing.current_process().daemon = False  # it has children
@@ -225,4 +207,4 @@ def torchrun(case, restarts, *words):
         monitor_interval=0.1,
         start_method='fork',
     )
-    elastic_launch(config, train_with)(case, *words)
+    elastic_launch(config, train_with)(accident, *words)

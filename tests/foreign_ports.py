@@ -156,13 +156,10 @@ def nanochat(own, source, x, weights):
 
 def run_statement(path, start, scope):
     """Run the one statement of a source file that starts so, for a file whose imports need a GPU."""
-    statements = [node for node in ast.walk(ast.parse(path.read_text())) if is_statement(node)]
-    (text,) = [text for text in map(ast.unparse, statements) if text.startswith(start)]
+    nodes = ast.walk(ast.parse(path.read_text()))
+    texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.stmt)]
+    (text,) = [text for text in texts if text.startswith(start)]
     exec(compile(text, path, 'exec', flags=__future__.annotations.compiler_flag), scope)
-
-
-def is_statement(node):
-    return isinstance(node, ast.stmt)
 
 
 @mixing

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+import variants
 from conftest import ROOT, SHARED, write_dataset
 from runs import call, good, newest
 
@@ -24,7 +25,7 @@ needs_neox = pytest.mark.skipif(
     not NEOX.exists(),
     reason='no ../shared/data/tokenizer: the real GPT-NeoX vocabulary is not tested',
 )
-SIZE = dict(block_size=24, vocab_size=260, n_layer=3, n_head=4, n_embd=32, n_inner=40)
+SIZE = {**variants.SIZE, 'block_size': 24, 'vocab_size': 260}
 
 
 def program(main, *words, stdin=''):
@@ -69,8 +70,8 @@ def ours(**changes):
     return reference.perturb(GPT(config)).eval()
 
 
-def tokens(B=2, T=24, vocabulary=96, seed=0):
-    return torch.randint(vocabulary, (B, T), generator=torch.Generator().manual_seed(seed))
+def tokens(B=2, T=24, **options):
+    return variants.tokens(B, T, **options)
 
 
 def train_bpe(folder, texts, size, neox=False):

@@ -64,6 +64,13 @@ def call(main, *words):
         sys.argv = argv
 
 
+def succeed(main, *words):
+    """What a program's main() prints on stdout, which must end well."""
+    status, out = call(main, *words)
+    assert status == 0, status
+    return out
+
+
 def here(out_dir, **options):
     """train.py, where the random state is anything. Returns (exit status or message, stdout)."""
     torch.seed()

@@ -12,13 +12,12 @@ import reference
 import torch
 import torch.nn.functional as F
 import variants
-from variants import tokens
+from variants import SIZE, tokens
 
 import model as architecture
 from model import GPT, GPTConfig
 from paper import analyze
 
-SIZE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=4, n_embd=16, n_inner=20)
 B, T = 3, 19
 SHARED = (
     'vanilla',

@@ -15,7 +15,7 @@ import torch
 from byte_runs import SIZE, train_once
 from conftest import assert_one_line, raises_one_line, read_json
 from programs import BYTES, program, run_with
-from runs import model_of
+from runs import model_of, succeed
 from test_analyze import analyzed, assert_close, every_kind
 
 from hub.convert import export
@@ -89,8 +89,8 @@ def test_the_command_writes_means_and_errors_over_evenly_spaced_sequences(kind, 
     is null: NaN is not JSON."""
     idx = torch.tensor(spaced(validation_windows(32), 7))
     words = ['out/vanilla_seed0', 'out/resformer', f'--out={tmp_path}/new/x.y', '--sequences=7']
-    status, out, _ = program(analyze.main, kind, *words, '--batch_size=3', '--device=cpu')
-    assert status == 0 and (tmp_path / 'new/x.y.png').read_bytes().startswith(b'\x89PNG')
+    succeed(analyze.main, kind, *words, '--batch_size=3', '--device=cpu')
+    assert (tmp_path / 'new/x.y.png').read_bytes().startswith(b'\x89PNG')
     numbers = read_json(tmp_path / 'new/x.y.json')
     assert numbers['analysis'] == kind and numbers['device'] == 'cpu' and len(numbers['runs']) == 2
     for run, one in numbers['runs'].items():
@@ -173,7 +173,7 @@ def test_tokens_are_explained_of_each_run(tmp_path):
     """In layer 1 the token explains everything."""
     (tmp_path / 'text.txt').write_text(4 * TEXT)
     words = [f'--text={tmp_path}/text.txt', f'--out={tmp_path}/x', '--device=cpu']
-    assert program(analyze.main, 'tokens', 'out/vanilla_seed0', 'out/resformer', *words)[0] == 0
+    succeed(analyze.main, 'tokens', 'out/vanilla_seed0', 'out/resformer', *words)
     for one in read_json(tmp_path / 'x.json')['runs'].values():
         mean = one['series']['R^2']['mean']
         assert mean[0] == pytest.approx(1) and max(mean[1:]) < 0.99

@@ -379,7 +379,7 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     pretend_all(plan, best_at(best))
     planned, folders = collect(plan), sorted(folders_of(plan), key=lambda name: 'van' not in name)
     options = ('--contrasts=svformer-resformer', '--tuning_seeds=(101, 102)')
-    assert runs.call(compare.main, *folders, *options)[0] == 0
+    runs.succeed(compare.main, *folders, *options)
     found = read_json('out/compare/runs/report.json')
     for name in ('contrasts', 'tuning'):
         assert found[name] == as_json(planned[name])
@@ -390,7 +390,7 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     # it.
     write_plan(plan)
     at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
-    assert runs.call(pack.main, *at_its_best, '--to=kept')[0] == 0
+    runs.succeed(pack.main, *at_its_best, '--to=kept')
     for some in (at_its_best, [f'kept/{Path(name).name}' for name in at_its_best]):
         comparison = compare_runs(some, 'runs')
         assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
@@ -580,8 +580,8 @@ def test_existing_runs_are_grouped_by_all_but_the_seed(place):
     plan = finished(ARMS, '--seeds=3', resformer=-0.5)
     runs.edit_config(folders_of(plan)[0], min_lr=2e-3 * (1 + 1e-15))  # the last bits of a product
     folders = sorted(folders_of(plan), key=lambda name: 'vanilla' not in name)
-    status, text = runs.call(compare.main, *folders, '--contrasts=svformer_lr0.02-resformer_lr0.02')
-    assert status == 0 and text.endswith('wrote out/compare/runs/report.html\n')
+    text = runs.succeed(compare.main, *folders, '--contrasts=svformer_lr0.02-resformer_lr0.02')
+    assert text.endswith('wrote out/compare/runs/report.html\n')
     comparison = compare_runs(folders, 'runs')
     assert list(comparison['arms']) == ['vanilla_lr0.02', 'resformer_lr0.02', 'svformer_lr0.02']
     assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'

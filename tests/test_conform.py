@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, assert_one_line
 from ports import Ours, mixing_of
 from programs import patched_model
-from runs import call
+from runs import call, succeed
 
 import model as model_py
 from hub import conform
@@ -343,8 +343,7 @@ def test_a_port_lists_its_variants_in_one_line():
 
 
 def test_a_variant_alone_shows_what_a_port_is_given():
-    status, said = call(conform.main, '--variant=svformer-gqa')
-    assert status == 0
+    said = succeed(conform.main, '--variant=svformer-gqa')
     case = CASES['model']['svformer-gqa']
     for name in ('norm_eps', 'rope_theta', 'n_kv_head', 'share_v'):
         assert f'  {name} = {getattr(case.config, name)!r}\n' in said

@@ -14,7 +14,7 @@ from byte_runs import RESFORMER, random_model, write_byte_dataset
 from conftest import assert_one_line, read_json
 from programs import program as call_program
 from programs import small_bpe, table
-from runs import newest, ranks, run_main
+from runs import newest, ranks, run_main, succeed
 
 import evaluate
 from hub.convert import export
@@ -194,8 +194,7 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
 
 def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
     outs = run('left'), run('right', 'short', **RESFORMER)
-    status, text, _ = program('loss', *outs, '--out=losses.json', '--device=cpu')
-    assert status == 0
+    text = succeed(evaluate.main, 'loss', *outs, '--out=losses.json', '--device=cpu')
     reports = read_reports('losses.json')
     assert reports == compared(*outs)
     # They are no spread between seeds, for which people take them.

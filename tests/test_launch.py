@@ -76,16 +76,20 @@ def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, mo
 
 def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
     name = 'CUDA_VISIBLE_DEVICES'
+
+    def gpus(*words, **options):
+        return [slot[name] for slot in launch.find_slots(*words, **options)]
+
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.delenv(name, raising=False)
-    assert [slot[name] for slot in launch.find_slots('auto')] == ['0', '1', '2', '3']
+    assert gpus('auto') == ['0', '1', '2', '3']
     monkeypatch.setenv(name, '4,5,6,7')
-    assert [slot[name] for slot in launch.find_slots('auto')] == ['4', '5', '6', '7']
-    assert [slot[name] for slot in launch.find_slots('cuda', gpus=2)] == ['4,5', '6,7']
+    assert gpus('auto') == ['4', '5', '6', '7']
+    assert gpus('cuda', gpus=2) == ['4,5', '6,7']
     assert len(launch.find_slots('auto', jobs=2)) == 2
     # More trainings than GPUs share them.
-    assert [slot[name] for slot in launch.find_slots('auto', jobs=6)] == list('456745')
+    assert gpus('auto', jobs=6) == list('456745')
 
 
 # --- how they end ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from conftest import write_dataset
 from programs import MALICE, Evil
 from runs import (
     assert_same_run,
-    call,
     command_line,
     finish,
     fork,
@@ -19,6 +18,7 @@ from runs import (
     read_config,
     refused,
     run_main,
+    succeed,
 )
 
 import train
@@ -273,7 +273,7 @@ def test_a_schedule_that_is_not_used_may_contradict_itself(work):
 def test_a_run_goes_on_with_its_own_settings_under_those_that_are_given(half):
     name = half('out/own')
     words = [f'--out_dir={name}', '--init_from=resume', '--log_interval=2']
-    assert call(train.main, *words)[0] == 0
+    succeed(train.main, *words)
     before, after = read_config('out/whole'), read_config(name)
     changed = {key for key in before if before[key] != after[key]}
     assert changed - {'started', 'ended', 'load', 'commit'} == {

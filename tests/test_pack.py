@@ -27,7 +27,7 @@ def write_runs(folder):
 
 
 def packed(*folders, to):
-    assert runs.call(pack.main, *folders, f'--to={to}')[0] == 0
+    runs.succeed(pack.main, *folders, f'--to={to}')
 
 
 def test_packed_runs_are_read_as_from_their_folders(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import accidents
 import pytest
 import torch
 from accidents import torchrun, train_with
@@ -86,7 +87,7 @@ def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefix
     model = dict(n_layer=1, **table, residual_weights='head', x0_residual=True, exclusive=True)
     good('out/eager', **model)
     words = command_line('out/compiled', dict(model, compile=True))
-    for status, out, err in ranks(2, train_with, 'without inductor', *words):
+    for status, out, err in ranks(2, train_with, accidents.compile_without_inductor, *words):
         assert status == 0, err
         assert 'a graph, with gradients: True' in out
     assert_close_losses('out/compiled', 'out/eager')
@@ -95,7 +96,7 @@ def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefix
 
 def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(work):
     words = command_line('out/lone', dict(eval_interval=0, save_steps=()))
-    for status, _, err in ranks(2, train_with, 'not finite', *words):
+    for status, _, err in ranks(2, train_with, accidents.lose_a_loss, *words):
         assert status == 0, err
     entries = training_steps('out/lone')
     assert [entry['grad_norm'] is None for entry in entries] == [n == 3 for n in range(12)]
@@ -115,21 +116,21 @@ def test_torchrun_takes_the_command_lines_that_train_begins_with():
 # --- accidents -----------------------------------------------------------------------------------
 
 
-def torchrun_with(case, out_dir, restarts=0, **options):
+def torchrun_with(accident, out_dir, restarts=0, **options):
     """Two processes that meet with an accident, and that torchrun starts again.
 
     In the environment is the setting that results/trust says a restart needs.
     """
     words = command_line(out_dir, options)
     environment = {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-    return finish(fork(torchrun, case, restarts, *words, **environment))
+    return finish(fork(torchrun, accident, restarts, *words, **environment))
 
 
 def test_torchrun_replaces_dead_and_preempted_processes_and_the_run_goes_on(whole):
     """One dies; the next time, one is told to stop, and all stop at the same step."""
     options = dict(init_from='auto', save_interval=2, save_steps=())
-    case = 'death, then preemption'
-    status, out, err = torchrun_with(case, 'out/restarted', restarts=2, **options)
+    accident = accidents.die_then_be_preempted
+    status, out, err = torchrun_with(accident, 'out/restarted', restarts=2, **options)
     assert status == 0, err
     # The one that dies may be told by the other, whose connection to it breaks.
     died, *_, preempted = re.findall(r'failed \(exitcode: (-?\d+)\)', err)
@@ -141,13 +142,13 @@ def test_torchrun_replaces_dead_and_preempted_processes_and_the_run_goes_on(whol
 
 def test_a_signal_to_one_process_in_an_evaluation_stops_all(work):
     words = command_line('out/evaluating', dict(save_steps=()))
-    for status, _, err in ranks(2, train_with, 'preempted in an evaluation', *words):
+    for status, _, err in ranks(2, train_with, accidents.be_preempted_in_an_evaluation, *words):
         assert status == 75, err
     assert newest('out/evaluating')['step'] == 6
 
 
 def test_an_error_in_one_process_alone_is_told_and_ends_all(work):
-    status, out, err = torchrun_with('a lost disk', 'out/lonely')
+    status, out, err = torchrun_with(accidents.lose_a_disk, 'out/lonely')
     errors = [line for line in (out + err).splitlines() if line.startswith('error: ')]
     assert status and errors == ['error: the disk of this machine is gone'], err
 
@@ -180,7 +181,7 @@ def test_a_mistake_of_all_processes_is_one_line_and_no_process_waits(work):
 
 def one_line_apart(*words):
     """What they say where one is on a machine that does not share out_dir."""
-    return one_line(ranks(2, train_with, 'folders apart', *words))
+    return one_line(ranks(2, train_with, accidents.be_elsewhere, *words))
 
 
 def test_machines_that_would_train_different_runs_are_refused(half):

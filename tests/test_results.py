@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from conftest import ROOT, read_json
-from programs import program
+from runs import succeed
 
 from comparison.logs import named_runs, text_in
 from comparison.record import read_plan
@@ -98,8 +98,7 @@ def test_the_verdicts_follow_from_the_kept_logs_and_analyses(topic, tmp_path, mo
     runs, *words = shlex.split(line, comments=True)
     folders = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(runs))
     words = [f'--out={tmp_path}/of_5.1M' if '--out' in word else word for word in words]
-    status, out, _ = program(reproduce.main, 'claims', *folders, *words)
-    assert status == 0
+    out = succeed(reproduce.main, 'claims', *folders, *words)
     for ending in ('.md', '.svg', '.json'):
         kept, made = RESULTS / topic / f'verdicts{ending}', tmp_path / f'of_5.1M{ending}'
         assert not kept.exists() or rounded(kept) == rounded(made)
@@ -233,17 +232,13 @@ def test_what_lies_inside_the_models_is_in_the_kept_analyses():
 # --- rates ----------------------------------------------------------------------------------------
 
 
-def rate_loss(model, rate, seed):
-    return final(RATES / f'{model}_lr{rate:g}_seed{seed}')
-
-
 def test_the_rates_are_chosen_by_the_means_of_both_tuning_seeds():
     text = page('rates')
     best = {'vanilla': 0.006, 'resformer': 0.012, 'svformer': 0.006}
     for model in best:
         means = {}
         for rate in (0.003, 0.006, 0.012, 0.024)[: 4 if model == 'resformer' else 3]:
-            values = [rate_loss(model, rate, seed) for seed in (101, 102)]
+            values = [final(RATES / f'{model}_lr{rate:g}_seed{seed}') for seed in (101, 102)]
             means[rate] = np.mean(values)
             row = ' | '.join(f'{value:.4f}' for value in (*values, means[rate]))
             assert f'| {NAMES[model]} | {rate:g} | {row} |' in text.replace('**', '')

@@ -14,7 +14,7 @@ import reference
 import torch
 from conftest import ROOT, assert_one_line, raises_one_line
 from programs import BYTES, MALICE, Evil, cut, ours, program, run_with, small_bpe
-from runs import newest
+from runs import newest, succeed
 
 import evaluate
 import sample
@@ -194,9 +194,7 @@ def test_a_seed_says_what_is_sampled(trained):
     words = [f'--out_dir={trained}', '--start=def f', '--max_new_tokens=10', '--num_samples=2']
     texts = []
     for seed in ('--seed=1', '--seed=1', '--seed=2'):
-        status, out, _ = program(sample.main, *words, '--device=cpu', seed)
-        assert status == 0, status
-        texts.append(out)
+        texts.append(succeed(sample.main, *words, '--device=cpu', seed))
     assert texts[0] == texts[1] != texts[2] and texts[0].count('def f') == 2
 
 

@@ -17,6 +17,7 @@ from byte_runs import RESFORMER, random_model
 from conftest import assert_one_line, raises_one_line, read_json
 from programs import BYTES, table
 from programs import program as call_program
+from runs import succeed
 from task_items import ITEMS, PUBLISHED, needs_published
 
 import evaluate
@@ -143,8 +144,7 @@ def test_texts_score_as_with_the_harnesss_own_wrapper(harness, published, tmp_pa
 def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, published, limit):
     name = run(f'of {limit}', **RESFORMER)
     words = [name, f'--data_dir={published}', f'--limit={limit}', '--tasks=piqa,winogrande']
-    status, out, _ = program(*words, '--out=tasks.json', '--device=cpu')
-    assert status == 0, status
+    out = succeed(evaluate.main, 'tasks', *words, '--out=tasks.json', '--device=cpu')
     numbers = read_json('tasks.json')
     assert (numbers['limit'], numbers['data']) == (limit, 'eval')
     assert str(published) not in json.dumps(numbers)

@@ -16,7 +16,6 @@ from runs import (
     TINY,
     assert_close_losses,
     assert_same_run,
-    call,
     command_line,
     evaluations,
     good,
@@ -27,6 +26,7 @@ from runs import (
     read_config,
     snapshot,
     steps_of_checkpoints,
+    succeed,
     training_steps,
 )
 from variants import config_of, tokens
@@ -248,8 +248,7 @@ def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(wo
     good('out/straight', **options, cooldown_iters=4, max_iters=10)
     before = snapshot('out/trunk')
     words = ['--init_from=out/trunk/ckpt_6.pt', '--cooldown_iters=4', '--max_iters=10']
-    status, _ = call(train.main, *words, '--out_dir=out/fork')
-    assert status == 0
+    succeed(train.main, *words, '--out_dir=out/fork')
     assert_same_run('out/fork', 'out/straight')
     assert snapshot('out/trunk') == before
 
@@ -263,7 +262,7 @@ def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(wo
 
     # It goes on by itself.
     Path('out/fork/ckpt_10.pt').unlink()
-    assert call(train.main, '--init_from=resume', '--out_dir=out/fork')[0] == 0
+    succeed(train.main, '--init_from=resume', '--out_dir=out/fork')
     assert_same_run('out/fork', 'out/straight')
 
     # Where it dies before its first checkpoint, the same command begins again.
@@ -272,7 +271,7 @@ def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(wo
     lines = Path('out/fork/log.jsonl').read_text().splitlines(keepends=True)
     begins = next(n for n, line in enumerate(lines) if '"changed"' in line)
     Path('out/fork/log.jsonl').write_text(''.join(lines[: begins + 1]))
-    assert call(train.main, *words, '--out_dir=out/fork')[0] == 0
+    succeed(train.main, *words, '--out_dir=out/fork')
     assert_same_run('out/fork', 'out/straight')
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import accidents
 import pytest
 import torch
 from accidents import at_call, be_told_to_stop, not_a_number, train_with, with_loss
@@ -40,20 +41,20 @@ from lib.rundir import Log, checkpoints
 
 # The steps of the checkpoints that a kill at that moment leaves.
 KILLS = {
-    'before flush': [3],
-    'before rename': [3],
-    'in the middle of an append': [9, 6],
-    'in the last evaluation': [12, 9, 6],
+    accidents.die_before_flush: [3],
+    accidents.die_before_rename: [3],
+    accidents.die_in_an_append: [9, 6],
+    accidents.die_in_an_evaluation: [12, 9, 6],
 }
 
 
-@pytest.mark.parametrize('moment', KILLS)
-def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whole, moment):
-    name = f'out/{moment}'
+@pytest.mark.parametrize('accident', KILLS)
+def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whole, accident):
+    name = f'out/{accident.__name__}'
     options = dict(init_from='auto', save_steps=(), save_interval=3)
-    status, _, err = finish(fork(train_with, moment, *command_line(name, options)))
+    status, _, err = finish(fork(train_with, accident, *command_line(name, options)))
     assert status == -signal.SIGKILL, err
-    assert steps_of_checkpoints(name) == KILLS[moment]
+    assert steps_of_checkpoints(name) == KILLS[accident]
     good(name, **options)
     assert_same_run(name, whole)
     assert not list(Path(name).glob('*.tmp'))
@@ -94,10 +95,13 @@ def test_under_nohup_a_hang_up_stops_nothing(monkeypatch, work):
     assert status == 0 and signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
-@pytest.mark.parametrize('output', ['without a reader', 'without room', 'without a terminal'])
-def test_what_cannot_be_printed_is_left_out_and_training_goes_on(whole, output):
-    name = f'out/{output}'
-    status, _, _ = finish(fork(train_with, output, *command_line(name, {})))
+@pytest.mark.parametrize(
+    'accident',
+    [accidents.lose_its_reader, accidents.have_no_room_for_output, accidents.have_no_terminal],
+)
+def test_what_cannot_be_printed_is_left_out_and_training_goes_on(whole, accident):
+    name = f'out/{accident.__name__}'
+    status, _, _ = finish(fork(train_with, accident, *command_line(name, {})))
     assert status == 0
     assert_same_run(name, whole)
 
@@ -434,5 +438,5 @@ def test_a_log_that_cannot_grow_is_one_line_and_what_was_saved_goes_on(half, who
 
 def test_ctrl_c_before_the_first_step_is_no_stack_trace(work):
     words = command_line('out/early', {})
-    status, _, err = finish(fork(train_with, 'interrupted early', *words))
+    status, _, err = finish(fork(train_with, accidents.be_interrupted, *words))
     assert (status, err) == (130, '')

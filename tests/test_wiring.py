@@ -6,6 +6,7 @@ import pytest
 import reference
 from conftest import assert_one_line
 from programs import program
+from runs import succeed
 from variants import VARIANTS, config_of
 
 from model import GPT, GPTConfig
@@ -108,7 +109,7 @@ def test_the_wiring_of_models_and_of_runs_is_drawn(here):
     (here / 'run').mkdir()
     (here / 'run/config.json').write_text('{"n_layer": 3, "share_v": true}')
     words = ['vanilla', 'vanilla+n_layer=4+v_residual=all', 'run', '--out=wiring.svg']
-    assert program(wiring.main, *words)[0] == 0
+    succeed(wiring.main, *words)
     assert (here / 'wiring.svg').read_text().startswith('<?xml')
 
 

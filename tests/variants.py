@@ -232,9 +232,8 @@ def make(name='vanilla', **size):
     return reference.perturb(GPT(config_of(name, **size)))
 
 
-def tokens(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SIZE['vocab_size'], shape, generator=generator)
+def tokens(*shape, vocabulary=SIZE['vocab_size'], seed=0):
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def in_chunks(model, idx, chunks, cache, **options):
