@@ -323,7 +323,7 @@ def print_table(settings):
         cells = [name, f'{row["batch"]} x {row["length"]:,}']
         for key in ('forward_gib', 'backward_gib', 'step_gib', 'reserved_gib'):
             cells.append(f'{row[key]:.1f}' if key in row else '')
-        cells += [str(count) for count in counts or ['', '']]
+        cells += [str(count) for count in counts]
         cells.append(str(row.get('compiled_gb_of_two_micro_steps') or ''))
         cells.append(str(row.get('recompiled', '')))
         lines.append(cells)

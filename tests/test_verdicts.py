@@ -30,8 +30,8 @@ def write_runs(folder, model, losses, **at):
     return paths
 
 
-def scattered(mean, noise=0.001):
-    return {seed: mean + noise * (seed - 3) for seed in SEEDS}
+def scattered(mean):
+    return {seed: mean + 0.001 * (seed - 3) for seed in SEEDS}
 
 
 def alternating(mean, noise=0.001):
@@ -39,8 +39,8 @@ def alternating(mean, noise=0.001):
     return {seed: mean + noise * (-1) ** seed for seed in SEEDS}
 
 
-def rows_of(claims, folders, reports=()):
-    return judge.claim_rows(claims, judge.read_pool(folders, CLAIMS_SIZE), dict(reports))
+def rows_of(claims, folders):
+    return judge.claim_rows(claims, judge.read_pool(folders, CLAIMS_SIZE), {})
 
 
 # --- claims and figures as data -------------------------------------------------------------------
@@ -148,20 +148,15 @@ def test_runs_of_one_seed_must_have_seen_the_same_data_and_settings(tmp_path):
 # --- what happens inside --------------------------------------------------------------------------
 
 
-def report_of(folder, layers, **facts_of_run):
-    """The analysis of a run, as paper.analyze writes it: the entropy of each layer."""
-    config = as_json(asdict(read_state(folder).model))
-    return {'series': {'entropy': {'mean': layers}}, 'config': config, **facts_of_run}
-
-
 def test_an_analysis_of_another_run_of_that_name_or_of_an_earlier_step_is_refused(tmp_path):
     """Comparisons at one learning rate name their runs alike. Older analyses state the model alone."""
     (folder,) = write_runs(tmp_path, V, {1: 2.0})
     run = read_state(folder)
+    config = as_json(asdict(run.model))
 
     def series(**stated):
-        reports = {'entropy': {folder.name: report_of(folder, [4.0, 3.0], **stated)}}
-        return judge.series_of(reports, 'entropy', run)
+        report = {'series': {'entropy': {'mean': [4.0, 3.0]}}, 'config': config, **stated}
+        return judge.series_of({'entropy': {folder.name: report}}, 'entropy', run)
 
     own = facts(run.config)
     for stated in ({}, {'settings': own, 'step': 20}):
