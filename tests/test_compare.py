@@ -549,7 +549,7 @@ def test_runs_of_a_plan_are_compared_in_their_data_where_the_data_are_not(place,
     assert contrast['verdict'] == 'undecided' and 'differ in data' in contrast['reason']
 
 
-def test_the_plan_says_what_the_data_were_where_they_are_not(place, monkeypatch):
+def test_the_plan_says_what_the_data_were_where_they_are_not(place):
     plan = finished()
     write_plan(plan)
     for run in folders_of(plan):

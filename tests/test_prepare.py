@@ -304,7 +304,7 @@ CHANGES = [replace_a_letter, add_a_file, remove_a_file]
 
 
 @pytest.mark.parametrize('change', CHANGES)
-def test_an_exchanged_source_is_not_called_complete(change, capsys):
+def test_an_exchanged_source_is_not_called_complete(change):
     make_source()
     run_prepare(tokens=0)
     before = contents('out')
