@@ -104,7 +104,7 @@ def test_tokens_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was(name):
     idx = tokens(B, T)
     cache = prefilled(model, idx[:, :12], 16)
     for too_many in (5, 12):
-        with raises_one_line(f'{too_many} more', 'max_len=16', 'holds 12'):
+        with pytest.raises(ValueError, match=rf'{too_many} .*max_len=16\b.* 12\b'):
             model(tokens(B, too_many, seed=1), cache=cache)
     for rows, length in ((1, 1), (2, 3), (4, 1)):  # of another batch size
         with pytest.raises((ValueError, RuntimeError)):
@@ -254,5 +254,5 @@ def test_the_limits_of_sampling_are_greedy(options):
     ],
 )
 def test_ways_to_sample_that_make_no_sense_are_refused(name, value):
-    with raises_one_line(f'{name}={value}'):
+    with pytest.raises(ValueError, match=f'{name}={value}'):
         make(n_layer=1).generate(tokens(B, 5), 4, **{name: value})

@@ -113,8 +113,9 @@ REFUSED = [
 
 @pytest.mark.parametrize('settings, words', REFUSED, ids=str)
 def test_useless_or_contradictory_settings_are_refused_by_name(settings, words):
-    with raises_one_line(*words.split()):
+    with raises_one_line(*words.split()) as caught:
         GPTConfig(**{**SIZE, **settings})
+    assert caught.type is ValueError
 
 
 @pytest.mark.parametrize(
