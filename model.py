@@ -33,7 +33,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +94,11 @@ class GPTConfig:
 
     def variant(self):
         """{field: value} of every other field that is not its default: what makes it this model."""
-        others = [f for f in fields(self) if f.name not in SHAPE]
-        return {f.name: value for f in others if (value := getattr(self, f.name)) != f.default}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in SHAPE and value != getattr(type(self), name)
+        }
 
     @property
     def head_size(self):
@@ -136,7 +139,8 @@ class Part(nn.Module):
         super().__init__()
         self.config, self.wiring = config, wiring
         if wiring.projects:
-            self.proj = make_proj(config, wiring)
+            C, hs = config.n_embd, config.head_size
+            self.proj = make_matrix(config, C, wiring.heads * hs, rows=config.kv_heads * hs)
         if config.qk_norm and wiring.name == 'q' and wiring.heads:
             parameter(self, 'gain', torch.full((config.n_head,), 1.44))
         if wiring.sources:
@@ -276,10 +280,10 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        C, width, bias = config.n_embd, config.ffn_width, config.arch == 'gpt2'
+        C, width = config.n_embd, config.ffn_width
         if config.arch == 'llama':
-            self.c_gate = make(nn.Linear, C, width, bias, muon=True)
-        self.c_fc = make(nn.Linear, C, width, bias, muon=True)
+            self.c_gate = make_matrix(config, C, width)
+        self.c_fc = make_matrix(config, C, width)
         self.c_proj = make_c_proj(config, width)
 
     def forward(self, x):
@@ -393,15 +397,13 @@ class GPT(nn.Module):
             T > self.config.block_size,
             f'{T} tokens are more than block_size={self.config.block_size}',
         )
-        positions, mask = slice(T), None
-        if cache is not None:
-            positions, mask = cache.begin(idx)
+        positions, mask = (slice(T), None) if cache is None else cache.begin(idx)
         x = self.blocks(*self.embed(idx, positions), cache, mask)
         if last_only:
             x = x[:, -1:]
         x = self.transformer.ln_f(x)
         if cache is not None:
-            cache.finish(T)
+            cache.position += T  # last, so that a call that fails leaves the cache as it was
         return x
 
     def embed(self, idx, positions):
@@ -419,10 +421,12 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe.weight[positions]
         x = F.dropout(x, config.dropout, self.training)
 
-        # A table is looked up by token, and a projection reads x_0.
-        inputs = {nn.Embedding: idx, nn.Linear: x0}
-        modules = {name: self.transformer.get_submodule(name) for name in self.outer_sources}
-        raw = {('v', name): to_heads(config, m(inputs[type(m)])) for name, m in modules.items()}
+        raw = {}
+        for name in self.outer_sources:
+            module = self.transformer.get_submodule(name)
+            # A table is looked up by token, and a projection reads x_0.
+            source = module(idx if isinstance(module, nn.Embedding) else x0)
+            raw['v', name] = to_heads(config, source)
         return x, x0, raw, rope
 
     def blocks(self, x, x0, raw, rope, cache, mask):
@@ -456,9 +460,9 @@ class GPT(nn.Module):
         for i in range(max_new_tokens):
             context = idx if cache else idx[:, -self.config.block_size :]
             logits, _ = self(context, cache=cache, last_only=True)
-            # Once, because a GPU has to be waited for.
-            broken = i == 0 and not logits.isfinite().all()
-            refuse(broken, 'the logits are not finite: the weights are damaged, or overflow')
+            if i == 0:  # once, because a GPU has to be waited for
+                is_broken = not logits.isfinite().all()
+                refuse(is_broken, 'the logits are not finite: the weights are damaged, or overflow')
             new = sample(logits[:, -1, :n_vocab].float(), **how)
             idx = new if cache else torch.cat((idx, new), dim=1)
             yield new
@@ -474,9 +478,8 @@ class GPT(nn.Module):
         generator=None,
     ):
         """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
-        cache = None
-        if use_cache:
-            cache = self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
+        B, T = idx.size()
+        cache = self.new_cache(B, T + max_new_tokens) if use_cache else None
         how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         return torch.cat((idx, *self.stream(idx, max_new_tokens, cache, **how)), dim=1)
 
@@ -514,14 +517,10 @@ SOURCES = {
     'anchor': lambda n, L: ['anchor'],  # one projection of x_0 for all layers (2601.08131)
 }
 
-# residual_weights: the settings that each kind of weights reads, named residual_... or gate_....
-WEIGHTS = {
-    'fixed': ('residual_lambda',),
-    'learned': ('residual_lambda',),
-    'head': ('residual_lambda', 'gate_inputs', 'gate_bias'),
-    'channel': ('gate_rank',),
-}
-GATES = ('head', 'channel')  # of v alone: q and k have fixed weights then
+# residual_weights: those that a gate computes, and the gate's settings. They are of v alone: q and k have
+# fixed weights then.
+GATES = {'head': ('gate_inputs', 'gate_bias'), 'channel': ('gate_rank',)}
+WEIGHTS = ('fixed', 'learned', *GATES)
 
 
 @dataclass
@@ -532,11 +531,11 @@ class PartWiring:
     n: int
     owner: int  # the layer whose tensor it attends with; vanilla: itself
     heads: int  # the number of heads that it has itself; 0: it borrows them
-    joins: tuple | None = None  # key of the tensor whose last heads it borrows beside its own
-    sources: list = field(default_factory=list)  # keys of the raw tensors that are mixed in
+    joins: list = ()  # key of the tensor whose last heads it borrows beside its own, if it does
+    sources: list = ()  # keys of the raw tensors that are mixed in
     residual_weights: str = ''  # how they are weighted; '': nothing is mixed in
-    weights: list = field(default_factory=list)  # of each source, then its own; []: a gate has them
-    gate: dict = field(default_factory=dict)  # {setting: value} of a gate, which acts() compares
+    weights: list = ()  # of each source, then its own; empty: a gate has them
+    gate: list = ()  # the values of a gate's settings, which acts() compares
 
     @property
     def key(self):
@@ -545,7 +544,7 @@ class PartWiring:
     @property
     def projects(self):
         """Whether it has a projection: a borrower has none, nor has a layer that never reads its own."""
-        is_read = not self.weights or self.weights[-1] != 0 or self.residual_weights == 'learned'
+        is_read = self.weights[-1:] != [0] or self.residual_weights == 'learned'
         return self.heads > 0 and is_read
 
 
@@ -557,9 +556,10 @@ class LayerWiring:
     q: PartWiring
     k: PartWiring
     v: PartWiring
+    sources: dict  # {part: all its sources, whatever residual_map does with them}
     reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
     added: list  # keys of the raw values whose mean is added to attention's output
-    neutreno: float  # how much of V_1 - V'_n is added to it
+    neutreno: float = 0.0  # how much of V_1 - V'_n is added to it
     raw_later: list = ()  # keys of the raw tensors that later layers read
     attended_later: list = ()  # likewise of the attended ones
 
@@ -570,45 +570,43 @@ class LayerWiring:
 
 def wire(config):
     """The wiring of a model as data: a LayerWiring for each layer."""
-    owners = {part: owners_of(config, part) for part in 'qkv'}
+    owners = {part: owners_of(getattr(config, f'share_{part}'), config.n_layer) for part in 'qkv'}
     layers = [wire_layer(config, owners, n) for n in range(config.n_layer)]
-    raw, attended = set(), set()
+    raw, attended = set(), set()  # what the layers from here on read
     for layer in reversed(layers):
         layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
         layer.attended_later = sorted(attended)
-        raw.update(layer.added, [('v', 0)] if layer.neutreno else [])
+        # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
+        if config.neutreno and (layer.v.owner != 0 or layers[0].v.sources):
+            layer.neutreno = config.neutreno
+            raw.add(('v', 0))
+        raw.update(layer.added)
         attended.update(*layer.reads.values())
         for part in layer.parts:
-            joined = [part.joins] if part.joins else []
-            raw.update(part.sources, joined)
-            attended.update([(part.name, part.owner)], joined)
+            raw.update(part.sources, part.joins)
+            attended.update([(part.name, part.owner)], part.joins)
     return layers
 
 
 def wire_layer(config, owners, n):
-    """Layer n, but for what later layers read. owners: {part: owners_of() it}."""
-    sources = {part: sources_of(config, part, owners[part], n) for part in 'qkv'}
+    """Layer n, but for what other layers decide. owners: {part: owners_of() it}."""
+    sources = {part: sources_of(config, part, owners[part][n], n) for part in 'qkv'}
     # Values may be mapped in another way than mixed before attention.
-    of_values = {config.residual_map: sources['v']}
-    sources['v'] = of_values.get('current', [])
+    of_values = collections.defaultdict(list, {config.residual_map: sources['v']})
+    mixed_in = sources | {'v': of_values['current']}
     lenders = owners
     if config.share_v_heads:  # a borrower, too, attends with values of its own
         owners = owners | {'v': {}}
-    q, k, v = (
-        wire_part(config, part, lenders[part], n, keys(part, owners, sources[part]))
+    parts = [
+        wire_part(config, part, lenders[part][n], n, keys(part, owners, mixed_in[part]))
         for part in 'qkv'
-    )
-    # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
-    is_first = keys('v', owners, [n]) == [('v', 0)]
-    differs = not is_first or sources_of(config, 'v', lenders['v'], 0)
+    ]
     return LayerWiring(
         n,
-        q,
-        k,
-        v,
-        reads={part: keys(part, owners, (*of_values.get('cross', ()), n)) for part in 'kv'},
-        added=keys('v', owners, of_values.get('identity', ())),
-        neutreno=config.neutreno if differs else 0.0,
+        *parts,
+        sources,
+        reads={part: keys(part, owners, [*of_values['cross'], n]) for part in 'kv'},
+        added=keys('v', owners, of_values['identity']),
     )
 
 
@@ -617,53 +615,47 @@ def keys(part, owners, layers):
     return [(part, owners[part].get(layer, layer)) for layer in layers]
 
 
-def wire_part(config, part, owners, n, sources):
+def wire_part(config, part, owner, n, sources):
     """A part of layer n, into which the tensors with these keys are mixed."""
     heads = config.n_head if part == 'q' else config.kv_heads
-    if owners[n] == n:
-        return PartWiring(part, n, n, heads, None, sources, **mixture(config, part, len(sources)))
+    if owner == n:
+        return PartWiring(part, n, n, heads, (), sources, *mixture(config, part, len(sources)))
     if part == 'v' and config.share_v_heads:
-        return PartWiring(part, n, n, heads - config.share_v_heads, joins=('v', owners[n]))
-    return PartWiring(part, n, owners[n], heads=0)
+        return PartWiring(part, n, n, heads - config.share_v_heads, joins=[('v', owner)])
+    return PartWiring(part, n, owner, heads=0)
 
 
 def mixture(config, part, count):
-    """{field of PartWiring: value} of how so many sources are weighted."""
+    """How so many sources are weighted: residual_weights, weights and gate of a PartWiring."""
     if not count:
-        return {}
+        return ()
     kind = config.residual_weights
     if kind in GATES and part != 'v':
         kind = 'fixed'
-    gate = {name: getattr(config, name) for name in WEIGHTS[kind]}
-    given = gate.pop('residual_lambda', ())
     uniform = 1 / (count + 1)
-    if kind not in GATES:
-        given = given or (uniform, uniform)
-    weights = []
-    if given:
-        source, own = given
-        weights = [float(source)] * count + [float(own)]
-    return {'residual_weights': kind, 'weights': weights, 'gate': gate}
+    source, own = config.residual_lambda or (uniform, uniform)
+    weights = [float(source)] * count + [float(own)]
+    if kind in GATES and not config.residual_lambda:
+        weights = []
+    return kind, weights, [getattr(config, name) for name in GATES.get(kind, ())]
 
 
-def owners_of(config, part):
+def owners_of(share, n_layer):
     """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
-    share, layers = getattr(config, f'share_{part}'), range(config.n_layer)
+    layers = range(n_layer)
     if isinstance(share, tuple):
-        return {n: n for n in layers} | dict(enumerate(share))
-    period = {True: config.n_layer, False: 1}[share] if isinstance(share, bool) else share
+        return dict(enumerate(layers)) | dict(enumerate(share))
+    period = n_layer if share is True else share or 1  # False: each layer has its own
     return {n: n - n % period for n in layers}
 
 
-def sources_of(config, part, owners, n):
+def sources_of(config, part, owner, n):
     """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
     residual = getattr(config, f'{part}_residual')
-    if not residual or owners[n] != n:
-        return []
     # Its sources' weight is 0 for ever.
     is_idle = config.residual_lambda == (0, 1) and config.residual_weights != 'learned'
     every = () if is_outer(residual) else range(config.n_layer)  # such layers are named
-    if is_idle or n not in (config.residual_layers or every):
+    if not residual or owner != n or is_idle or n not in (config.residual_layers or every):
         return []
     return list(SOURCES.get(residual, SOURCES['first'])(n, config.n_layer))
 
@@ -681,7 +673,7 @@ class Needs:
     """What a parameter needs, said where it is made; GPT.needs has it by the parameter's name."""
 
     draw: Callable | None = None  # called with a tensor and generator= it fills it; None: as made
-    rows: int = 0  # of the whole matrix, of which it has the first ones
+    rows: int = 0  # it is the first rows of a matrix of so many, if it has fewer (share_v_heads)
     decay: bool = False  # weight decay pulls it to zero
     muon: bool = False  # a matrix that Muon updates, if it is chosen
     rate: str = ''  # the setting that multiplies its learning rate
@@ -712,37 +704,27 @@ def normal(std):
     return functools.partial(nn.init.normal_, std=std)
 
 
-def make(kind, *shape, draw=None, decay=True, muon=False, **needs):
+SMALL = normal(0.02)
+
+
+def make(kind, *shape, draw=SMALL, decay=True, muon=False, **needs):
     """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, 0.02) unless
-    `draw` says otherwise, a bias at zero."""
+    `draw` says otherwise (None: at zero), a bias at zero."""
     module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
-    weight, bias = module.weight, getattr(module, 'bias', None)
-    draw = draw or normal(0.02)
-    parameter(
-        module, 'weight', torch.empty(weight.shape), draw=draw, decay=decay, muon=muon, **needs
-    )
-    if bias is not None:
-        parameter(module, 'bias', torch.zeros(bias.shape), **needs)
+    for name, p in module.named_parameters():
+        parameter(module, name, torch.zeros(p.shape), **needs)
+    module.needs['weight'] = Needs(draw, decay=decay, muon=muon, **needs)
     return module
 
 
-def make_proj(config, wiring):
-    """The projection of a part, (the heads that it has) * hs rows."""
-    heads = config.n_head if wiring.name == 'q' else config.kv_heads
-    hs = config.head_size
-    return make(
-        nn.Linear,
-        config.n_embd,
-        wiring.heads * hs,
-        config.arch == 'gpt2',
-        rows=heads * hs,
-        muon=True,
-    )
+def make_matrix(config, inputs, outputs, **needs):
+    """A matrix of a block."""
+    return make(nn.Linear, inputs, outputs, config.arch == 'gpt2', muon=True, **needs)
 
 
 def make_c_proj(config, width):
-    std = 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
-    return make(nn.Linear, width, config.n_embd, config.arch == 'gpt2', draw=normal(std), muon=True)
+    draw = normal(0.02 / math.sqrt(2 * config.n_layer)) if config.arch == 'gpt2' else SMALL
+    return make_matrix(config, width, config.n_embd, draw=draw)
 
 
 def make_outer_source(config, name):
@@ -762,20 +744,20 @@ def add_mixing_weights(part):
     C, width = config.n_embd, config.kv_heads * config.head_size
     if kind == 'learned':
         parameter(part, 'residual_lambda', torch.tensor(part.wiring.weights), **NEUTRAL)
-    small = dict(draw=normal(0.0), decay=False)
+    zero = dict(draw=None, decay=False)
     if kind == 'head':
         inputs = config.gate_inputs or C
-        part.gate = make(nn.Linear, inputs, config.kv_heads, config.gate_bias, **small)
+        part.gate = make(nn.Linear, inputs, config.kv_heads, config.gate_bias, **zero)
     if kind == 'channel':
         near_zero = functools.partial(nn.init.orthogonal_, gain=0.1)
-        part.gate_down = make(nn.Linear, C, config.gate_rank, False, **small)
+        part.gate_down = make(nn.Linear, C, config.gate_rank, False, **zero)
         part.gate_up = make(nn.Linear, config.gate_rank, width, False, draw=near_zero, decay=False)
         parameter(part, 'gate_bias', 0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
 
 
 def make_weights(starts):
     """Lists of a few numbers, as parameters."""
-    weights = nn.ParameterList(nn.Parameter(torch.tensor(start)) for start in starts)
+    weights = nn.ParameterList(torch.tensor(start) for start in starts)
     weights.needs = {str(n): Needs(**NEUTRAL) for n in range(len(starts))}
     return weights
 
@@ -849,9 +831,11 @@ def without(y, v):
     return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
-def join(t, tensors, key):
-    """t (B, heads, T, hs), with the further heads of another tensor behind its own, unless key is None."""
-    return t if key is None else torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
+def join(t, tensors, keys):
+    """t (B, heads, T, hs), and behind its heads the further ones of the tensor with this key, if any."""
+    for key in keys:
+        t = torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
+    return t
 
 
 def to_heads(config, t):
@@ -911,12 +895,12 @@ class KVCache:
             f'max_len={max_len} is more than block_size={longest}: '
             'only without a cache can generation go on, with the last block_size tokens',
         )
-        self.max_len = self.end = max_len
-        self.joins = {layer.v.key: layer.v.joins for layer in model.wiring}
-        self.tensors = {}
+        self.max_len = max_len
+        self.tensors, self.joins = {}, {}
         zeros = model.lm_head.weight.new_zeros
         for layer in model.wiring:
             for part in (layer.k, layer.v):
+                self.joins[part.key] = part.joins
                 shape = batch_size, part.heads, max_len, model.config.head_size
                 if part.heads:
                     self.tensors[part.key] = zeros(shape, dtype=dtype)
@@ -931,9 +915,10 @@ class KVCache:
 
     def begin(self, idx):
         """Prepare for idx (B, T), more tokens; returns their positions (T,) and the mask for attend()."""
-        T, device, mask = idx.size(1), idx.device, None
+        T, device = idx.size(1), idx.device
         self.positions = self.position + torch.arange(T, device=device)
-        if torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:
             # No Python number may depend on the position.
             self.end = self.max_len
             has_room = self.positions[-1] < self.end
@@ -945,12 +930,9 @@ class KVCache:
                 f'{T} more tokens do not fit into a cache of max_len={self.max_len}, which holds '
                 f'{self.end - T}',
             )
-        if T not in (1, self.end) or torch.compiler.is_compiling():
-            mask = torch.arange(self.end, device=device) <= self.positions[:, None]
-        return self.positions, mask
-
-    def finish(self, T):
-        self.position += T
+        if T in (1, self.end) and not is_compiling:
+            return self.positions, None
+        return self.positions, torch.arange(self.end, device=device) <= self.positions[:, None]
 
     def append(self, key, t):
         """Store t (B, heads, T, hs) at the positions that begin() gave, unless it is a query."""
@@ -959,7 +941,7 @@ class KVCache:
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
     def __getitem__(self, key):
-        return join(self.tensors[key][:, :, : self.end], self, self.joins.get(key))
+        return join(self.tensors[key][:, :, : self.end], self, self.joins[key])
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -1061,10 +1043,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
 # The least value of a setting.
 LEAST = {f.name: min(f.default, 1) for f in fields(GPTConfig) if type(f.default) is int}
-LEAST |= {'rope_theta': 1, 'norm_eps': 0, 'dropout': 0}
+LEAST |= dict(rope_theta=1, norm_eps=0, dropout=0)
 # Read by wire() alone: what they change is what they change in the wiring.
-WIRED = (*RESIDUALS, 'neutreno') + tuple(
-    f.name for f in fields(GPTConfig) if f.name.startswith(('residual_', 'gate_', 'share_'))
+WIRED = set(
+    'v_residual q_residual k_residual residual_weights residual_lambda residual_layers residual_map '
+    'gate_inputs gate_bias gate_rank share_q share_k share_v share_v_heads neutreno'.split()
 )
 
 
@@ -1075,7 +1058,7 @@ def choices(name):
     return {
         'arch': ('llama', 'gpt2'),
         'residual_map': ('current', 'identity', 'cross'),
-        'residual_weights': tuple(WEIGHTS),
+        'residual_weights': WEIGHTS,
     }.get(name)
 
 
@@ -1086,32 +1069,29 @@ def normalize(config):
         if isinstance(value, list):  # JSON has no tuples
             setattr(config, name, tuple(value))
     check_ranges(config)
-    for name in RESIDUALS:
-        if getattr(config, name) in ('first', True):
-            setattr(config, name, True)
     for part in 'qkv':
-        setattr(config, f'share_{part}', spelled(config, part))
+        residual, share = f'{part}_residual', f'share_{part}'
+        if getattr(config, residual) in ('first', True):
+            setattr(config, residual, True)
+        setattr(config, share, spelled(getattr(config, share), config.n_layer))
     check_contradictions(config)
     if config.n_kv_head == config.n_head:
         config.n_kv_head = 0
     if config.gate_inputs == config.n_embd:
         config.gate_inputs = 0
+    has_residual = any(getattr(config, name) for name in RESIDUALS)
     for name in ('residual_lambda', 'residual_layers'):
-        is_read = any(getattr(config, residual) for residual in RESIDUALS)
-        if is_read and not acts(config, name):
-            setattr(config, name, getattr(type(config), name))
+        if has_residual and not acts(config, name):
+            setattr(config, name, ())
 
 
-def spelled(config, part):
-    """The value of share_q, share_k or share_v, in the one spelling of its owners."""
-    name, n_layer = f'share_{part}', config.n_layer
-    share = getattr(config, name)
-    if isinstance(share, tuple):
-        owners = owners_of(config, part)
-        simple = (True, *range(2, n_layer))
-        same = [x for x in simple if owners_of(change(config, name, x), part) == owners]
-        return same[0] if same else share
-    return share if isinstance(share, bool) or share < n_layer else True
+def spelled(share, n_layer):
+    """share_q, share_k or share_v, in the one spelling of its owners."""
+    if not share:
+        return share
+    simple = (True, *range(2, n_layer))
+    owners = owners_of(share, n_layer)
+    return next((other for other in simple if owners_of(other, n_layer) == owners), share)
 
 
 def check(config):
@@ -1129,8 +1109,11 @@ def check(config):
         for other, blamed in (config.variant() | config.shape()).items():
             plain = change(config, other, getattr(type(config), other))
             refuse(acts(plain, name), f'{idle} with {other}={blamed!r}; drop one of them')
-        switches = [f.name for f in fields(config) if f.default is False]
-        switches = [switch for switch in switches if acts(change(config, switch, True), name)]
+        switches = [
+            f.name
+            for f in fields(config)
+            if f.default is False and acts(change(config, f.name, True), name)
+        ]
         advice = f'turn on {" or ".join(switches)}, or drop it' if switches else 'drop it'
         raise ValueError(f'{idle}: {advice}')
 
@@ -1145,9 +1128,8 @@ def ingredients(config):
     """All that a model is made of: its wiring, and the other fields that are read."""
     unread = WIRED
     if config.arch == 'gpt2':
-        unread += ('rope_theta', 'rope_scaling')
-    others = {name: value for name, value in vars(config).items() if name not in unread}
-    return wire(config), others
+        unread = WIRED | {'rope_theta', 'rope_scaling'}
+    return wire(config), {name: getattr(config, name) for name in vars(config).keys() - unread}
 
 
 def change(config, name, value):
@@ -1163,8 +1145,7 @@ def check_ranges(config):
         refuse(allowed and value not in allowed, f'{name}={value!r} is not one of {allowed}')
         is_broken = isinstance(value, float) and not math.isfinite(value)
         refuse(is_broken, f'{name}={value} must be finite')
-    for name, least in LEAST.items():
-        value = getattr(config, name)
+        least = LEAST.get(name, value)
         refuse(value < least, f'{name}={value} must be at least {least}')
     refuse(config.dropout >= 1, f'dropout={config.dropout} must be less than 1')
     refuse(config.n_layer > 1000, f'n_layer={config.n_layer} must be at most 1000')
@@ -1174,9 +1155,14 @@ def check_ranges(config):
     refuse(n_head % n_kv_head, f'n_head={n_head} is not divisible by n_kv_head={n_kv_head}')
     is_odd = config.arch == 'llama' and config.head_size % 2
     refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
-    inputs, heads = config.gate_inputs, config.share_v_heads
-    refuse(inputs > n_embd, f'gate_inputs={inputs} are more than n_embd={n_embd}')
-    refuse(heads >= n_kv_head, f'share_v_heads={heads} must be fewer than {n_kv_head} value heads')
+    refuse(
+        config.gate_inputs > n_embd,
+        f'gate_inputs={config.gate_inputs} are more than n_embd={n_embd}',
+    )
+    refuse(
+        config.share_v_heads >= n_kv_head,
+        f'share_v_heads={config.share_v_heads} must be fewer than {n_kv_head} value heads',
+    )
     for part in 'qkv':
         share = getattr(config, f'share_{part}')
         refuse(
@@ -1184,24 +1170,23 @@ def check_ranges(config):
             f'share_{part}={share} must be True, how many layers share (2 or more), or, for each of '
             f'the {config.n_layer} layers, its owner: itself or an earlier layer that names itself',
         )
-    weights, scaling = config.residual_lambda, config.rope_scaling
     refuse(
-        weights and not are_numbers(weights, 2),
-        f'residual_lambda={weights} must be two weights: (each source, own)',
+        config.residual_lambda and not are_numbers(config.residual_lambda, 2),
+        f'residual_lambda={config.residual_lambda} must be two weights: (each source, own)',
     )
-    is_positive = are_numbers(scaling, 4) and min(scaling) > 0
+    scaling = config.rope_scaling
+    is_scaling = are_numbers(scaling, 4) and min(scaling) > 0 and scaling[1] < scaling[2]
     refuse(
-        scaling and not (is_positive and scaling[1] < scaling[2]),
+        scaling and not is_scaling,
         f'rope_scaling={scaling} must be (factor, low_freq < high_freq, original_length), positive',
     )
 
 
 def is_sharing(share, n_layer):
-    if isinstance(share, bool) or not isinstance(share, tuple):
+    if not isinstance(share, tuple):
         return isinstance(share, bool) or share > 1
     are_owners = [type(o) is int and 0 <= o <= n and share[o] == o for n, o in enumerate(share)]
-    owns_all = share == tuple(range(n_layer))
-    return all(are_owners) and len(share) == n_layer and not owns_all
+    return all(are_owners) and len(share) == n_layer and share != tuple(range(n_layer))
 
 
 def are_numbers(values, count):
@@ -1209,54 +1194,56 @@ def are_numbers(values, count):
     return all(are_finite) and len(values) == count
 
 
-# {setting=value: what may not be on with it}
+# {value of residual_map or residual_weights: what may not be on with it}
 EXCLUDED = {
-    'residual_map=identity': {'residual_lambda', 'residual_weights'},
-    'residual_map=cross': {'residual_lambda', 'residual_weights', 'share_v_heads'},
-    'residual_weights=channel': {'residual_lambda'},
+    'identity': ('residual_lambda', 'residual_weights'),
+    'cross': ('residual_lambda', 'residual_weights', 'share_v_heads'),
+    'channel': ('residual_lambda',),
 }
 
 
 def check_contradictions(config):
     """Refuse what wire() has no answer to."""
-    on = {f'{name}={value}' for name, value in config.variant().items()} | config.variant().keys()
-    for one in on & EXCLUDED.keys():
-        for other in on & EXCLUDED[one]:
-            raise ValueError(f'{one} and {other} exclude each other; drop one')
-    residual, layers = f'v_residual={config.v_residual!r}', config.residual_layers
+    on = config.variant()
+    for name in ('residual_map', 'residual_weights'):
+        value = getattr(config, name)
+        for other in EXCLUDED.get(value, ()):
+            refuse(other in on, f'{name}={value} and {other} exclude each other; drop one')
+    layers = config.residual_layers
     if is_outer(config.v_residual):
+        residual = f'v_residual={config.v_residual!r}'
         refuse(not layers, f'{residual} needs residual_layers: the layers that have such a source')
         refuse(
             config.residual_map != 'current',
             f'{residual} is no layer, and goes with residual_map=current alone; drop one of them',
         )
     wiring = wire(config)
+    read = {*wiring[0].raw_later}
+    if config.neutreno:
+        read.add(('v', 0))
     for layer in wiring:
-        n, v = layer.n, layer.v
         refuse(
             not any(part.projects for part in layer.parts),
-            f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v',
+            f'layer {layer.n} would project none of q, k, v; turn off share_q, share_k or share_v',
         )
         refuse(
-            v.residual_weights == 'channel' and len(v.sources) > 1,
-            f'residual_weights=channel is for one source, and layer {n} has {len(v.sources)} with '
-            f'{residual}',
+            layer.v.residual_weights == 'channel' and len(layer.v.sources) > 1,
+            f'residual_weights=channel is for one source, and layer {layer.n} has '
+            f'{len(layer.v.sources)} with v_residual={config.v_residual!r}',
         )
-    made = {part.key for layer in wiring for part in layer.parts if part.projects}
-    read = [*wiring[0].raw_later, *([('v', 0)] if wiring[0].neutreno else ())]
-    for part, n in read:
-        refuse(
-            isinstance(n, int) and (part, n) not in made,
-            f'with residual_lambda={config.residual_lambda}, layer {n} has no {part} of its own, which '
-            'would be read; name other sources or residual_layers',
-        )
+        for part in layer.parts:
+            refuse(
+                part.key in read and not part.projects,
+                f'with residual_lambda={config.residual_lambda}, layer {layer.n} has no {part.name} of '
+                'its own, which would be read; name other sources or residual_layers',
+            )
     for n in layers:
         is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1
-        for name in RESIDUALS:
-            part = name[0]
+        for part in 'qkv':
+            residual = getattr(config, f'{part}_residual')
+            has_source = is_layer and wiring[n].sources[part]
             refuse(
-                getattr(config, name)
-                and not (is_layer and sources_of(config, part, owners_of(config, part), n)),
+                residual and not has_source,
                 f'residual_layers={layers} names {n!r}; name, once each, layers that project their own '
-                f'{part} (share_{part}) and get a source ({name}={getattr(config, name)!r})',
+                f'{part} (share_{part}) and get a source ({part}_residual={residual!r})',
             )

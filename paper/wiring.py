@@ -65,8 +65,7 @@ def arrows(config):
         for part in layer.parts:
             if part.owner != n:
                 uses.append(('borrow', part.name, part.owner))
-            if part.joins:
-                uses.append(('join', *part.joins))
+            uses += [('join', *lender) for lender in part.joins]
             uses += [('mix', *source) for source in part.sources]
         uses += [('add', *source) for source in layer.added]
         for keys in layer.reads.values():  # with residual_map='cross', those of sources, too
