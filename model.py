@@ -700,19 +700,13 @@ def needs_of(model):
     return needs
 
 
-def normal(std):
-    return functools.partial(nn.init.normal_, std=std)
-
-
-SMALL = normal(0.02)
-
-
-def make(kind, *shape, draw=SMALL, decay=True, muon=False, **needs):
-    """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, 0.02) unless
-    `draw` says otherwise (None: at zero), a bias at zero."""
+def make(kind, *shape, std=0.02, decay=True, muon=False, **needs):
+    """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, std), a bias at
+    zero."""
     module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
     for name, p in module.named_parameters():
         parameter(module, name, torch.zeros(p.shape), **needs)
+    draw = functools.partial(nn.init.normal_, std=std)
     module.needs['weight'] = Needs(draw, decay=decay, muon=muon, **needs)
     return module
 
@@ -723,18 +717,16 @@ def make_matrix(config, inputs, outputs, **needs):
 
 
 def make_c_proj(config, width):
-    draw = normal(0.02 / math.sqrt(2 * config.n_layer)) if config.arch == 'gpt2' else SMALL
-    return make_matrix(config, width, config.n_embd, draw=draw)
+    std = 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
+    return make_matrix(config, width, config.n_embd, std=std)
 
 
 def make_outer_source(config, name):
     """A source that is no layer: a table, (vocab_size, n_kv_head * hs), or a projection of x_0."""
     width = config.kv_heads * config.head_size
     if name.startswith('ve.'):
-        draw = normal(config.n_embd**-0.5)
-        return make(
-            nn.Embedding, config.vocab_size, width, draw=draw, decay=False, rate='table_rate'
-        )
+        std = config.n_embd**-0.5
+        return make(nn.Embedding, config.vocab_size, width, std=std, decay=False, rate='table_rate')
     return make(nn.Linear, config.n_embd, width, False, muon=True)
 
 
@@ -744,14 +736,14 @@ def add_mixing_weights(part):
     C, width = config.n_embd, config.kv_heads * config.head_size
     if kind == 'learned':
         parameter(part, 'residual_lambda', torch.tensor(part.wiring.weights), **NEUTRAL)
-    zero = dict(draw=None, decay=False)
+    zero = dict(std=0.0, decay=False)
     if kind == 'head':
         inputs = config.gate_inputs or C
         part.gate = make(nn.Linear, inputs, config.kv_heads, config.gate_bias, **zero)
     if kind == 'channel':
-        near_zero = functools.partial(nn.init.orthogonal_, gain=0.1)
         part.gate_down = make(nn.Linear, C, config.gate_rank, False, **zero)
-        part.gate_up = make(nn.Linear, config.gate_rank, width, False, draw=near_zero, decay=False)
+        part.gate_up = make(nn.Linear, config.gate_rank, width, False, **zero)
+        part.gate_up.needs['weight'].draw = functools.partial(nn.init.orthogonal_, gain=0.1)
         parameter(part, 'gate_bias', 0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
 
 
