@@ -46,41 +46,39 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
         print(help_text(schemas, doc, plain, mode))
         sys.exit(0)
 
-    fields = {field.name: field for schema in schemas for field in dataclasses.fields(schema)}
-    of_others = {field.name for schema in ignored for field in dataclasses.fields(schema)}
-    of_others -= fields.keys()
-    hints = {}
+    hints = {}  # {setting: its type}
     for schema in schemas:
         hints |= typing.get_type_hints(schema)
+    of_others = {name for schema in ignored for name in typing.get_type_hints(schema)}
 
     files, words, options = sort_arguments(argv, plain)
     # Before the files: the value of an option typed as `--key VALUE` would be taken for one.
     overrides = {}
     for option in options:
         key, equals, text = option[2:].partition('=')
-        check_key(key, fields, 'command line')
+        check_key(key, hints, 'command line')
         if not equals:
             raise ValueError(f'{option} has no value: write --{key}=VALUE')
         overrides[key] = convert(parse(text), hints[key], f'--{key}', text)
 
     values = {}
     for path in files:
-        for key, value in read_settings(path, fields).items():
-            if key in of_others:
+        for key, value in read_settings(path, hints).items():
+            if key in of_others - hints.keys():
                 continue
-            check_key(key, fields, path)
+            check_key(key, hints, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
     if words:
         overrides[plain] = tuple(words)
     values |= overrides
     own = under(values) if under else {}
-    for key in own.keys() & fields.keys():
+    for key in own.keys() & hints.keys():
         values.setdefault(key, convert(own[key], hints[key], key))
 
     instances = []
     for schema in schemas:
-        names = [field.name for field in dataclasses.fields(schema)]
-        instances.append(schema(**{name: values[name] for name in names if name in values}))
+        names = typing.get_type_hints(schema).keys() & values.keys()
+        instances.append(schema(**{name: values[name] for name in names}))
     return instances
 
 
@@ -105,16 +103,15 @@ def choose(modes, doc, argv=None, plain='', ignored=()):
     else 2.
     """
     argv = sys.argv[1:] if argv is None else argv
-    mode = argv[0] if argv else ''
-    if mode in modes and mode:
-        schemas = modes[mode]
-        return mode, configure(
-            *schemas, argv=argv[1:], doc=doc, plain=plain, mode=mode, ignored=ignored
-        )
-    if '' in modes:
-        return '', configure(*modes[''], argv=argv, doc=doc, plain=plain, ignored=ignored)
-    print(doc.strip())
-    sys.exit(0 if mode in HELP else 2)
+    word = argv[0] if argv else ''
+    mode = word if word in modes else ''
+    if mode not in modes:
+        print(doc.strip())
+        sys.exit(0 if word in HELP else 2)
+    if mode:
+        argv = argv[1:]
+    schemas = modes[mode]
+    return mode, configure(*schemas, argv=argv, doc=doc, plain=plain, mode=mode, ignored=ignored)
 
 
 def read_settings(path, fields=()):
