@@ -158,11 +158,6 @@ class TrainConfig:
         return self.gradient_accumulation_steps * self.batch_size
 
     @property
-    def forks(self):
-        """Whether the run carries on another one's checkpoint, for a cooldown of its own."""
-        return is_fork(self.init_from, self.cooldown_iters)
-
-    @property
     def first_save(self):
         """The step of its first checkpoint."""
         steps = (self.save_interval, *self.save_steps, self.max_iters)
@@ -196,23 +191,33 @@ INCIDENTAL = frozenset(
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
-def is_fork(init_from, cooldown_iters):
-    """TrainConfig.forks, of these of its settings."""
-    path = Path(init_from)
-    is_path = init_from not in STARTS and path.exists()
-    return cooldown_iters > 0 and is_path and not is_foreign(path)
+def with_defaults(values):
+    """Settings as of a TrainConfig: `values`, {name: value}, and for all others the defaults."""
+    return SimpleNamespace(**asdict(TrainConfig()) | values)
+
+
+def is_fork(settings):
+    """Whether a run carries on another one's checkpoint, for a cooldown of its own."""
+    path = Path(settings.init_from)
+    is_path = settings.init_from not in STARTS and path.exists()
+    return settings.cooldown_iters > 0 and is_path and not is_foreign(path)
+
+
+def start_path(settings):
+    """The file or folder with the weights that a run begins with."""
+    return Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
 
 
 def own_settings(values):
     """What a run that is carried on was trained with; files and options, `values`, come on top."""
-    out_dir = values.get('out_dir', TrainConfig.out_dir)
-    init_from = values.get('init_from', TrainConfig.init_from)
-    if init_from != 'resume' and not is_fork(init_from, values.get('cooldown_iters', 0)):
+    settings = with_defaults(values)
+    if settings.init_from != 'resume' and not is_fork(settings):
         return {}
-    path = out_dir if init_from == 'resume' else init_from
-    checkpoint = load_checkpoint(path, warn=lambda message: None)  # said when it is carried on
+    # A damaged file is said when the run is carried on.
+    checkpoint = load_checkpoint(start_path(settings), warn=lambda message: None)
     with name_misfits(checkpoint['path']):
-        return checkpoint['settings'] | checkpoint['model_config'] | {'out_dir': out_dir}
+        own = checkpoint['settings'] | checkpoint['model_config']
+        return own | {'out_dir': settings.out_dir}
 
 
 # --- one step ------------------------------------------------------------------------------------
@@ -221,31 +226,21 @@ def own_settings(values):
 def make_optimizers(model, settings):
     """[AdamW, fused], and Muon for the matrices if it is chosen. What a parameter needs of them is said
     where the parameter is made."""
-    groups = {}
+    adamw, muon = {}, {}  # {(rate, decay): the group of the parameters that need them}
     for name, p in model.named_parameters():
         needs = model.needs[name]
         rate = getattr(settings, needs.rate) if needs.rate else 1.0
-        kind = 'muon' if needs.muon and settings.optimizer == 'muon' else 'adamw'
-        groups.setdefault(kind, {}).setdefault((needs.decay, rate), []).append(p)
-    for kind, own in groups.items():
-        groups[kind] = [
-            {
-                'params': params,
-                'rate': rate,
-                'weight_decay': settings.weight_decay if decay else 0.0,
-            }
-            # What decays comes first.
-            for (decay, rate), params in sorted(own.items(), reverse=True)
-        ]
+        decay = settings.weight_decay if needs.decay else 0.0
+        groups = muon if needs.muon and settings.optimizer == 'muon' else adamw
+        empty = {'params': [], 'rate': rate, 'weight_decay': decay}
+        groups.setdefault((rate, decay), empty)['params'].append(p)
+
+    lr = settings.learning_rate
     betas = (settings.beta1, settings.beta2)
-    optimizers = [
-        torch.optim.AdamW(groups['adamw'], settings.learning_rate, betas, eps=1e-8, fused=True)
-    ]
-    if 'muon' in groups:
+    optimizers = [torch.optim.AdamW([*adamw.values()], lr, betas, eps=1e-8, fused=True)]
+    if muon:
         # With this step size, AdamW's learning rates serve.
-        size = 'match_rms_adamw'
-        muon = torch.optim.Muon(groups['muon'], settings.learning_rate, adjust_lr_fn=size)
-        optimizers.append(muon)
+        optimizers.append(torch.optim.Muon([*muon.values()], lr, adjust_lr_fn='match_rms_adamw'))
     return optimizers
 
 
@@ -479,9 +474,12 @@ def start_run(settings, config, machine, closing):
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, machine)
         if settings.init_from != 'resume' and not settings.eval_only:
-            run, first_save = decisive(settings, config, dataset), settings.first_save
-            if settings.forks:  # its log begins with that of the other run, which it saves at once
-                run['origin'], first_save = checkpoint['origin'], checkpoint['step'] + 1
+            run = decisive(settings, config, dataset)
+            first_save = settings.first_save
+            if is_fork(settings):
+                # Its log begins with that of the other run, which it saves at once.
+                run['origin'] = checkpoint['origin']
+                first_save = checkpoint['step'] + 1
             check_unused(Path(settings.out_dir), run, first_save)
         check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
@@ -495,8 +493,8 @@ def start_run(settings, config, machine, closing):
             'evaluated': start.evaluated,
             **asdict(settings),
             **asdict(config),
+            'dataset': dataset.fingerprint(),
         }
-        plan['dataset'] = dataset.fingerprint()
         del plan['out_dir']  # which may be spelled in two ways
     plans = machine.gather(plan)
     with machine.together():
@@ -553,7 +551,7 @@ def open_checkpoint(settings, machine):
     None for scratch."""
     if settings.init_from == 'scratch':
         return None
-    path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
+    path = start_path(settings)
     if not is_foreign(path):
         return load_checkpoint(path, machine.warn)
     theirs = load_hub(path, machine.warn)
@@ -581,7 +579,7 @@ def check_memory(config, machine):
 
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, where its run goes on, everything else."""
-    start.goes_on = settings.init_from == 'resume' or settings.forks
+    start.goes_on = settings.init_from == 'resume' or is_fork(settings)
     with name_misfits(checkpoint['path']):
         compare_tokenizers(checkpoint, start.dataset)
         if start.goes_on:
@@ -602,7 +600,7 @@ def take_over(checkpoint, start, settings, config, warn):
 def check_same_run(checkpoint, settings, config, dataset):
     """Refuse to go on as another run. Returns the settings that changed, {name: [old, new]}."""
     path, step = checkpoint['path'], checkpoint['step']
-    old = {**asdict(type(settings)()), **checkpoint['settings']}
+    old = vars(with_defaults(checkpoint['settings']))
     forbidden = config_differences(checkpoint, config)
     # Of these, the optimizer has a state, and the others decide the data order.
     for name in ('optimizer', 'seed', 'domain_weights'):
@@ -624,7 +622,7 @@ def check_same_run(checkpoint, settings, config, dataset):
     )
     begins = settings.max_iters - settings.cooldown_iters
     refuse(
-        settings.forks and step > begins,
+        is_fork(settings) and step > begins,
         f'the cooldown would begin at step {begins}, and {path} is past it; raise '
         f'max_iters={settings.max_iters}, which counts the steps before, too',
     )
@@ -654,14 +652,13 @@ def carry_on(checkpoint, start, settings, warn):
     """Fill `start` with what a run's checkpoint and its log say beside the weights."""
     start.step = checkpoint['step']
     start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
-    start.wandb_id = None if settings.forks else checkpoint.get('wandb_id')
+    start.wandb_id = None if is_fork(settings) else checkpoint.get('wandb_id')
     start.skipped = checkpoint['skipped']
     start.origin = checkpoint['origin']
     start.before = checkpoint['provenance']
     # Where a finished run is extended, the rate may jump.
-    changes = {name: old for name, (old, _) in start.changed.items()}
-    before = SimpleNamespace(**asdict(settings) | changes)
-    old, new = (learning_rate(start.step, one) for one in (before, settings))
+    old = learning_rate(start.step, with_defaults(checkpoint['settings']))
+    new = learning_rate(start.step, settings)
     if old != new:
         start.changed['lr'] = [old, new]
         warn(f'note: the learning rate at step {start.step} changes from {old:.1e} to {new:.1e}')
@@ -684,9 +681,13 @@ class Reporter:
         )
         self.peak_flops = machine.peak_flops()
         self.flops_per_token = start.model.flops_per_token(config.block_size)
-        everything = {**asdict(settings), **asdict(config), 'origin': start.origin}
-        everything['data'] = start.dataset.fingerprint()
-        everything |= self.provenance
+        everything = {
+            **asdict(settings),
+            **asdict(config),
+            'origin': start.origin,
+            'data': start.dataset.fingerprint(),
+            **self.provenance,
+        }
         for name, value in everything.items():
             print(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
@@ -726,7 +727,7 @@ class Reporter:
             run.define_metric('*', step_metric='step')
             return run
         except Exception as error:  # a tracker must never stop training
-            print(f'warning: no wandb: {error}', file=sys.stderr)
+            self.machine.warn(f'warning: no wandb: {error}')
 
     def write(self, entry):
         self.log.write(entry)
@@ -963,10 +964,12 @@ def main():
         if settings.compile:
             check_compiler(machine)
         machine.join(settings.backend)
-    errors = one_line_errors(everywhere=True)
-    with errors, contextlib.ExitStack() as closing:
-        with advise_on_memory(LESS_MEMORY):
-            interrupted = train(settings, config, machine, micro_steps, closing)
+    with (
+        one_line_errors(everywhere=True),
+        advise_on_memory(LESS_MEMORY),
+        contextlib.ExitStack() as closing,
+    ):
+        interrupted = train(settings, config, machine, micro_steps, closing)
         machine.close()
     if interrupted:
         sys.exit(INTERRUPTED)
