@@ -531,9 +531,10 @@ def open_dataset(settings, config, machine):
     rows = TrainingRows(
         dataset, config.block_size, settings.seed, settings.domain_weights, machine.warn
     )
+    sequences = sum(rows.sizes.values())
     refuse(
-        sum(rows.sizes) < settings.rows_per_step,
-        f'{dataset.folder} holds {sum(rows.sizes):,} sequences of {config.block_size} tokens, a '
+        sequences < settings.rows_per_step,
+        f'{dataset.folder} holds {sequences:,} sequences of {config.block_size} tokens, a '
         f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
     )
     return dataset, rows

@@ -185,9 +185,9 @@ class TrainingRows:
         check_weights(weights, domains, dataset.folder)
         total = sum(weights.values())
         self.domains = [domain for domain in sorted(weights) if weights[domain] > 0]
-        self.weights = [weights[domain] / total for domain in self.domains]
-        self.sizes = [dataset.sequences('train', domain, block_size) for domain in self.domains]
-        for domain, size in zip(self.domains, self.sizes, strict=True):
+        self.shares = {domain: weights[domain] / total for domain in self.domains}
+        self.sizes = {d: dataset.sequences('train', d, block_size) for d in self.domains}
+        for domain, size in self.sizes.items():
             if size < 1:
                 raise ValueError(
                     f'{domain} in {dataset.folder} is shorter than one sequence of '
@@ -196,8 +196,8 @@ class TrainingRows:
                 )
 
         self.row = 0
-        self.counts = [0] * len(self.domains)
-        self.orders = {}  # domain number -> (epoch, its permutation)
+        self.counts = dict.fromkeys(self.domains, 0)  # rows so far
+        self.orders = {}  # domain -> (epoch, its permutation)
         self.warned = set()
 
     def seek(self, row):
@@ -206,7 +206,7 @@ class TrainingRows:
             self.next_domain()
 
     def next_domain(self):
-        """The number of the next row's domain, by the chairman assignment (Tijdeman 1980).
+        """The next row's domain, by the chairman assignment (Tijdeman 1980).
 
         Among the domains that lag enough, it takes the one that is due first. That keeps every domain
         within 1 - 1 / (2k - 2) rows of its share, k being the number of domains.
@@ -214,37 +214,37 @@ class TrainingRows:
         self.row += 1
         k = len(self.domains)
         slack = 1 / (2 * k - 2) if k > 1 else 0.0
-        best, earliest = 0, float('inf')
-        for i, weight in enumerate(self.weights):
-            lag = self.row * weight - self.counts[i]
-            due = (1 - slack - lag) / weight
+        best, earliest = self.domains[0], float('inf')
+        for domain, share in self.shares.items():
+            lag = self.row * share - self.counts[domain]
+            due = (1 - slack - lag) / share
             if lag >= slack - 1e-9 and due < earliest:
-                best, earliest = i, due
+                best, earliest = domain, due
         self.counts[best] += 1
         return best
 
     def next(self):
         """(domain, first token) of the next row."""
-        i = self.next_domain()
-        domain, size = self.domains[i], self.sizes[i]
-        epoch, index = divmod(self.counts[i] - 1, size)
-        if epoch and i not in self.warned:
-            self.warned.add(i)
+        domain = self.next_domain()
+        size = self.sizes[domain]
+        epoch, index = divmod(self.counts[domain] - 1, size)
+        if epoch and domain not in self.warned:
+            self.warned.add(domain)
             self.warn(
                 f'warning: {domain} is in epoch {epoch + 1} at row {self.row - 1:,}: '
                 f'its {size:,} sequences repeat'
             )
-        return domain, int(self.order(i, epoch)[index]) * self.block_size
+        return domain, int(self.order(domain, epoch)[index]) * self.block_size
 
-    def order(self, i, epoch):
-        """The permutation of domain i's sequences in an epoch."""
-        if i not in self.orders or self.orders[i][0] != epoch:
-            key = [self.seed % 2**32, zlib.crc32(self.domains[i].encode()), epoch]
-            permutation = np.arange(self.sizes[i], dtype=np.uint32)
+    def order(self, domain, epoch):
+        """The permutation of a domain's sequences in an epoch."""
+        if domain not in self.orders or self.orders[domain][0] != epoch:
+            key = [self.seed % 2**32, zlib.crc32(domain.encode()), epoch]
+            permutation = np.arange(self.sizes[domain], dtype=np.uint32)
             # Not default_rng: numpy promises never to change the stream of a RandomState.
             np.random.RandomState(key).shuffle(permutation)
-            self.orders[i] = epoch, permutation
-        return self.orders[i][1]
+            self.orders[domain] = epoch, permutation
+        return self.orders[domain][1]
 
     def batch(self, size):
         """The next `size` rows, (size, block_size + 1) int64."""

@@ -22,6 +22,7 @@ import re
 import statistics
 import subprocess
 import sys
+import textwrap
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -280,8 +281,7 @@ def load_weights(model, checkpoint):
     missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
     wrong = unexpected + [name for name in missing if not model.needs[name].optional]
     if wrong:
-        dots = ' ...' if len(wrong) > 3 else ''
-        names = ', '.join(wrong[:3]) + dots
+        names = textwrap.shorten(', '.join(wrong), 200, placeholder=' ...')
         raise ValueError(
             f'{path} does not fit this model: {names} (a weight may be missing where model.py makes it '
             'with optional=True)'
@@ -300,8 +300,10 @@ def load_state(model, optimizers, scaler, checkpoint):
     weight_decay and the betas stay those of the settings, which may have changed.
     """
     params = dict(model.named_parameters())
-    groups = [(group, each) for each in optimizers for group in each.param_groups]
-    owners = {p: optimizer for group, optimizer in groups for p in group['params']}
+    owners = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            owners |= dict.fromkeys(group['params'], optimizer)
     for name, state in checkpoint['optimizer']['state'].items():
         p = params[name]
         shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}

@@ -73,7 +73,7 @@ def test_each_domain_is_within_one_row_of_its_share_after_any_number_of_rows(wei
     total = sum(weights.values())
     counts = Counter()
     for n in range(1, 500):
-        counts[rows.domains[rows.next_domain()]] += 1
+        counts[rows.next_domain()] += 1
         assert all(abs(counts[d] - n * weights[d] / total) <= 1 for d in weights), n
 
 
