@@ -443,11 +443,10 @@ class Start:
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
     origin: str = 'scratch'  # or the file or folder that the run's first weights came from
     wandb_id: str | None = None
-    # Of a run that is carried on: settings that differ from before, what made the part before, and the
+    # Of a run that is carried on: what made the part before, settings that differ from then, and the
     # entries of its log.
-    goes_on: bool = False
-    changed: dict = field(default_factory=dict)
     before: dict = field(default_factory=dict)
+    changed: dict = field(default_factory=dict)
     entries: list = field(default_factory=list)
 
     @property
@@ -580,14 +579,14 @@ def check_memory(config, machine):
 
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, where its run goes on, everything else."""
-    start.goes_on = settings.init_from == 'resume' or is_fork(settings)
+    goes_on = settings.init_from == 'resume' or is_fork(settings)
     with name_misfits(checkpoint['path']):
         compare_tokenizers(checkpoint, start.dataset)
-        if start.goes_on:
+        if goes_on:
             settings.save_steps = steps_to_keep(checkpoint, settings)
             start.changed = check_same_run(checkpoint, settings, config, start.dataset)
         load_weights(start.model, checkpoint)
-        if start.goes_on:
+        if goes_on:
             load_state(start.model, start.optimizers, start.scaler, checkpoint)
             carry_on(checkpoint, start, settings, warn)
             return
@@ -702,11 +701,11 @@ class Reporter:
         # A finished run that is resumed has no new part, but it may be one that was shortened.
         is_finished = start.step == settings.max_iters and start.evaluated
         self.facts = {}
-        if not start.goes_on or not is_finished or 'max_iters' in start.changed:
+        if not is_finished or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
             self.facts = everything
             write_json(self.folder / 'config.json', everything)
-            if start.goes_on:
+            if start.before:
                 parts = {'before': start.before, 'provenance': self.provenance}
                 self.log.write({'step': start.step, 'changed': start.changed, **parts})
         self.tracker = self.start_wandb(everything) if settings.wandb_log else None
@@ -778,7 +777,7 @@ class Reporter:
         )
 
     def checkpoint(self, step, skipped):
-        """Write the checkpoint of a step."""
+        """Write the checkpoint of a step. skipped: [steps in all, the last ones in a row]."""
         # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
         self.log.flush()
         start = self.start
@@ -794,9 +793,9 @@ class Reporter:
                 'sha256': start.dataset.hashes(),
                 'tokenizer': start.dataset.meta['tokenizer'],
             },
-            'skipped': list(skipped),
+            'skipped': skipped,
             'origin': start.origin,
-            'wandb_id': self.tracker.id if self.tracker else self.start.wandb_id,
+            'wandb_id': self.tracker.id if self.tracker else start.wandb_id,
             'provenance': self.provenance,
         }
         save_checkpoint(self.folder, checkpoint)
@@ -849,7 +848,7 @@ def train(settings, config, machine, micro_steps, closing):
         is_due = step > 0 and (step == start.step or at_interval(step, settings.save_interval))
         if step != saved and (is_due or step in settings.save_steps or stop or last):
             if reporter:
-                reporter.checkpoint(step, (skipped, in_a_row))
+                reporter.checkpoint(step, [skipped, in_a_row])
             saved = step
         if stop:
             break
@@ -880,7 +879,7 @@ def train(settings, config, machine, micro_steps, closing):
             skipped += 1
             in_a_row += 1
         seconds = time.perf_counter() - began
-        if scaler.is_enabled() and scaler.get_scale() < 1:  # below it, gradients vanish
+        if scaler.get_scale() < 1:  # below it, gradients vanish
             scaler.update(1.0)
 
         if step % settings.log_interval == 0:

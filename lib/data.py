@@ -84,12 +84,10 @@ class Dataset:
                 raise ValueError(f'{path} has {size:,} bytes, not {expected:,}; {self.advice}')
 
     def files(self):
-        """[(path, its entry in meta.json)] of all token files."""
-        result = []
+        """(path, its entry in meta.json) of each token file."""
         for split, domains in self.meta['splits'].items():
             for domain, entry in domains.items():
-                result.append((self.folder / split / f'{domain}.bin', entry))
-        return result
+                yield self.folder / split / f'{domain}.bin', entry
 
     def hashes(self):
         return {f'{path.parent.name}/{path.name}': entry['sha256'] for path, entry in self.files()}
@@ -105,10 +103,9 @@ class Dataset:
         A file that matched is remembered by its size and time; `force` compares all files again.
         """
         memory = self.folder / 'verified.json'
-        try:
+        remembered = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):
             remembered = dict(json.loads(memory.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            remembered = {}
 
         marks = dict(remembered)
         for path, entry in self.files():
@@ -344,5 +341,5 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, machine):
     else:
         rows = np.arange(windows(dataset, domain, block_size))
     for first in range(0, len(rows), machine.world_size * batch_size):
-        batch = rows[first:][machine.rank * batch_size :][:batch_size]
+        batch = rows[first + machine.rank * batch_size :][:batch_size]
         yield read_windows(dataset, domain, batch, block_size, size=batch_size)

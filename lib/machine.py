@@ -169,10 +169,10 @@ class Machine:
 
     def gather(self, value):
         """What each process gives. All wait for the last one."""
-        values = [value]
-        if self.distributed:
-            values = [None] * self.world_size
-            dist.all_gather_object(values, value)
+        if not self.distributed:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
         return values
 
     @contextlib.contextmanager
@@ -208,10 +208,10 @@ class Machine:
 
     def peak_flops(self):
         """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""
-        if self.kind != 'cuda' or self.dtype == 'float32':
-            return None
         name = self.name()
-        if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or not the one it sounds like
+        # A slice of a GPU, or not the one it sounds like.
+        is_other = re.search('MIG|Laptop|Ti$|D$', name)
+        if is_other or self.dtype == 'float32':
             return None
         for pattern, flops in PEAK_FLOPS.items():
             if re.search(rf'\b{pattern}\b', name):
