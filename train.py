@@ -579,19 +579,14 @@ def check_memory(config, machine):
 
 def take_over(checkpoint, start, settings, config, warn):
     """Fill `start` from a checkpoint: its weights and, where its run goes on, everything else."""
-    goes_on = settings.init_from == 'resume' or is_fork(settings)
+    start.origin = settings.init_from
     with name_misfits(checkpoint['path']):
         compare_tokenizers(checkpoint, start.dataset)
-        if goes_on:
-            settings.save_steps = steps_to_keep(checkpoint, settings)
-            start.changed = check_same_run(checkpoint, settings, config, start.dataset)
+        if settings.init_from == 'resume' or is_fork(settings):
+            carry_on(checkpoint, start, settings, config, warn)
         load_weights(start.model, checkpoint)
-        if goes_on:
-            load_state(start.model, start.optimizers, start.scaler, checkpoint)
-            carry_on(checkpoint, start, settings, warn)
-            return
-    start.origin = settings.init_from
-    # Settings without which the same weights compute something else, changed on purpose.
+    # Settings without which the same weights compute something else, changed on purpose. A run that goes
+    # on has changed none.
     for name, (before, new) in config_differences(checkpoint, config).items():
         if name not in (*SHAPE, 'dropout'):
             warn(f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {new!r}')
@@ -648,8 +643,12 @@ def steps_to_keep(checkpoint, settings):
     return tuple(sorted(passed | {*settings.save_steps}))
 
 
-def carry_on(checkpoint, start, settings, warn):
-    """Fill `start` with what a run's checkpoint and its log say beside the weights."""
+def carry_on(checkpoint, start, settings, config, warn):
+    """Fill `start` with what a run's checkpoint and its log say beside the weights, or refuse to go on
+    as another run."""
+    settings.save_steps = steps_to_keep(checkpoint, settings)
+    start.changed = check_same_run(checkpoint, settings, config, start.dataset)
+    load_state(start.model, start.optimizers, start.scaler, checkpoint)
     start.step = checkpoint['step']
     start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
     start.wandb_id = None if is_fork(settings) else checkpoint.get('wandb_id')
