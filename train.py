@@ -168,7 +168,7 @@ STARTS = ('scratch', 'resume', 'auto')  # values of init_from that are no path
 
 # {(lowest, highest value): settings}
 RANGES = {
-    (1, math.inf): ('gradient_accumulation_steps batch_size log_interval keep_checkpoints'),
+    (1, math.inf): 'gradient_accumulation_steps batch_size log_interval keep_checkpoints',
     (0, math.inf): (
         'eval_interval save_interval eval_iters grad_clip weight_decay learning_rate min_lr '
         'warmup_iters lr_decay_iters cooldown_iters max_skipped table_rate'
@@ -189,6 +189,12 @@ INCIDENTAL = frozenset(
 # steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
 # Every other setting of TrainConfig acts while steps are taken.
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
+
+
+def decisive(settings, config):
+    """{name: value} of the settings that decide a run's numbers."""
+    values = asdict(settings) | asdict(config)
+    return {name: value for name, value in values.items() if name not in INCIDENTAL}
 
 
 def with_defaults(values):
@@ -473,12 +479,11 @@ def start_run(settings, config, machine, closing):
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, machine)
         if settings.init_from != 'resume' and not settings.eval_only:
-            run = decisive(settings, config, dataset)
-            first_save = settings.first_save
+            origin, first_save = settings.init_from, settings.first_save
             if is_fork(settings):
                 # Its log begins with that of the other run, which it saves at once.
-                run['origin'] = checkpoint['origin']
-                first_save = checkpoint['step'] + 1
+                origin, first_save = checkpoint['origin'], checkpoint['step'] + 1
+            run = decisive(settings, config) | {'origin': origin, 'data': dataset.fingerprint()}
             check_unused(Path(settings.out_dir), run, first_save)
         check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
@@ -537,13 +542,6 @@ def open_dataset(settings, config, machine):
         f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
     )
     return dataset, rows
-
-
-def decisive(settings, config, dataset):
-    """{name: value} of all in a new run's config.json that decides its numbers."""
-    values = {**asdict(settings), **asdict(config)}
-    values = {name: value for name, value in values.items() if name not in INCIDENTAL}
-    return values | {'origin': settings.init_from, 'data': dataset.fingerprint()}
 
 
 def open_checkpoint(settings, machine):

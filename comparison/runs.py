@@ -32,7 +32,7 @@ from comparison.logs import entries_of, read_run_config, text_of_run
 from lib.files import as_json, first_line
 from lib.rundir import FACTS, build_config, failure_file, has_its_mean, name_misfits
 from model import GPTConfig
-from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig
+from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
 
 # --- facts ----------------------------------------------------------------------------------------
 
@@ -71,8 +71,7 @@ def unknown_settings(values):
 @functools.cache
 def default_settings():
     """{name: value} of the settings that decide a run's numbers, in a run without any arguments."""
-    values = asdict(TrainConfig()) | asdict(GPTConfig())
-    return {name: value for name, value in values.items() if name not in INCIDENTAL}
+    return decisive(TrainConfig(), GPTConfig())
 
 
 def origin_of(values):

@@ -275,16 +275,16 @@ class Loader:
         self.rows = rows
         self.batch_size = settings.batch_size
         self.device = machine.device
-        # Rows between two micro-batches.
-        self.others = (machine.world_size - 1) * self.batch_size
-        first_row = first_step * settings.rows_per_step + machine.rank * self.batch_size
+        # The first row of the next micro-batch, and how far it is from there to the one after it.
+        self.row = first_step * settings.rows_per_step + machine.rank * self.batch_size
+        self.stride = machine.world_size * self.batch_size
         self.thread = ThreadPoolExecutor(1)
-        self.thread.submit(self.rows.seek, first_row)
         self.ahead = deque(self.thread.submit(self.make) for _ in range(self.AHEAD))
 
     def make(self):
+        self.rows.seek(self.row)
         batch = torch.from_numpy(self.rows.batch(self.batch_size))
-        self.rows.seek(self.rows.row + self.others)
+        self.row += self.stride
         if self.device.type == 'cuda':
             # A new thread starts on GPU 0, and pinning memory there would cost every process memory
             # on that GPU.
