@@ -634,17 +634,13 @@ def check_same_run(checkpoint, settings, config, dataset):
     return changed
 
 
-def steps_to_keep(checkpoint, settings):
-    """The save_steps of a run that goes on: what it was told to keep it keeps."""
-    told = checkpoint['settings'].get('save_steps', ())
-    passed = {step for step in told if step <= checkpoint['step']}
-    return tuple(sorted(passed | {*settings.save_steps}))
-
-
 def carry_on(checkpoint, start, settings, config, warn):
     """Fill `start` with what a run's checkpoint and its log say beside the weights, or refuse to go on
     as another run."""
-    settings.save_steps = steps_to_keep(checkpoint, settings)
+    told = with_defaults(checkpoint['settings'])
+    # What it was told to keep it keeps.
+    passed = {step for step in told.save_steps if step <= checkpoint['step']}
+    settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
     start.changed = check_same_run(checkpoint, settings, config, start.dataset)
     load_state(start.model, start.optimizers, start.scaler, checkpoint)
     start.step = checkpoint['step']
@@ -654,7 +650,7 @@ def carry_on(checkpoint, start, settings, config, warn):
     start.origin = checkpoint['origin']
     start.before = checkpoint['provenance']
     # Where a finished run is extended, the rate may jump.
-    old = learning_rate(start.step, with_defaults(checkpoint['settings']))
+    old = learning_rate(start.step, told)
     new = learning_rate(start.step, settings)
     if old != new:
         start.changed['lr'] = [old, new]
