@@ -208,10 +208,10 @@ class Machine:
 
     def peak_flops(self):
         """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""
+        if self.kind != 'cuda' or self.dtype == 'float32':
+            return None
         name = self.name()
-        # A slice of a GPU, or not the one it sounds like.
-        is_other = re.search('MIG|Laptop|Ti$|D$', name)
-        if is_other or self.dtype == 'float32':
+        if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or not the one it sounds like
             return None
         for pattern, flops in PEAK_FLOPS.items():
             if re.search(rf'\b{pattern}\b', name):
