@@ -15,6 +15,8 @@ import math
 import numpy as np
 
 from comparison.verdict import decide, t_test
+from configurator import configure
+from lib.files import one_line_errors
 from lib.tables import markdown_table
 
 SEEDS = (3, 5, 8)
@@ -46,6 +48,8 @@ def false_verdicts(distribution, seeds, comparisons=COMPARISONS):
 
 
 def main():
+    with one_line_errors():
+        configure(doc=__doc__)
     rows = []
     for name, distribution in DISTRIBUTIONS.items():
         row = [name]

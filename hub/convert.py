@@ -80,6 +80,7 @@ def export(model, tokenizer, to):
         for path in () if is_plain else CODE:
             shutil.copy(path, whole)
         write_weights(whole / 'model.safetensors', state)
+        os.sync()  # else `to` could be half of it when the power fails
         try:
             os.replace(whole, to)
         except OSError:

@@ -207,6 +207,14 @@ def test_an_export_that_stops_half_way_leaves_nothing(trained, tmp_path, monkeyp
     assert load(to).config.v_residual and list(tmp_path.iterdir()) == [to]
 
 
+def test_the_files_of_an_export_reach_the_disk_before_its_name(trained, tmp_path, monkeypatch):
+    to, at_sync = tmp_path / 'to', []
+    monkeypatch.setattr(os, 'sync', lambda: at_sync.append([to.exists(), *contents(tmp_path)]))
+    assert exported(trained, to)[0] == 0
+    ((is_there, *files),) = at_sync
+    assert not is_there and {os.path.basename(name) for name in files} >= {*os.listdir(to)}
+
+
 def test_an_export_touches_only_the_folder_that_it_writes(trained, tmp_path):
     for name in ('to.half', 'to.tmp', '.to', 'to.1'):  # as others may call their own
         (tmp_path / name).mkdir()

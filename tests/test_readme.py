@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 from conftest import ROOT, read_json
 
@@ -108,6 +109,17 @@ def test_every_command_that_a_page_names_is_one_that_its_program_takes(name, lea
     for words in commands:
         parse(words, monkeypatch)
     assert len(commands) >= least, commands
+
+
+PATHS = [*ROOT.glob('*.py'), *ROOT.glob('[chp]*/*.py')]
+PROGRAMS = [str(path.relative_to(ROOT)) for path in PATHS if '\ndef main():' in path.read_text()]
+
+
+@pytest.mark.parametrize('path', PROGRAMS)
+def test_each_program_has_help(path):
+    program = importlib.import_module(path.removesuffix('.py').replace('/', '.'))
+    text = runs.succeed(program.main, '--help')
+    assert text.startswith(program.__doc__.strip()[:40])
 
 
 def test_no_two_comparisons_have_one_name():
