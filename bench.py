@@ -572,7 +572,7 @@ def compared(rows):
             continue
         for row, report in zip(rows, reports, strict=True):
             if not row.problem:
-                ratios = np.divide(reference.seconds, row.seconds)
+                ratios = [a / b for a, b in zip(reference.seconds, row.seconds, strict=True)]
                 report[f'x {reference.name}'] = np.median(ratios)
     return reports
 

@@ -131,19 +131,19 @@ OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'mixed_code')
 
 def compare_existing(options, argv):
     """Compare runs that exist. Returns (what the report shows, its folder)."""
-    files, runs, flags = sort_arguments(argv, 'runs')
+    files, _, flags = sort_arguments(argv, 'runs')
     keys = [flag[2:].partition('=')[0] for flag in flags]
     for key in keys:
         if key not in OF_EXISTING:
             raise ValueError(
-                f'--{key} is for runs to be trained; {runs[0]} is taken for one that exists '
+                f'--{key} is for runs to be trained; {options.runs[0]} is taken for one that exists '
                 '(config files end with .py)'
             )
     if files:
         raise ValueError(f'{files[0]}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
     seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
-    folders = named_runs(runs)
+    folders = named_runs(options.runs)
     comparison = compare_runs(folders, folder.name, options.contrasts, seeds, options.mixed_code)
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')

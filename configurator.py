@@ -139,12 +139,13 @@ def read_settings(path, fields=()):
 
 def origin(path, error):
     """The file and line of a config file's mistake, which may be in a file that it imports."""
-    places = [*traceback.extract_tb(error.__traceback__)]  # each begins with a file and a line
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError):
         places.append((error.filename or '', error.lineno))
 
     folder = Path(path).resolve().parent
-    for name, line, *_ in reversed(places):
+    for name, line in reversed(places):
         if Path(name).is_file() and Path(name).resolve().parent == folder:
             return f'{os.path.relpath(name)}, line {line}'
     return path

@@ -397,7 +397,9 @@ class GPT(nn.Module):
             T > self.config.block_size,
             f'{T} tokens are more than block_size={self.config.block_size}',
         )
-        positions, mask = (slice(T), None) if cache is None else cache.begin(idx)
+        positions, mask = slice(T), None
+        if cache is not None:
+            positions, mask = cache.begin(idx)
         x = self.blocks(*self.embed(idx, positions), cache, mask)
         if last_only:
             x = x[:, -1:]
@@ -531,7 +533,7 @@ class PartWiring:
     n: int
     owner: int  # the layer whose tensor it attends with; vanilla: itself
     heads: int  # the number of heads that it has itself; 0: it borrows them
-    joins: list = ()  # key of the tensor whose last heads it borrows beside its own, if it does
+    joins: list = ()  # the key of the tensor whose last heads it borrows beside its own, if it does
     sources: list = ()  # keys of the raw tensors that are mixed in
     residual_weights: str = ''  # how they are weighted; '': nothing is mixed in
     weights: list = ()  # of each source, then its own; empty: a gate has them
@@ -544,7 +546,7 @@ class PartWiring:
     @property
     def projects(self):
         """Whether it has a projection: a borrower has none, nor has a layer that never reads its own."""
-        is_read = self.weights[-1:] != [0] or self.residual_weights == 'learned'
+        is_read = not self.weights or self.weights[-1] != 0 or self.residual_weights == 'learned'
         return self.heads > 0 and is_read
 
 
@@ -619,16 +621,17 @@ def wire_part(config, part, owner, n, sources):
     """A part of layer n, into which the tensors with these keys are mixed."""
     heads = config.n_head if part == 'q' else config.kv_heads
     if owner == n:
-        return PartWiring(part, n, n, heads, (), sources, *mixture(config, part, len(sources)))
+        weighted = mixture(config, part, len(sources))
+        return PartWiring(part, n, n, heads, sources=sources, **weighted)
     if part == 'v' and config.share_v_heads:
         return PartWiring(part, n, n, heads - config.share_v_heads, joins=[('v', owner)])
     return PartWiring(part, n, owner, heads=0)
 
 
 def mixture(config, part, count):
-    """How so many sources are weighted: residual_weights, weights and gate of a PartWiring."""
+    """{field of PartWiring: value} of how so many sources are weighted."""
     if not count:
-        return ()
+        return {}
     kind = config.residual_weights
     if kind in GATES and part != 'v':
         kind = 'fixed'
@@ -637,7 +640,8 @@ def mixture(config, part, count):
     weights = [float(source)] * count + [float(own)]
     if kind in GATES and not config.residual_lambda:
         weights = []
-    return kind, weights, [getattr(config, name) for name in GATES.get(kind, ())]
+    gate = [getattr(config, name) for name in GATES.get(kind, ())]
+    return {'residual_weights': kind, 'weights': weights, 'gate': gate}
 
 
 def owners_of(share, n_layer):
@@ -645,7 +649,7 @@ def owners_of(share, n_layer):
     layers = range(n_layer)
     if isinstance(share, tuple):
         return dict(enumerate(layers)) | dict(enumerate(share))
-    period = n_layer if share is True else share or 1  # False: each layer has its own
+    period = {True: n_layer, False: 1}[share] if isinstance(share, bool) else share
     return {n: n - n % period for n in layers}
 
 
@@ -704,10 +708,11 @@ def make(kind, *shape, std=0.02, decay=True, muon=False, **needs):
     """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, std), a bias at
     zero."""
     module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
-    for name, p in module.named_parameters():
-        parameter(module, name, torch.zeros(p.shape), **needs)
-    draw = functools.partial(nn.init.normal_, std=std)
-    module.needs['weight'] = Needs(draw, decay=decay, muon=muon, **needs)
+    weight, bias = module.weight, getattr(module, 'bias', None)
+    ways = dict(draw=functools.partial(nn.init.normal_, std=std), decay=decay, muon=muon)
+    parameter(module, 'weight', torch.zeros(weight.shape), **ways, **needs)
+    if bias is not None:
+        parameter(module, 'bias', torch.zeros(bias.shape), **needs)
     return module
 
 
@@ -823,9 +828,9 @@ def without(y, v):
     return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
-def join(t, tensors, keys):
+def join(t, tensors, lenders):
     """t (B, heads, T, hs), and behind its heads the further ones of the tensor with this key, if any."""
-    for key in keys:
+    for key in lenders:
         t = torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
     return t
 
@@ -887,7 +892,7 @@ class KVCache:
             f'max_len={max_len} is more than block_size={longest}: '
             'only without a cache can generation go on, with the last block_size tokens',
         )
-        self.max_len = max_len
+        self.max_len = self.end = max_len
         self.tensors, self.joins = {}, {}
         zeros = model.lm_head.weight.new_zeros
         for layer in model.wiring:
@@ -1037,10 +1042,9 @@ RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
 LEAST = {f.name: min(f.default, 1) for f in fields(GPTConfig) if type(f.default) is int}
 LEAST |= dict(rope_theta=1, norm_eps=0, dropout=0)
 # Read by wire() alone: what they change is what they change in the wiring.
-WIRED = set(
-    'v_residual q_residual k_residual residual_weights residual_lambda residual_layers residual_map '
-    'gate_inputs gate_bias gate_rank share_q share_k share_v share_v_heads neutreno'.split()
-)
+WIRED = {*RESIDUALS, 'neutreno'} | {
+    f.name for f in fields(GPTConfig) if f.name.startswith(('residual_', 'gate_', 'share_'))
+}
 
 
 def choices(name):
@@ -1137,8 +1141,8 @@ def check_ranges(config):
         refuse(allowed and value not in allowed, f'{name}={value!r} is not one of {allowed}')
         is_broken = isinstance(value, float) and not math.isfinite(value)
         refuse(is_broken, f'{name}={value} must be finite')
-        least = LEAST.get(name, value)
-        refuse(value < least, f'{name}={value} must be at least {least}')
+        is_low = name in LEAST and value < LEAST[name]
+        refuse(is_low, f'{name}={value} must be at least {LEAST.get(name)}')
     refuse(config.dropout >= 1, f'dropout={config.dropout} must be less than 1')
     refuse(config.n_layer > 1000, f'n_layer={config.n_layer} must be at most 1000')
 

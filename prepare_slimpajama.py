@@ -141,7 +141,7 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
         for domain, text in shuffled_documents(unit, settings.seed, piece.parent):
             if room.get(domain, 0) <= 0:
                 continue
-            ids = np.append(encoder.encode(text), encoder.eot).astype('<u2')
+            ids = np.append(encoder.encode(text), np.uint16(encoder.eot)).astype('<u2')
             file.write(ids)
             if unit.split == 'hash':
                 validation = sources.hash_fraction(settings.seed, text) < settings.val_fraction

@@ -199,7 +199,7 @@ def decisive(settings, config):
 
 def with_defaults(values):
     """Settings as of a TrainConfig: `values`, {name: value}, and for all others the defaults."""
-    return SimpleNamespace(**asdict(TrainConfig()) | values)
+    return SimpleNamespace(**{**asdict(TrainConfig()), **values})
 
 
 def is_fork(settings):
@@ -582,7 +582,8 @@ def take_over(checkpoint, start, settings, config, warn):
         compare_tokenizers(checkpoint, start.dataset)
         if settings.init_from == 'resume' or is_fork(settings):
             carry_on(checkpoint, start, settings, config, warn)
-        load_weights(start.model, checkpoint)
+        else:
+            load_weights(start.model, checkpoint)
     # Settings without which the same weights compute something else, changed on purpose. A run that goes
     # on has changed none.
     for name, (before, new) in config_differences(checkpoint, config).items():
@@ -635,13 +636,13 @@ def check_same_run(checkpoint, settings, config, dataset):
 
 
 def carry_on(checkpoint, start, settings, config, warn):
-    """Fill `start` with what a run's checkpoint and its log say beside the weights, or refuse to go on
-    as another run."""
+    """Fill `start` with what a run's checkpoint and its log say, or refuse to go on as another run."""
     told = with_defaults(checkpoint['settings'])
     # What it was told to keep it keeps.
     passed = {step for step in told.save_steps if step <= checkpoint['step']}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
     start.changed = check_same_run(checkpoint, settings, config, start.dataset)
+    load_weights(start.model, checkpoint)
     load_state(start.model, start.optimizers, start.scaler, checkpoint)
     start.step = checkpoint['step']
     start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
@@ -698,7 +699,7 @@ class Reporter:
             # config.json holds what the newest part of a run was made with, the log of all others.
             self.facts = everything
             write_json(self.folder / 'config.json', everything)
-            if start.before:
+            if start.before:  # the run goes on
                 parts = {'before': start.before, 'provenance': self.provenance}
                 self.log.write({'step': start.step, 'changed': start.changed, **parts})
         self.tracker = self.start_wandb(everything) if settings.wandb_log else None

@@ -100,7 +100,7 @@ def verdicts_on(arms, contrasts, shared, judgement='paired'):
 
 
 def obstacles(ours, theirs, shared):
-    """Yield why two arms have no verdict, or ''; shared: of SHARED."""
+    """Yield why two arms have no verdict, or '': the first reason counts. shared: of SHARED."""
     yield ours.problem
     yield theirs.problem
     pairs = list(paired(ours.states, theirs.states).values())
@@ -157,9 +157,11 @@ def learned_weights(arm):
     the end."""
     weights = {}
     for seed, state in arm.finished().items():
-        logged = [{}, *(entry['mixing'] for entry in state.entries if entry.get('mixing'))]
+        last = {}
+        for entry in state.entries:
+            last = entry.get('mixing') or last
         layers = {}
-        for name, values in logged[-1].items():
+        for name, values in last.items():
             # In older logs the layer, not its v, has the weights.
             number = re.search(r'\.h\.(\d+)\.attn\.(v\.)?residual_lambda$', name)
             if number:

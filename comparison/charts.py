@@ -95,7 +95,7 @@ def looks(arms, known=()):
     for name in sorted(others, key=lambda name: len(bases[name])):
         free = free or list(every)
         shades = [result[base]['color'] for base in bases[name]]
-        result[name] = min(free, key=lambda look: look['color'] not in shades)
+        result[name] = next((look for look in free if look['color'] in shades), free[0])
         free.remove(result[name])
     return result
 
@@ -238,7 +238,7 @@ def losses_by_rate(tuning, arms):
     if not known:
         return ''
     drawing, axes = picture('Validation loss by learning rate (dots: runs, diamonds: the best)')
-    shown, ticks = [], set()
+    shown = []
     for name, sweep in known.items():
         look = looks(arms)[name]
         rates, means = list(sweep['means']), list(sweep['means'].values())
@@ -250,11 +250,10 @@ def losses_by_rate(tuning, arms):
             # What is further than a step from the best rate, or has diverged, may lie outside.
             if abs(rates.index(rate) - best) <= 1:
                 shown += filter(math.isfinite, losses)
-        ticks |= {*rates}
     show_all(axes, shown)
     axes.set_xscale('log')
-    rates = sorted(ticks)
-    axes.set_xticks(rates, [f'{rate:g}' for rate in rates])
+    every = sorted({rate for sweep in known.values() for rate in sweep['means']})
+    axes.set_xticks(every, [f'{rate:g}' for rate in every])
     axes.minorticks_off()
     axes.set_xlabel('learning rate')
     axes.set_ylabel('nats')

@@ -6,6 +6,7 @@ its reason in <folder>/failed.txt, and the others go on. One that is interrupted
 next start resumes it, because each is started with --init_from=auto.
 """
 
+import bisect
 import contextlib
 import json
 import math
@@ -35,7 +36,7 @@ class Job:
     arguments: list
     folder: Path
     process: subprocess.Popen = field(default=None, repr=False)
-    slot: dict = None  # one of find_slots()
+    slot: int = 0  # of find_slots()
     log_start: int = 0  # where this attempt begins in train.log
 
 
@@ -100,8 +101,8 @@ def visible_gpus():
 
     listed = os.environ.get('CUDA_VISIBLE_DEVICES')
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = listed.split(',') if listed else map(str, range(count))
-    return list(names)[:count]
+    names = listed.split(',') if listed else [str(i) for i in range(count)]
+    return names[:count]
 
 
 def launch(jobs, slots, gpus, tick):
@@ -113,7 +114,7 @@ def launch(jobs, slots, gpus, tick):
 
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
-    running, attempts, free = [], set(), list(slots)
+    running, attempts, free = [], set(), list(range(len(slots)))
     last_tick = -math.inf
     queue = list(jobs())
     try:
@@ -124,15 +125,15 @@ def launch(jobs, slots, gpus, tick):
                 if busy_elsewhere(job.folder):
                     continue
                 queue.remove(job)
-                job.slot = free.pop(0)
+                job.slot = free.pop(0)  # the first, for the first ones are on GPUs of their own
                 attempts.add(job.name)
                 running.append(job)  # first, so that it is stopped whenever Ctrl-C comes
-                start(job, gpus)
+                start(job, slots[job.slot], gpus)
 
             ended = [job for job in running if job.process.poll() is not None]
             for job in ended:
                 running.remove(job)
-                free.append(job.slot)
+                bisect.insort(free, job.slot)
                 record(job)
             if ended or (queue and not running):
                 queue = [job for job in jobs() if job.name not in attempts]
@@ -160,7 +161,7 @@ def busy_elsewhere(folder):
         return True
 
 
-def start(job, gpus):
+def start(job, environment, gpus):
     job.folder.mkdir(parents=True, exist_ok=True)
     failure_file(job.folder).unlink(missing_ok=True)
     # A file, because a training that writes to a pipe would die with this process. A session of
@@ -169,7 +170,7 @@ def start(job, gpus):
         job.log_start = log.tell()
         job.process = subprocess.Popen(
             command(job.arguments, gpus, sys.executable, str(ROOT / 'train.py')),
-            env=os.environ | job.slot,
+            env=os.environ | environment,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

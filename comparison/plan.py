@@ -247,13 +247,13 @@ def check_pairs(plan):
     """Refuse two arms that are the same run, and seeds that make dependent what is judged as independent:
     by the t test the differences of a contrast, by Dunnett's the arms."""
     for one, other in itertools.combinations(plan.arms, 2):
-        a, b = (plan.arms[name].seed_offset for name in (one, other))
+        offset, other_offset = (plan.arms[name].seed_offset for name in (one, other))
         advice = f'give one of them other seeds: "{other}: seed_offset=1000"'
-        if a != b:
+        if offset != other_offset:
             if set(plan.test_seeds(one)) & set(plan.test_seeds(other)):
                 raise ValueError(
-                    f'arms {one} and {other}: with seed_offset={a} and {b}, a seed '
-                    'would belong to two pairs; put the offsets further apart than the seeds'
+                    f'arms {one} and {other}: with seed_offset={offset} and {other_offset}, a '
+                    'seed would belong to two pairs; put the offsets further apart than the seeds'
                 )
         elif plan.arm_facts(one) == plan.arm_facts(other):
             raise ValueError(

@@ -258,10 +258,9 @@ def cost_table(comparison):
     head = ['arm', 'parameters', 'training FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
     rows = []
     for name, arm in comparison['arms'].items():
-        counts = f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}'
-        rows.append(
-            [name, *counts, f'{arm["cache_bytes_per_token"]:,.0f}', plain(arm['ms_per_step'], 1)]
-        )
+        row = [name, f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}']
+        row += [f'{arm["cache_bytes_per_token"]:,.0f}', plain(arm['ms_per_step'], 1)]
+        rows.append(row)
     return 'Cost', head, rows
 
 
@@ -305,7 +304,8 @@ def sections(comparison):
     contents = {CAUTIONS: cautions(comparison), 'Problems': problem_lines(comparison)}
     for make in TABLES:
         title, head, rows = make(comparison)
-        contents[title] = rows and (head, rows)
+        if rows:
+            contents[title] = head, rows
     contents['How it was made'] = how_made(comparison)
     return {title: content for title, content in contents.items() if content}
 
@@ -383,14 +383,14 @@ def draw(comparison):
 
 def html(comparison, plots):
     """The page; plots: draw()'s."""
-    title, about = map(escape, (comparison['title'], state(comparison)))
+    title = escape(comparison['title'])
     parts = [
         '<!doctype html>',
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<title>{title}</title><style>{THEME}{STYLE}</style></head><body>',
         f'<h1>{title}</h1>',
-        f'<p class="sub">{about}</p>',
+        f'<p class="sub">{escape(state(comparison))}</p>',
         '<div class="verdicts"><div class="forest">',
         plots.get('forest', ''),
         '</div><div class="cards">',

@@ -212,12 +212,12 @@ def half_width(numbers):
     return (numbers['high'] - numbers['low']) / 2
 
 
-# What verdict_of() says before anything is known.
+# What verdict_of() and judge_together() say before anything is known.
 UNDECIDED = {
     **dict.fromkeys('p_holm low_holm high_holm p_flip smallest seeds_needed'.split()),
     'verdict': 'undecided',
     'reason': '',
-    'rests_on': [],
+    'rests_on': (),
 }
 
 
@@ -291,8 +291,8 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
         added['reason'] = f'{n} of at least {LEAST_SEEDS} seeds'
     elif not any(values):
         added['reason'] = 'the losses are the same in every seed: nothing was changed'
-    elif decide(mean, p_holm, n) != 'undecided':
-        added['verdict'] = str(decide(mean, p_holm, n))
+    elif (verdict := str(decide(mean, p_holm, n))) != 'undecided':
+        added['verdict'] = verdict
         added['rests_on'] = seeds_rested_on(result['differences'], factor)
     else:
         added['smallest'] = float(smallest_difference(sd, n, contrasts))

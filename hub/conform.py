@@ -356,7 +356,8 @@ def check_port(observe, port, name, case):
     for check, right in case.expected.items():
         if check not in alone:
             continue
-        seen[check] = (after_another if passes(alone[check], right) else alone)[check]
+        given = after_another if passes(alone[check], right) else alone
+        seen[check] = given[check]
         if not passes(seen[check], right):
             failing.append(check)
     print_summary(name, case, alone, seen, failing)

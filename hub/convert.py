@@ -77,8 +77,9 @@ def export(model, tokenizer, to):
         whole.mkdir()
         write_json(whole / 'config.json', settings)
         write_tokenizer(whole, tokenizer, config.block_size)
-        for path in () if is_plain else CODE:
-            shutil.copy(path, whole)
+        if not is_plain:
+            for path in CODE:
+                shutil.copy(path, whole)
         write_weights(whole / 'model.safetensors', state)
         os.sync()  # else `to` could be half of it when the power fails
         try:

@@ -184,8 +184,8 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not trains and not is_padded
         if use_cache and past is None:
             past = Past()
-        keeps_last = isinstance(logits_to_keep, int)
-        last_only = keeps_last and logits_to_keep == 1
+        is_count = isinstance(logits_to_keep, int)
+        last_only = is_count and logits_to_keep == 1
         if is_padded and (past is not None or last_only):
             raise ValueError(
                 'generation would go on behind the padding: give sequences of equal length'
@@ -198,7 +198,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if start + T > self.model.config.block_size:
             self.reach(start + T)
         logits = self.compute(input_ids, past, last_only)
-        keep = slice(-logits_to_keep, None) if keeps_last else logits_to_keep
+        keep = slice(-logits_to_keep, None) if is_count else logits_to_keep
         logits = logits[:, keep]
         loss = None
         if labels is not None:

@@ -212,7 +212,7 @@ def name_misfits(path):
     except torch.OutOfMemoryError:  # a RuntimeError that is not the checkpoint's fault
         raise
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-        reason = textwrap.shorten(f'{type(error).__name__}: {error}', 300, placeholder=' ...')
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         raise ValueError(f'{path} does not fit: {reason}') from error
 
 

@@ -129,7 +129,7 @@ def find_units(source, revision, weights, seed, column='text'):
             '.parquet, or in a folder plain text'
         )
     # Validation first, and the files of each split in an order that the seed decides.
-    units.sort(key=lambda unit: (unit.split != 'validation', hash_fraction(seed, unit.name)))
+    units.sort(key=lambda unit: (unit.split != 'validation', *seeded_place(seed, unit.name)))
     total = sum(weights.values())
     return units, {domain: weight / total for domain, weight in weights.items()}, commit
 
@@ -153,6 +153,11 @@ def with_validation(units):
 
 def is_here(source):
     return source == 'stdlib' or os.path.isdir(source)
+
+
+def seeded_place(seed, name):
+    """What to sort names by, for an order that the seed decides."""
+    return hash_fraction(seed, name), name
 
 
 def hash_fraction(seed, text):
@@ -362,7 +367,7 @@ def stdlib_units(seed):
 
 def text_units(domain, root, names, seed, split='train'):
     """Shuffle a domain's files of a split, and deal them out to units of about 4 MB."""
-    names = sorted(names, key=functools.partial(hash_fraction, seed))
+    names = sorted(names, key=functools.partial(seeded_place, seed))
     size = sum(Path(root, name).stat().st_size for name in names)
     number = min(size // 2**22 + 1, len(names))
     # A document is a twentieth of its domain at most, so that one long file can be split, too.
@@ -391,8 +396,8 @@ def documents(unit, scratch):
         with tempfile.TemporaryDirectory(prefix=DOWNLOAD, dir=scratch) as folder:
             for path in unit.paths or [download_rows(unit, folder)]:
                 yield from unit.read(path, unit.domain)
-    except ConnectionError:
-        raise
+    except ConnectionError as error:
+        raise ConnectionError(f'{unit.name}: {error}') from error
     except (ValueError, OSError, ImportError, OverflowError) as error:
         raise ValueError(f'{unit.name}: {first_line(error)}') from error
 
@@ -446,10 +451,9 @@ def rows_of(path, column):
             raise ValueError(
                 f'{where} is a list or a value: write one {{"{column}": "..."}} a line'
             )
-        text = row.get(column, 0)
-        if text is None:
-            continue
-        if not isinstance(text, str):
+        if column in row and row[column] is None:
+            continue  # a row without a text
+        if not isinstance(row.get(column), str):
             raise ValueError(
                 f'{where} is not {{"{column}": "..."}}: name the column of the text with --text_column'
             )
@@ -553,7 +557,7 @@ def download_rows(unit, folder):
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
             reason = first_line(error)
             if wait is None:
-                message = f'{unit.name}: the hub fails, after {len(WAITS)} retries: {reason}'
+                message = f'the hub fails, after {len(WAITS)} retries: {reason}'
                 raise ConnectionError(message) from error
             print(f'warning: the hub fails ({reason}); trying again', file=sys.stderr)
         time.sleep(wait)

@@ -461,8 +461,8 @@ def summary(values):
 
 def over_seeds(numbers):
     """analyze()'s numbers with one report for the runs of a model, which has the first one's name. Means
-    are over runs, and so are standard errors, the spread of seeds, not of sequences: of one run, they
-    are 0.
+    are over runs, and so are standard errors, the spread of seeds, not of sequences: a model with one
+    run has none.
 
     Raises ValueError for two runs of one seed, and for checkpoints of different steps.
     """
@@ -478,6 +478,8 @@ def over_seeds(numbers):
         for name in reports[run]['series']:
             means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
             series[name] = summary(torch.tensor(np.array(means, dtype=float)))
+            if len(seeds) == 1:
+                series[name]['standard_error'] = np.full_like(means[0], np.nan, dtype=float)
         pooled[run] = {**reports[run], 'series': series, 'seeds': len(seeds)}
     return {**numbers, 'runs': pooled}
 

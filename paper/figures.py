@@ -17,7 +17,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from comparison.arms import CHOSEN, read_wiring
+from comparison.arms import read_wiring
 from configurator import configure, read_settings
 from model import GPTConfig
 from train import TrainConfig
@@ -148,7 +148,7 @@ class Arm:
     def settings(self, scale):
         """{name: value} of train.py's settings; those after a + of the model are text."""
         values = scale.settings | scale.sizes[self.size] | wiring_of(self.model)
-        values = {name: value for name, value in values.items() if name not in CHOSEN}
+        values = {name: value for name, value in values.items() if name not in ('out_dir', 'seed')}
         if 'n_kv_head' in values:
             values['n_kv_head'] = int(self.kv_heads(scale))
         length = scale.lengths[LENGTHS.index(self.length)]

@@ -64,6 +64,7 @@ def write_dataset(folder, splits=SPLITS, seed=0, **tokenizer):
     """
     random = np.random.RandomState(seed)
     tokenizer = {'name': 'test', 'sha256': '0' * 64, 'n_vocab': 64, **tokenizer}
+    assert tokenizer.keys() == {'name', 'sha256', 'n_vocab'}
     n_vocab = tokenizer['n_vocab']
     meta = {'format': 1, 'tokenizer': tokenizer, 'seed': seed, 'splits': {}}
     for split, domains in splits.items():
@@ -94,10 +95,12 @@ def contents(folder):
 
 
 def assert_words(message, *words):
-    """A message is one line, and has these words."""
+    """A message is one line, and has these words, in this order."""
     assert message and '\n' not in message, message
+    rest = message
     for word in words:
-        assert str(word) in message, message
+        _, found, rest = rest.partition(str(word))
+        assert found, f'{word!r} is not there, or not in its place: {message}'
 
 
 def assert_one_line(status, *words):
@@ -107,9 +110,9 @@ def assert_one_line(status, *words):
 
 
 @contextlib.contextmanager
-def raises_one_line(*words):
-    """What is done here is refused with a message of one line that has these words."""
-    with pytest.raises((ValueError, OSError)) as caught:
+def raises_one_line(*words, of=(ValueError, OSError)):
+    """What is done here is refused with a message of one line that has these words, in this order."""
+    with pytest.raises(of) as caught:
         yield caught
     assert_words(str(caught.value), *words)
 

@@ -70,8 +70,8 @@ def ours(**changes):
     return reference.perturb(GPT(config)).eval()
 
 
-def tokens(B=2, T=24, **options):
-    return variants.tokens(B, T, **options)
+def tokens(B=2, T=24, vocabulary=96, **options):
+    return variants.tokens(B, T, vocabulary=vocabulary, **options)
 
 
 def train_bpe(folder, texts, size, neox=False):
@@ -152,7 +152,9 @@ def evil_pickle(evil, path):
 
 
 def evil_torch_file(evil, path):
-    torch.save({'model.norm.weight': evil}, path)
+    """Where there is a checkpoint, it stays whole but for its model."""
+    whole = torch.load(path, weights_only=True) if path.exists() else {}
+    torch.save({**whole, 'model': evil, 'model.norm.weight': evil}, path)
 
 
 MALICE = {

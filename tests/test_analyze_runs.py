@@ -130,6 +130,8 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     pooled = analyze.over_seeds(numbers)
     assert [one['seeds'] for one in pooled['runs'].values()] == [2, 1]
     series = LAST.get(kind, 'entropy')
+    *_, single = pooled['runs'].values()
+    assert np.isnan(single['series'][series]['standard_error']).all()
     one, two, _ = (
         np.array(run['series'][series]['mean'], dtype=float) for run in numbers['runs'].values()
     )
@@ -187,7 +189,7 @@ def test_tokens_are_explained_of_each_run(tmp_path):
     'kind, arguments, words',
     [
         ('entropy', [], ['--hf']),
-        ('entropy', ['--hf=folder', '--text=a.txt', 'out/flat'], ['--hf', 'runs']),
+        ('entropy', ['--hf=folder', '--text=a.txt', 'out/flat'], ['runs', '--hf']),
         ('entropy', ['out/flat', '--sequences=0'], ['sequences=0']),
         ('entropy', ['out/none', '--sequences=1'], ['out/none']),
         ('entropy', ['out/flat', '--text=none.txt'], ['none.txt']),
@@ -211,4 +213,4 @@ def test_a_dataset_of_another_tokenizer_is_refused():
     path.write_text(text.replace(BYTES.sha256, '1' * 64))
     status, _, _ = program(analyze.main, 'entropy', 'out/flat', '--device=cpu')
     path.write_text(text)
-    assert_one_line(status, 'another tokenizer', 'out/flat', 'data/bytes')
+    assert_one_line(status, 'out/flat', 'another tokenizer', 'data/bytes')

@@ -111,7 +111,7 @@ def test_tokens_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was(name):
             model(tokens(rows, length), cache=cache)
     assert cache.position.item() == 12
     assert_near(in_chunks(model, idx[:, 12:16], (1, 3), cache), model(idx[:, :16])[0][:, 12:])
-    with raises_one_line('max_len=33', 'block_size=32'):
+    with raises_one_line('max_len=33 is more than block_size=32'):
         model.new_cache(1, 33)
 
 

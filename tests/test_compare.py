@@ -256,8 +256,9 @@ def edited(monkeypatch):
 
 
 def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, monkeypatch):
-    plan = finished()
+    plan = make_plan(ARMS, '--seeds=3')
     write_plan(plan)
+    pretend_all(plan)
     edited(monkeypatch)
     status, _ = compare_command(ARMS, '--seeds=4', '--print=True')
     assert_one_line(status, 'plan.json', f'code was {plan.code}', '--name', '--mixed_code=True')
@@ -550,8 +551,9 @@ def test_runs_of_a_plan_are_compared_in_their_data_where_the_data_are_not(place,
 
 
 def test_the_plan_says_what_the_data_were_where_they_are_not(place):
-    plan = finished()
+    plan = make_plan(ARMS, '--seeds=3')
     write_plan(plan)
+    pretend_all(plan)
     for run in folders_of(plan):
         runs.edit_config(run, data='other')
     shutil.rmtree('data')
@@ -606,6 +608,7 @@ def test_existing_runs_that_cannot_be_compared_are_refused(place):
         (['out'], 'out is not a run'),
         ([*folders, '--seeds=3'], '--seeds'),
         ([*folders, 'small.py'], 'small.py'),
+        ([f'--runs={tuple(folders)}'], '--runs'),
         ([*folders, '--name=small'], 'planned comparison'),
         ([*folders, 'again'], 'again and out'),
     ):

@@ -34,13 +34,13 @@ def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
     path = tmp_path / 'config.json'
     path.write_text('{"seed": 3}')
     assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
-    for text, needed, word in (
-        ('{"seed": 3}', ['seed', 'n_layer'], 'n_layer'),
+    for text, needed, words in (
+        ('{"seed": 3}', ['seed', 'n_layer'], 'seed, n_layer'),
         ('{', [], 'settings'),
         ('[1]', [], 'settings'),
     ):
         path.write_text(text)
-        with raises_one_line('config.json does not say', word):
+        with raises_one_line(f'config.json does not say {words}', of=ValueError):
             read_run_config(tmp_path, *needed)
 
 

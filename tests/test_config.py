@@ -51,7 +51,7 @@ REFUSED = [
     ),
     (
         dict(RES, share_v=(0, 1, 1), share_v_heads=1, residual_map='cross'),
-        'share_v_heads residual_map',
+        'residual_map share_v_heads',
     ),
     (dict(v_residual='token'), 'residual_layers'),
     (dict(v_residual='anchor'), 'residual_layers'),
@@ -61,7 +61,7 @@ REFUSED = [
         dict(v_residual='token', residual_layers=(1,), residual_map='identity'),
         'residual_map',
     ),
-    (dict(RES, residual_weights='head', residual_map='cross'), 'residual_weights residual_map'),
+    (dict(RES, residual_weights='head', residual_map='cross'), 'residual_map residual_weights'),
     (dict(RES, residual_weights='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
     (dict(v_residual='all', residual_weights='channel'), 'channel all'),
     # own weight 0: nobody has the values that are read
@@ -204,22 +204,22 @@ def test_the_rule_refuses_a_setting_if_and_only_if_it_changes_nothing():
 def test_a_saved_config_may_hold_what_does_nothing_but_no_other_field():
     saved = GPTConfig.saved({**SIZE, **SV, 'v_residual': True, 'residual_layers': []})
     assert saved.v_residual and saved.residual_layers == ()
-    with raises_one_line('my_idea'):
+    with raises_one_line('my_idea', of=ValueError):
         GPTConfig.saved({**SIZE, 'my_idea': 1})
-    with raises_one_line('n_layer'):
+    with raises_one_line('n_layer', of=ValueError):
         GPTConfig.saved({**SIZE, 'n_layer': 0})
 
 
 def test_a_residual_of_which_no_layer_has_a_source_is_refused(monkeypatch):
     monkeypatch.setitem(model_py.SOURCES, 'nothing', lambda n, L: [])
-    with raises_one_line('k_residual'):
+    with raises_one_line('k_residual', of=ValueError):
         GPTConfig(**SIZE, k_residual='nothing')
 
 
 def test_a_layer_without_a_source_is_refused_where_residual_layers_names_it(opposite):
     settings = dict(SIZE, n_layer=4, v_residual='opposite')
     assert GPTConfig(**settings, residual_layers=(2, 3)) == GPTConfig(**settings)
-    with raises_one_line('residual_layers', 'names 1', 'opposite'):
+    with raises_one_line('residual_layers', 'names 1', 'opposite', of=ValueError):
         GPTConfig(**settings, residual_layers=(1, 3))
 
 

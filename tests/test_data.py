@@ -137,8 +137,11 @@ def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens
 @pytest.mark.parametrize(
     'splits, words',
     [
-        ({'train': {'A': 50}}, ['train with text', 'validation']),
-        ({'train': {'A': 50}, 'validation': {}}, ['train with text', 'validation']),
+        ({'train': {'A': 50}}, ['train and validation', 'names train with text']),
+        (
+            {'train': {'A': 50}, 'validation': {}},
+            ['train and validation', 'names train with text'],
+        ),
         ({'validation': {'A': 50}}, ['train and validation', 'names validation']),
         ({'val': {'A': 50}}, ['train and validation', 'names val']),
         ({'val': {}}, ['none']),

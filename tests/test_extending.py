@@ -67,7 +67,7 @@ def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing
     with torch.autocast('cpu', dtype=torch.float16):
         weighed(idx, idx)[1].backward()
     for settings, name in (({}, 'v_residual'), (dict(RES, residual_map='cross'), 'residual_map')):
-        with raises_one_line(name):
+        with raises_one_line(name, of=ValueError):
             patched.GPTConfig(**SIZE, **settings, residual_weights='heads')
 
 

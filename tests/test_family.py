@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import raises_one_line
+from runs import assert_same
 from variants import RES, SIZE, SV, config_of, make, tokens
 
 from lib.rundir import load_state, optimizer_state
@@ -44,7 +45,7 @@ def test_the_heads_that_a_borrower_keeps_start_as_vanillas_first_ones():
 
 
 def test_a_rate_of_tables_is_for_tables():
-    with raises_one_line('table_rate'):
+    with raises_one_line('table_rate', of=ValueError):
         check_rates(TrainConfig(table_rate=2.0), GPTConfig())
     model = GPT(config_of('tables'))
     (optimizer,) = make_optimizers(model, TrainConfig(table_rate=2.0))
@@ -107,6 +108,8 @@ def test_an_optimizers_state_must_be_whole_and_its_settings_are_those_of_now(kin
     state = optimizer_state(model, optimizers)
     checkpoint = {'path': 'x', 'optimizer': {'state': state}, 'scaler': {}}
     load_state(again, others, None, checkpoint)
+    assert len(state) == len(list(model.parameters()))
+    assert_same(optimizer_state(again, others), state)
     name, moments = next(iter(state.items()))
     for kind in moments:  # AdamW would write past the end of one that is too small
         lacking = {key: t for key, t in moments.items() if key != kind}

@@ -28,7 +28,7 @@ def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(tmp_path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, moment, full)
-    with raises_one_line('No space left', path):
+    with raises_one_line('No space left', path, of=OSError):
         files.write_whole(path, 'new')
     assert path.read_text() == 'old'
     assert os.listdir(tmp_path) == ['a']

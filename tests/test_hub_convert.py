@@ -119,7 +119,7 @@ def test_a_weight_that_a_fork_adds_goes_out_with_its_code_and_only_there(
     # Without the weight the fork's models are plain.
     assert_equal_logits(models['plain'], load_plain(tmp_path / 'plain'))
     # This repository does not have the field.
-    with raises_one_line('my_gate'):
+    with raises_one_line('my_gate', of=ValueError):
         load(tmp_path / 'gated')
 
 

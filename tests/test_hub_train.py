@@ -106,7 +106,7 @@ OTHERS = [
     ('llama', dict(rope_parameters=LLAMA3), ['--rope_theta=500000.0', '--rope_scaling=']),
     ('llama', dict(num_attention_heads=4, num_key_value_heads=2), ['--n_head=4', '--n_kv_head=2']),
     ('llama', dict(hidden_size=64), ['--n_embd=64', '--n_inner=112']),  # it would follow n_embd
-    ('gpt2', GPT2, ['--arch=gpt2', '--n_inner=128', '--tie_embeddings=True']),
+    ('gpt2', GPT2, ['--n_inner=128', '--arch=gpt2', '--tie_embeddings=True']),
 ]
 
 

@@ -15,6 +15,7 @@ from runs import (
     finish,
     fork,
     good,
+    load,
     read_config,
     refused,
     run_main,
@@ -125,7 +126,7 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
         (dict(batch_size=4), ['gradient_accumulation_steps * batch_size=8', '16']),
         (dict(max_iters=11), ['step 12', 'max_iters=11']),
         # The run has finished: another rate would do nothing.
-        (dict(learning_rate=5e-3), ['learning_rate=0.01', 'ckpt_12.pt']),
+        (dict(learning_rate=5e-3), ['ckpt_12.pt', 'learning_rate=0.01']),
     ],
     ids=str,
 )
@@ -141,7 +142,7 @@ def test_a_setting_of_a_fork_is_refused_too_where_the_run_has_finished(whole, mo
         rate_of_my_idea: float = 1.0  # it acts while steps are taken
 
     monkeypatch.setattr(train, 'TrainConfig', Fork)
-    words = ['rate_of_my_idea=1.0', 'ckpt_12.pt']
+    words = ['ckpt_12.pt', 'rate_of_my_idea=1.0']
     refused(*words, out_dir=whole, init_from='resume', rate_of_my_idea=2.0)
 
 
@@ -149,8 +150,8 @@ def test_a_fork_that_is_no_cooldown_of_its_run_is_refused(whole):
     path = f'{whole}/ckpt_6.pt'
     fork = dict(init_from=path, lr_decay_iters=0, cooldown_iters=2)
     refused('step 5', path, 'max_iters=7', **fork, max_iters=7)
-    refused('past max_iters=5', path, **fork, max_iters=5)
-    refused('n_layer=2', path, **fork, n_layer=3)
+    refused(path, 'past max_iters=5', **fork, max_iters=5)
+    refused(path, 'n_layer=2', **fork, n_layer=3)
     refused('--lr_decay_iters=0', **fork | {'lr_decay_iters': 12})
     refused('already holds a run', out_dir=whole, **fork)
 
@@ -165,9 +166,19 @@ def test_resuming_on_other_data_or_tokens_is_refused(whole):
 
 
 def test_where_there_is_nothing_to_resume_to_load_or_to_evaluate_that_is_said(whole):
-    refused('nothing to resume', 'out/refused', init_from='resume')
+    refused('out/refused', 'nothing to resume', init_from='resume')
     for init_from in ('scratch', 'auto'):
         refused('--init_from=resume', init_from=init_from, eval_only=True, out_dir='out/nothing')
+
+
+def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(half):
+    """As where model.py has one parameter less than before."""
+    name = half('out/gone')
+    checkpoint = load(f'{name}/ckpt_6.pt')
+    for part in (checkpoint['model'], checkpoint['optimizer']['state']):
+        part['transformer.gone'] = next(iter(part.values()))
+    torch.save(checkpoint, f'{name}/ckpt_6.pt')
+    refused('does not fit this model: transformer.gone', out_dir=name, init_from='resume')
 
 
 def test_weights_that_do_not_fit_are_refused(whole):
@@ -203,8 +214,8 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(beta1=2.0), ['2.0']),
         (dict(save_steps="('100',)"), ["save_steps=('100',)"]),
         (dict(learning_rate=3e-5), ['min_lr=6e-05', 'learning_rate=3e-05']),
-        (dict(lr_decay_iters=3), ['lr_decay_iters=3', 'warmup_iters=3']),
-        (dict(lr_decay_iters=0, max_iters=3), ['max_iters=3', 'warmup_iters=3']),
+        (dict(lr_decay_iters=3), ['warmup_iters=3', 'lr_decay_iters=3']),
+        (dict(lr_decay_iters=0, max_iters=3), ['warmup_iters=3', 'max_iters=3']),
         (dict(cooldown_iters=2), ['cooldown_iters=2', 'lr_decay_iters=12']),
         (dict(cooldown_iters=2, lr_decay_iters=0, decay_lr=False), ['decay_lr=False']),
         (

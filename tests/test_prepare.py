@@ -226,7 +226,7 @@ def stop_halfway(error=KeyboardInterrupt, step='finish', **options):
 def test_whatever_interrupts_it_is_one_line_and_it_goes_on(step, error):
     make_source()
     message = stop_halfway(error, step)
-    assert_words(message, error, 'kept in out,')
+    assert_words(message, str(error) or 'interrupted', 'kept in out,')
     assert 'KeyboardInterrupt' not in message
     assert_continues()
 
@@ -354,7 +354,7 @@ def test_damaged_pieces_are_refused():
     stop_halfway(tokens=0)
     path = min(Path('out/.pieces').glob('*.ids'))
     path.write_bytes(path.read_bytes()[:-2])
-    with raises_one_line('.pieces'):
+    with raises_one_line('.pieces', of=ValueError):
         run_prepare(tokens=0)
     assert not Path('out/meta.json').exists()
 
@@ -411,7 +411,7 @@ def test_bad_input_says_file_and_line(message, monkeypatch):
     make_source()
     BAD[message](Path('raw/train'))
     monkeypatch.setattr(sources, 'MAX_LINE', 10_000)
-    with raises_one_line(*message.split(' ... ')):
+    with raises_one_line(*message.split(' ... '), of=ValueError):
         run_prepare(tokens=0)
     assert not Path('out/meta.json').exists()
 
@@ -447,12 +447,12 @@ def test_folders_without_usable_documents_are_refused():
     with raises_one_line('raw has no training file'):
         run_prepare(raw, 'out')
     (raw / 'a.txt').write_text('only one document')
-    with raises_one_line('raw has one document only'):
+    with raises_one_line('raw has one document only', of=ValueError):
         run_prepare(raw, 'out2')
 
     write_rows(Path('split/train/0.jsonl'), [('C4', 'a'), ('Github', 'b')])
     write_rows(Path('split/validation/0.jsonl'), [('C4', 'c')])
-    with raises_one_line('split has no validation document of Github'):
+    with raises_one_line('split has no validation document of Github', of=ValueError):
         run_prepare('split', 'out3', weights={'Github': 1})
     # Nothing was read but the validation file.
     assert len(finished(Path('out3'))) == 1
@@ -469,7 +469,7 @@ def test_a_disk_without_room_is_refused(monkeypatch):
     make_source()
     free = 0
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=free))
-    with raises_one_line('space', 'in out: ', '--tokens'):
+    with raises_one_line('space', 'in out: ', '--tokens', of=OSError):
         run_prepare()
     assert not Path('out/.pieces').exists()
     # Pieces and token files take two bytes a token each. How much everything is, is not known before.

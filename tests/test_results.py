@@ -47,12 +47,12 @@ def read(folder):
 @functools.cache
 def analyzed(path):
     """{name of a run: {series: its mean}} of a kept analysis."""
-    return {
-        Path(run).name: {
-            name: np.array(numbers['mean'], float) for name, numbers in one['series'].items()
-        }
-        for run, one in read_json(path)['runs'].items()
-    }
+    result = {}
+    for run, one in read_json(path)['runs'].items():
+        series = one['series'].items()
+        means = {name: np.array(numbers['mean'], float) for name, numbers in series}
+        assert result.setdefault(Path(run).name, means) is means
+    return result
 
 
 def final(folder):
