@@ -84,7 +84,7 @@ def test_every_kept_plan_is_as_it_was_written():
     plans.remove(LASTING)  # a plan of its own kind
     for folder in plans:
         assert read_plan(folder / 'plan.json')['plan']['arms']
-    assert len(plans) == 6
+    assert len(plans) == 7
 
 
 # --- claims and deep ------------------------------------------------------------------------------
@@ -472,6 +472,19 @@ def test_the_page_of_a_real_model_has_the_sinks_that_were_measured():
 
 
 # --- lasting --------------------------------------------------------------------------------------
+
+FAMILY = RESULTS / 'family'
+
+
+def test_the_rates_of_the_family_are_those_of_the_lower_losses_of_its_tuning_runs():
+    table = re.findall(r'^\| (\w+) \| (\S+) \| (\S+) \|$', page('family'), re.M)
+    assert len(table) == 10
+    for name, *cells in table:
+        losses = [final(FAMILY / f'{name}_lr{rate}_seed101') for rate in ('0.006', '0.012')]
+        expected = [f'{loss:.4f}' for loss in losses]
+        expected[np.argmin(losses)] = f'**{min(losses):.4f}**'
+        assert cells == expected
+
 
 LASTING = RESULTS / 'lasting'
 # The step at which each cooldown begins, and its last one.
