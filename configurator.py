@@ -50,6 +50,7 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
     for schema in schemas:
         hints |= typing.get_type_hints(schema)
     of_others = {name for schema in ignored for name in typing.get_type_hints(schema)}
+    of_others -= hints.keys()
 
     files, words, options = sort_arguments(argv, plain)
     # Before the files: the value of an option typed as `--key VALUE` would be taken for one.
@@ -64,7 +65,7 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
     values = {}
     for path in files:
         for key, value in read_settings(path, hints).items():
-            if key in of_others - hints.keys():
+            if key in of_others:
                 continue
             check_key(key, hints, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')

@@ -216,8 +216,9 @@ def check_numbers(plan):
 def check_arms(plan):
     """Refuse arms whose losses are those of different texts, and a test seed that also chooses a
     learning rate."""
+    baseline = plan.arm_facts(plan.baseline)
     for name in plan.arms:
-        other = difference(plan.arm_facts(name), plan.arm_facts(plan.baseline), only=TEXT)
+        other = difference(plan.arm_facts(name), baseline, only=TEXT)
         if other:
             key, value, expected = other
             raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 import runs
 import torch
 from conftest import ROOT, read_json
+from test_house import PROGRAM, module_name
 
 from configurator import configure
 from model import GPT, GPTConfig
@@ -111,13 +112,12 @@ def test_every_command_that_a_page_names_is_one_that_its_program_takes(name, lea
     assert len(commands) >= least, commands
 
 
-PATHS = [*ROOT.glob('*.py'), *ROOT.glob('[chp]*/*.py')]
-PROGRAMS = [str(path.relative_to(ROOT)) for path in PATHS if '\ndef main():' in path.read_text()]
+MAINS = [module_name(path) for path in PROGRAM if '\ndef main():' in path.read_text()]
 
 
-@pytest.mark.parametrize('path', PROGRAMS)
-def test_each_program_has_help(path):
-    program = importlib.import_module(path.removesuffix('.py').replace('/', '.'))
+@pytest.mark.parametrize('name', MAINS)
+def test_each_program_has_help(name):
+    program = importlib.import_module(name)
     text = runs.succeed(program.main, '--help')
     assert text.startswith(program.__doc__.strip()[:40])
 
