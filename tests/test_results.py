@@ -471,7 +471,7 @@ def test_the_page_of_a_real_model_has_the_sinks_that_were_measured():
     check_real_table(columns, (1, 2, 3, 4, 8, 12, 13, 16, 20, 24, 26, 28, 30), last=13)
 
 
-# --- lasting --------------------------------------------------------------------------------------
+# --- family ---------------------------------------------------------------------------------------
 
 FAMILY = RESULTS / 'family'
 
@@ -485,6 +485,8 @@ def test_the_rates_of_the_family_are_those_of_the_lower_losses_of_its_tuning_run
         expected[np.argmin(losses)] = f'**{min(losses):.4f}**'
         assert cells == expected
 
+
+# --- lasting --------------------------------------------------------------------------------------
 
 LASTING = RESULTS / 'lasting'
 # The step at which each cooldown begins, and its last one.
