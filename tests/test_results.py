@@ -1,6 +1,6 @@
 """
-Numbers on the pages of claims, deep, rates, embedding, real, lasting and long, computed again from
-the kept logs and analyses.
+Numbers on the pages of claims, deep, rates, embedding, start, family, real, lasting, long, larger and
+speed, computed again from the kept logs and analyses.
 
 Logs are read through comparison/runs.py, which knows how they are packed; everything else is numpy and
 scipy. The verdicts are also computed by the page's own command.
@@ -28,6 +28,7 @@ RESULTS = ROOT / 'results'
 CLAIMS, LONG, RATES = RESULTS / 'claims', RESULTS / 'long', RESULTS / 'rates'
 ROWS = {row['label']: row for row in read_json(CLAIMS / 'verdicts.json')['rows']}
 TESTED = {label: row for label, row in ROWS.items() if row['numbers']}
+LARGER_RATES = ('0.002', '0.004', '0.008', '0.016')
 MAPPINGS = ('A_n (V_n + V_n-1), Eq. 3', 'A_n V_n + V_n-1, Eq. 6')
 
 
@@ -70,7 +71,7 @@ def rounded(path):
     return number.sub(lambda found: f'{float(found[0]):.9g}', path.read_text())
 
 
-@pytest.mark.parametrize('topic', ['embedding', 'lasting', 'real', 'start'])
+@pytest.mark.parametrize('topic', ['embedding', 'family', 'lasting', 'real', 'start'])
 def test_what_a_pages_own_program_imports_is_there(topic):
     (program,) = re.findall(r"python - <<'END'\n(.*?)\nEND\n", page(topic), re.S)
     for line in re.findall('^(?:from|import) .*', program, re.M):
@@ -84,7 +85,7 @@ def test_every_kept_plan_is_as_it_was_written():
     plans.remove(LASTING)  # a plan of its own kind
     for folder in plans:
         assert read_plan(folder / 'plan.json')['plan']['arms']
-    assert len(plans) == 7
+    assert len(plans) == 9
 
 
 # --- claims and deep ------------------------------------------------------------------------------
@@ -486,6 +487,68 @@ def test_the_rates_of_the_family_are_those_of_the_lower_losses_of_its_tuning_run
         assert cells == expected
 
 
+def family_losses():
+    """{model: losses of its test runs}; vanilla's are those of the start page."""
+    vanilla = 'start_norm/vanilla_norm_lr0.012_seed'
+    losses = {'vanilla': [final(START / f'{vanilla}{seed}') for seed in range(21, 34)]}
+    rows = re.findall(r'^\| (\w+) \| (\S+\d{4}\**) \| \S+\d{4}\** \|$', page('family'), re.M)
+    for n, (name, at_6e3) in enumerate(rows, 1):
+        rate = '0.006' if at_6e3.startswith('**') else '0.012'
+        seeds = range(1000 * n + 21, 1000 * n + 29)
+        losses[name] = [final(FAMILY / f'{name}_lr{rate}_seed{seed}') for seed in seeds]
+    return {name: np.array(values) for name, values in losses.items()}
+
+
+def test_all_runs_of_the_family_are_of_one_code_and_one_dataset_and_as_many_as_planned():
+    states = [read_state(run) for run in named_runs(FAMILY.glob('runs_*.xz'))]
+    start = [read_state(run) for run in named_runs(START.glob('start_norm/*.xz'))]
+    for name in ('commit', 'data'):
+        assert len({state.config[name] for state in states + start}) == 1
+    assert not any('before' in entry for state in states for entry in state.entries)  # resumed
+    assert len(states) == 10 * 2 + 10 * 8
+
+
+def test_the_verdicts_on_the_family_are_dunnetts_of_the_kept_runs():
+    text, losses = page('family'), family_losses()
+    vanilla, *others = losses.values()
+    freedom = sum(map(len, losses.values())) - len(losses)
+    pooled = np.sqrt(sum(((v - v.mean()) ** 2).sum() for v in losses.values()) / freedom)
+    numbers = f'{vanilla.mean():.4f} and a standard deviation of {vanilla.std(ddof=1):.4f}'
+    assert f'with a mean of {numbers}' in text and f'scatters by {pooled:.4f}' in text
+
+    # Dunnett's distribution, drawn: the largest t of ten means that share vanilla's and the deviation.
+    rng, draws = np.random.default_rng(0), 400_000
+    deviation = np.sqrt(rng.chisquare(freedom, draws) / freedom)
+    error = np.sqrt(1 / 8 + 1 / 13)
+    shared = rng.normal(size=draws) / np.sqrt(13)
+    own = rng.normal(size=(len(others), draws)) / np.sqrt(8)
+    largest = np.abs(own - shared).max(0) / error / deviation
+    half = np.quantile(largest, 0.95) * error * pooled
+
+    for name, values in list(losses.items())[1:]:
+        assert f'| {name} | {cells_of(values)} |' in text
+        assert max(values) < np.median(values) + 0.15  # no bad start
+        mean = values.mean() - vanilla.mean()
+        start = re.escape(f'| {name} | {mean:+.4f} | ')
+        row = rf'^{start}(\S+) to (\S+) \| (\S+) \| (\w+) \|$'
+        ((low, high, p, verdict),) = re.findall(row, text, re.M)
+        assert abs(float(low) - (mean - half)) < 3e-4 and abs(float(high) - (mean + half)) < 3e-4
+        drawn = (largest > abs(mean) / error / pooled).mean()
+        assert abs(float(p) - drawn) < 0.005
+        assert verdict == ('undecided' if float(p) >= 0.05 else 'better' if mean < 0 else 'worse')
+
+
+def test_a_table_of_tokens_against_as_many_other_parameters_is_welchs_test():
+    token, wide = (family_losses()[name] for name in ('token', 'wide'))
+    variances = [losses.var(ddof=1) / 8 for losses in (token, wide)]
+    freedom = 7 * sum(variances) ** 2 / sum(v**2 for v in variances)
+    mean, error = token.mean() - wide.mean(), np.sqrt(sum(variances))
+    half = scipy.stats.t.ppf(0.975, freedom) * error
+    p = 2 * scipy.stats.t.sf(abs(mean) / error, freedom)
+    said = f'{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f}, p = {p:.4f})'
+    assert f'`token` - `wide` is {said}' in page('family')
+
+
 # --- lasting --------------------------------------------------------------------------------------
 
 LASTING = RESULTS / 'lasting'
@@ -555,3 +618,33 @@ def test_the_step_at_which_svformer_is_overtaken(length, step):
     assert (found.kind, found.step) == ('overtaken', step)
     words = 'by {:.4f} (95% interval {:.4f} to {:.4f}) at {:,}'
     assert words.format(found.mean, *found.interval, length) in text
+
+
+# --- larger and speed: on a GPU -------------------------------------------------------------------
+
+
+def test_larger_prints_the_losses_of_its_finished_runs():
+    finals = {Path(run).name: final(run) for run in named_runs((RESULTS / 'larger').rglob('*.xz'))}
+    rows = re.findall(r'^\| (\w+)(, norm)? ((?:\| [\d.* ]*){4})\|$', page('larger'), re.M)
+    assert len(rows) == 6
+    for model, norm, cells in rows:
+        arm = model.lower() + norm.replace(', ', '_')
+        numbers = [finals.pop(f'{arm}_lr{rate}_seed101', None) for rate in LARGER_RATES]
+        best = min(number for number in numbers if number)
+        expected = [f'{number:.4f}' if number else '' for number in numbers]
+        expected = [f'**{each}**' if each == f'{best:.4f}' else each for each in expected]
+        assert [cell.strip() for cell in cells.split('|')[1:]] == expected
+    assert len(finals) == 5
+    assert all(f'{loss:.4f}' in page('larger') for loss in finals.values())
+
+
+def test_the_table_of_an_h100_is_what_the_bench_wrote():
+    rows = re.findall(r'^\| (\d+)M \| (\S+) \| (.*?) \|$', page('speed'), re.M)
+    assert len(rows) == 7
+    for size, name, cells in rows:
+        numbers = read_json(RESULTS / f'speed/{size}m_gpu.json')
+        (row,) = (row for row in numbers['rows'] if row['name'] == name)
+        expected = [f'{row["ms_per_step"]:.1f}', f'{row["spread"]:.1%}']
+        expected += [f'{row["tok_per_s"]:,.0f}', f'{row["mfu"]:.1%}', f'{row["peak_gib"]:.2f}']
+        expected += [f'{row[key]:.3f}' for key in row if key.startswith('x ')]
+        assert [cell.strip() for cell in cells.split('|') if cell.strip()] == expected
