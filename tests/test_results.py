@@ -73,8 +73,9 @@ def rounded(path):
 
 @pytest.mark.parametrize('topic', ['embedding', 'family', 'lasting', 'real', 'start'])
 def test_what_a_pages_own_program_imports_is_there(topic):
-    (program,) = re.findall(r"python - <<'END'\n(.*?)\nEND\n", page(topic), re.S)
-    for line in re.findall('^(?:from|import) .*', program, re.M):
+    programs = re.findall(r"python - <<'END'\n(.*?)\nEND\n", page(topic), re.S)
+    assert programs
+    for line in re.findall('^(?:from|import) .*', '\n'.join(programs), re.M):
         exec(line, {})
 
 
