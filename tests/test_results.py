@@ -343,31 +343,43 @@ def test_the_first_layer_of_three_runs_attends_as_no_others_does():
 START = RESULTS / 'start'
 
 
-@pytest.mark.parametrize('part', ['start', 'start_norm'])
-def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
-    """By the rule of its plan: 90% power for 0.03 without the norm, intervals of 0.010 with it."""
-    text, norm = page('start'), part.removeprefix('start')
-    runs = named_runs(START.glob(f'{part}/*.xz'))
-    scatter = []
-    for name in ('vanilla', 'resformer', 'svformer'):
-        rates = sorted(
-            float(r) for r in re.findall(rf'\b{name}{norm}_lr([\d.]+)_seed101', ' '.join(runs))
-        )
+def tuned_scatter(folder, models, columns, text):
+    """The standard deviation of a difference of two models, by the rule of the plans: from the best rate
+    of each model and its neighbors. Checks a page's table of means.
+
+    models: {the name of runs: the page's}; columns: the rates of the table.
+    """
+    runs, scatter = ' '.join(named_runs(folder.glob('*.xz'))), []
+    for name, words in models.items():
+        rates = sorted(float(r) for r in re.findall(rf'\b{name}_lr([\d.]+)_seed101', runs))
         trials = [
-            [final(START / f'{part}/{name}{norm}_lr{rate:g}_seed{seed}') for seed in (101, 102)]
+            [final(folder / f'{name}_lr{rate:g}_seed{seed}') for seed in (101, 102)]
             for rate in rates
         ]
         means = np.mean(trials, axis=1)
         best = means.argmin()
         cells = dict(zip(rates, (f'{mean:.4f}' for mean in means), strict=True))
         cells[rates[best]] = f'**{cells[rates[best]]}**'
-        row = ' | '.join(cells.get(rate, '') for rate in (0.003, 0.006, 0.012, 0.024))
-        assert f'| {named(name + norm)} | {row} |' in text
+        row = ' | '.join(cells.get(rate, '') for rate in columns)
+        assert f'| {words} | {row} |' in text
         scatter += list(np.var(trials, axis=1, ddof=1)[max(0, best - 1) : best + 2])
-    sd = np.sqrt(2 * np.mean(scatter))
+    return np.sqrt(2 * np.mean(scatter))
+
+
+def half_widths(sd, seeds):
+    """Of the 95% interval of a difference, as expected."""
+    return scipy.stats.t.ppf(0.975, seeds - 1) * sd / np.sqrt(seeds)
+
+
+@pytest.mark.parametrize('part', ['start', 'start_norm'])
+def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
+    """By the rule of its plan: 90% power for 0.03 without the norm, intervals of 0.010 with it."""
+    text, norm = page('start'), part.removeprefix('start')
+    models = {f'{name}{norm}': named(name + norm) for name in ('vanilla', 'resformer', 'svformer')}
+    sd = tuned_scatter(START / part, models, (0.003, 0.006, 0.012, 0.024), text)
     if norm:
         seeds = np.arange(8, 31)
-        enough = scipy.stats.t.ppf(0.975, seeds - 1) * sd / np.sqrt(seeds) <= 0.010
+        enough = half_widths(sd, seeds) <= 0.010
     else:
         seeds = np.arange(8, 21)
         threshold = scipy.stats.t.ppf(1 - 0.05 / 16, seeds - 1)
@@ -486,6 +498,16 @@ def test_the_rates_of_the_family_are_those_of_the_lower_losses_of_its_tuning_run
         expected = [f'{loss:.4f}' for loss in losses]
         expected[np.argmin(losses)] = f'**{min(losses):.4f}**'
         assert cells == expected
+
+
+def test_the_rates_and_seeds_of_modern_follow_from_its_tuning_runs():
+    text = page('family')
+    words = dict(modern='modern', resformer_modern='ResFormer, modern')
+    words['first_token_modern'] = 'first_token, modern'
+    sd = tuned_scatter(FAMILY / 'modern', words, (0.006, 0.012, 0.024, 0.048), text)
+    widths = half_widths(sd, np.arange(8, 14))
+    assert min(widths) > 0.010
+    assert f'scatters by {sd:.4f}' in text and f'to be ± {widths[-1]:.3f}' in text
 
 
 def family_losses():
