@@ -28,7 +28,6 @@ RESULTS = ROOT / 'results'
 CLAIMS, LONG, RATES = RESULTS / 'claims', RESULTS / 'long', RESULTS / 'rates'
 ROWS = {row['label']: row for row in read_json(CLAIMS / 'verdicts.json')['rows']}
 TESTED = {label: row for label, row in ROWS.items() if row['numbers']}
-LARGER_RATES = ('0.002', '0.004', '0.008', '0.016')
 MAPPINGS = ('A_n (V_n + V_n-1), Eq. 3', 'A_n V_n + V_n-1, Eq. 6')
 
 
@@ -184,6 +183,13 @@ def row_of(text, name, differences, p_holm, digits):
 def cells_of(losses):
     """Mean, standard deviation and each of the losses, as a table's cells."""
     return ' | '.join(f'{x:.4f}' for x in (losses.mean(), losses.std(ddof=1), *losses))
+
+
+def cells_of_rates(losses):
+    """A model's losses at several rates, as a table's cells: the lowest is bold."""
+    cells = [f'{loss:.4f}' for loss in losses]
+    best = np.argmin(losses)
+    return [*cells[:best], f'**{cells[best]}**', *cells[best + 1 :]]
 
 
 def test_holm_within_each_figure_and_what_it_would_leave_over_all_rows():
@@ -343,6 +349,13 @@ def test_the_first_layer_of_three_runs_attends_as_no_others_does():
 START = RESULTS / 'start'
 
 
+def check_same_training(states):
+    """Runs that may share a verdict: of one code and one dataset, and none was resumed."""
+    for name in ('commit', 'data'):
+        assert len({state.config[name] for state in states}) == 1
+    assert not any('before' in entry for state in states for entry in state.entries)
+
+
 def tuned_scatter(folder, models, columns, text):
     """The standard deviation of a difference of two models, by the rule of the plans: from the best rate
     of each model and its neighbors. Checks a page's table of means.
@@ -358,8 +371,7 @@ def tuned_scatter(folder, models, columns, text):
         ]
         means = np.mean(trials, axis=1)
         best = means.argmin()
-        cells = dict(zip(rates, (f'{mean:.4f}' for mean in means), strict=True))
-        cells[rates[best]] = f'**{cells[rates[best]]}**'
+        cells = dict(zip(rates, cells_of_rates(means), strict=True))
         row = ' | '.join(cells.get(rate, '') for rate in columns)
         assert f'| {words} | {row} |' in text
         scatter += list(np.var(trials, axis=1, ddof=1)[max(0, best - 1) : best + 2])
@@ -389,9 +401,7 @@ def test_the_rates_and_seeds_of_start_follow_from_its_tuning_runs(part):
 
 def test_all_runs_of_start_are_of_one_code_and_one_dataset_and_as_many_as_planned():
     states = [read_state(run) for run in named_runs(START.glob('*/*.xz'))]
-    for name in ('commit', 'data'):
-        assert len({state.config[name] for state in states}) == 1
-    assert not any('before' in entry for state in states for entry in state.entries)  # resumed
+    check_same_training(states)
     tests = [state for state in states if state.config['seed'] not in (101, 102)]
     assert (len(states) - len(tests), len(tests)) == (42, 3 * 11 + 3 * 13)
 
@@ -495,9 +505,7 @@ def test_the_rates_of_the_family_are_those_of_the_lower_losses_of_its_tuning_run
     assert len(table) == 10
     for name, *cells in table:
         losses = [final(FAMILY / f'{name}_lr{rate}_seed101') for rate in ('0.006', '0.012')]
-        expected = [f'{loss:.4f}' for loss in losses]
-        expected[np.argmin(losses)] = f'**{min(losses):.4f}**'
-        assert cells == expected
+        assert cells == cells_of_rates(losses)
 
 
 def test_the_rates_and_seeds_of_modern_follow_from_its_tuning_runs():
@@ -525,9 +533,7 @@ def family_losses():
 def test_all_runs_of_the_family_are_of_one_code_and_one_dataset_and_as_many_as_planned():
     states = [read_state(run) for run in named_runs(FAMILY.glob('runs_*.xz'))]
     start = [read_state(run) for run in named_runs(START.glob('start_norm/*.xz'))]
-    for name in ('commit', 'data'):
-        assert len({state.config[name] for state in states + start}) == 1
-    assert not any('before' in entry for state in states for entry in state.entries)  # resumed
+    check_same_training(states + start)
     assert len(states) == 10 * 2 + 10 * 8
 
 
@@ -652,10 +658,9 @@ def test_larger_prints_the_losses_of_its_finished_runs():
     assert len(rows) == 6
     for model, norm, cells in rows:
         arm = model.lower() + norm.replace(', ', '_')
-        numbers = [finals.pop(f'{arm}_lr{rate}_seed101', None) for rate in LARGER_RATES]
-        best = min(number for number in numbers if number)
-        expected = [f'{number:.4f}' if number else '' for number in numbers]
-        expected = [f'**{each}**' if each == f'{best:.4f}' else each for each in expected]
+        names = [f'{arm}_lr{rate}_seed101' for rate in ('0.002', '0.004', '0.008', '0.016')]
+        losses = [finals.pop(name) for name in names if name in finals]
+        expected = cells_of_rates(losses) + [''] * (4 - len(losses))
         assert [cell.strip() for cell in cells.split('|')[1:]] == expected
     assert len(finals) == 5
     assert all(f'{loss:.4f}' in page('larger') for loss in finals.values())
