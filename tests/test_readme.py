@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -176,15 +177,33 @@ def test_the_gpu_hours_that_it_names_are_those_of_its_run():
     assert said in README and said in (ROOT / 'runs/82m_8gpu.sh').read_text()
 
 
-def test_the_differences_that_it_prints_are_those_of_the_claims():
-    """tests/test_results.py computes that page's table from the logs."""
-    page = (ROOT / 'results/claims/README.md').read_text()
-    row = r'^\| (.+ - .+) \| \d \| .* \| \**[+-]([\d.]+) ± ([\d.]+)\** \| .* \|$'
-    table = {name: numbers for name, *numbers in re.findall(row, page, re.M)}
-    for text in (TEXTS['results.md'], (ROOT / 'results/README.md').read_text()):
-        for name in ('SVFormer - vanilla', 'ResFormer - vanilla', 'ResFormer - NeuTRENO'):
-            mean, half = map(float, table[name])
-            assert f'{mean:.3f} ± {half:.3f}' in text, name
+def test_what_it_says_of_the_papers_claims_is_in_their_verdicts():
+    """tests/test_results.py computes these from the logs."""
+    page = (ROOT / 'results/claims/start/README.md').read_text()
+    rows = read_json(ROOT / 'results/claims/start/verdicts.json')['rows']
+    numbers = {row['label']: row['numbers'] for row in rows}
+    overview, results = (ROOT / 'results/README.md').read_text(), TEXTS['results.md']
+    for label in ('ResFormer below vanilla', 'ResFormer below DenseFormer'):
+        ends = sorted(abs(numbers[label][name]) for name in ('low_holm', 'high_holm'))
+        said = f'{abs(numbers[label]["mean"]):.3f} ({ends[0]:.3f} to {ends[1]:.3f})'
+        assert said in overview and said in results, label
+        assert said in page.replace('nats per token (95% interval after Holm: ', '(')
+    for label, text in {
+        'NeuTRENO + ResFormer below ResFormer': 'With NeuTRENO on top it gains {}',
+        'ResFormer, learned weights below ResFormer': 'with learned weights {}',
+        "all share the first layer's queries above vanilla": 'in place of values costs {}',
+        "all share the first layer's keys above vanilla": 'and {}.',
+        'SVFormer, two anchors below SVFormer': 'with one anchor is better than with two by {}',
+        'values shared by twos below SVFormer, two anchors': 'two are better than four by {}',
+    }.items():
+        assert text.format(f'{abs(numbers[label]["mean"]):.3f}') in results, label
+    verdicts = Counter(row['verdict'] for row in rows if row['metric'] == 'validation loss')
+    agree, against, undecided = (verdicts[x] for x in ('agrees', 'contradicts', 'undecided'))
+    assert (
+        f'{agree} come out as printed, {against} against it, and {undecided} are undecided'
+        in results
+    )
+    assert f'{agree} hold at 1.0M, and {against} come out reversed' in README
 
 
 def cache_bytes(**settings):

@@ -26,8 +26,6 @@ from paper.figures import NAMES
 
 RESULTS = ROOT / 'results'
 CLAIMS, LONG, RATES = RESULTS / 'claims', RESULTS / 'long', RESULTS / 'rates'
-ROWS = {row['label']: row for row in read_json(CLAIMS / 'verdicts.json')['rows']}
-TESTED = {label: row for label, row in ROWS.items() if row['numbers']}
 MAPPINGS = ('A_n (V_n + V_n-1), Eq. 3', 'A_n V_n + V_n-1, Eq. 6')
 
 
@@ -36,11 +34,21 @@ def page(topic):
 
 
 @functools.cache
+def claims_of(topic):
+    """{label: row} of the paper's claims, tested or not."""
+    return {row['label']: row for row in read_json(RESULTS / topic / 'verdicts.json')['rows']}
+
+
+def judged_claims(topic):
+    return {label: row for label, row in claims_of(topic).items() if row['numbers']}
+
+
+@functools.cache
 def read(folder):
-    """(training losses of each step, validation loss at the end) of a kept run."""
+    """(training losses of each logged step, validation loss at the end) of a kept run."""
     run = read_state(folder)
-    training = run.training()
-    assert run.kind == 'finished' and list(training) == list(range(len(training)))
+    training, interval = run.training(), run.config['log_interval']
+    assert run.kind == 'finished' and list(training) == [i * interval for i in range(len(training))]
     return np.array(list(training.values())), run.loss
 
 
@@ -61,7 +69,7 @@ def final(folder):
 
 def early(folder):
     training, _ = read(folder)
-    return training[: len(training) // 10].mean()
+    return training[: -(-len(training) // 10)].mean()
 
 
 def rounded(path):
@@ -91,7 +99,7 @@ def test_every_kept_plan_is_as_it_was_written():
 # --- claims and deep ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('topic', ['claims', 'deep'])
+@pytest.mark.parametrize('topic', ['claims', 'claims/start', 'deep'])
 def test_the_verdicts_follow_from_the_kept_logs_and_analyses(topic, tmp_path, monkeypatch):
     """By the page's command, which is looked up on the page."""
     monkeypatch.chdir(ROOT)
@@ -108,14 +116,15 @@ def test_the_verdicts_follow_from_the_kept_logs_and_analyses(topic, tmp_path, mo
         assert not row.startswith('| ') or row in page(topic), row
 
 
-def test_every_tested_contrast_of_losses_is_that_of_the_runs_that_it_names():
+@pytest.mark.parametrize('topic', ['claims', 'claims/start'])
+def test_every_tested_contrast_of_losses_is_that_of_the_runs_that_it_names(topic):
     measures = {'validation loss': final, 'early loss': early}
     checked = 0
-    for row in TESTED.values():
+    for row in judged_claims(topic).values():
         if row['metric'] not in measures:
             continue
         numbers, half = row['numbers'], len(row['runs']) // 2
-        values = [measures[row['metric']](CLAIMS / 'main' / run) for run in row['runs']]
+        values = [measures[row['metric']](RESULTS / topic / 'main' / run) for run in row['runs']]
         difference = np.subtract(values[:half], values[half:])
         assert list(numbers['differences'].values()) == pytest.approx(difference.tolist())
         assert numbers['mean'] == pytest.approx(difference.mean())
@@ -192,10 +201,11 @@ def cells_of_rates(losses):
     return [*cells[:best], f'**{cells[best]}**', *cells[best + 1 :]]
 
 
-def test_holm_within_each_figure_and_what_it_would_leave_over_all_rows():
+@pytest.mark.parametrize('topic', ['claims', 'claims/start'])
+def test_holm_within_each_figure(topic):
     """What this size could test and was not trained counts in its figure with p = 1."""
     families = {}
-    for row in ROWS.values():
+    for row in claims_of(topic).values():
         if row['numbers'] or row['reason'].startswith('no such runs'):
             families.setdefault(row['figure'], []).append(row['numbers'])
     for family in families.values():
@@ -203,10 +213,59 @@ def test_holm_within_each_figure_and_what_it_would_leave_over_all_rows():
         for numbers, p in zip(family, corrected, strict=True):
             assert not numbers or numbers['p_holm'] == pytest.approx(p)
 
-    over_all = holm([row['numbers']['p'] for row in TESTED.values()])
-    survivors = [label for label, p in zip(TESTED, over_all, strict=True) if p <= 0.05]
-    assert len(TESTED) == 29 and len(survivors) == 1 and 'eigenvalue, attended' in survivors[0]
+
+def holm_over(rows):
+    """{label: p} if all claims are one family."""
+    p = [row['numbers']['p'] for row in rows.values()]
+    return dict(zip(rows, holm(p), strict=True))
+
+
+def test_what_holm_would_leave_over_all_claims():
+    over_all = holm_over(judged_claims('claims'))
+    (survivor,) = [label for label, p in over_all.items() if p <= 0.05]
+    assert len(over_all) == 29 and 'eigenvalue, attended' in survivor
     assert 'Over all 29 rows, one survives' in page('claims')
+
+    finals = {
+        label: row
+        for label, row in judged_claims('claims/start').items()
+        if not row['label'].startswith('early')
+    }
+    over_all = holm_over(finals)
+    decided = ('agrees', 'contradicts')
+    (lost,) = [x for x, p in over_all.items() if p > 0.05 and finals[x]['verdict'] in decided]
+    assert lost == 'ResFormer below cross-layer attention' and finals[lost]['numbers'][
+        'rests_on'
+    ] == [24]
+    text = page('claims/start')
+    assert f'only that same verdict becomes undecided (p = {over_all[lost]:.4f})' in text
+    verdicts = [row['verdict'] for row in finals.values()]
+    counts = {word: verdicts.count(word) for word in (*decided, 'undecided')}
+    assert counts == {'agrees': 16, 'contradicts': 3, 'undecided': 3} and len(finals) == 22
+
+
+def test_the_rates_of_the_claims_on_a_baseline_that_starts():
+    """Each model's test runs are at the lower of its two losses, and no run started badly."""
+    text, folder, rates = page('claims/start'), CLAIMS / 'start', ('0.006', '0.012')
+    names = {}
+    for run in named_runs((folder / 'main').glob('*.xz')):
+        model, rate = re.fullmatch(r'(\w+)_lr([\d.]+)_seed2\d', Path(run).name).groups()
+        names.setdefault(model, {}).setdefault(rate, []).append(final(run))
+    table = text[text.index('## Rates') : text.index('## The plan')]
+    tuned = [name for name in names if name not in ('vanilla', 'resformer', 'svformer')]
+    words = dict(NAMES)
+    for row in judged_claims('claims/start').values():
+        half = len(row['runs']) // 2
+        for side, run in (('ours', row['runs'][0]), ('theirs', row['runs'][half])):
+            words[run.partition('_lr')[0]] = row[side]
+    for name in tuned:
+        losses = [final(folder / 'tuning' / f'{name}_lr{rate}_seed101') for rate in rates]
+        assert f'| {words[name]} | {" | ".join(cells_of_rates(losses))} |' in table
+        assert list(names[name]) == [rates[np.argmin(losses)]]
+    assert len(tuned) == 18 == table.count('**') // 2
+    for of_rates in names.values():
+        (losses,) = of_rates.values()
+        assert len(losses) == 6 and max(losses) < np.median(losses) + 0.15
 
 
 def test_what_lies_inside_the_models_is_in_the_kept_analyses():
@@ -232,7 +291,7 @@ def test_what_lies_inside_the_models_is_in_the_kept_analyses():
             'similarity': np.subtract(*both('similarity', 'hidden states', seed)).mean(),
         }
     for metric in values[1]:
-        (row,) = [row for row in TESTED.values() if row['metric'] == metric]
+        (row,) = [row for row in judged_claims('claims').values() if row['metric'] == metric]
         expected = [of_seed[metric] for of_seed in values.values()]
         assert list(row['numbers']['differences'].values()) == pytest.approx(expected), metric
 
