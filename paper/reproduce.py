@@ -228,7 +228,10 @@ def curves_of(panel, numbers, scale, title):
     baseline = baselines.pop() if len(baselines) == 1 else 'its own baseline'
     told = {name for arm in arms for name in arm.unusual()}
     labels = {arm.name: arm.words(scale, told) for arm in arms}
-    look = looks(list(labels), draw.COLORS)
+    # The baseline is a line, too. Under its full name, no arm looks like a variant of another.
+    known = {NAMES[model]: color for model, color in draw.COLORS.items()}
+    drawn = looks([baseline, *labels.values()], known)
+    look = {arm: drawn[words] for arm, words in labels.items()}
     return curves_picture(numbers, labels, look, baseline, scale.window // 2, title)
 
 

@@ -86,6 +86,18 @@ def test_names_and_colors_are_the_papers_and_no_two_look_alike():
     assert len(set(labels.values())) == 2
 
 
+@pytest.mark.parametrize('name', ['fig6', 'fig7', 'fig13'])
+def test_each_line_of_a_figure_has_a_color_of_its_own_and_the_baseline_has_black(name):
+    (panel,) = figures.FIGURES[name].panels
+    curve = {'steps': [0, 1], 'curves': {1: [0.1, 0.2]}, 'ends': {1: 0.2}, 'end': 'e'}
+    numbers = dict.fromkeys([arm.name for arm in panel.arms], curve)
+    figure = reproduce.curves_of(panel, numbers, figures.SCALES['tiny'], '')
+    baseline, *lines = figure.axes[1].get_legend().get_lines()
+    colors = {line.get_color() for line in lines}
+    assert len(colors) == len(lines) == len(panel.arms)
+    assert baseline.get_color() == charts.INK and not colors & {charts.INK, charts.COLORS[0]}
+
+
 def test_every_run_at_the_best_rate_and_beside_it_is_seen(monkeypatch):
     monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
     found = sweep({1e-3: [9.0, 9.2], 2e-3: [4.1, 4.2], 4e-3: [4.0, 4.1], 8e-3: [4.05, 5.5]})

@@ -268,6 +268,31 @@ def test_the_rates_of_the_claims_on_a_baseline_that_starts():
         assert len(losses) == 6 and max(losses) < np.median(losses) + 0.15
 
 
+def test_how_the_leads_shrink_on_a_baseline_that_starts():
+    """The last 50 steps before a step have five log lines."""
+
+    def lead(ours, theirs, step):
+        seeds = range(21, 27)
+        folder = CLAIMS / 'start/main'
+        of_seed = [
+            read(folder / f'{ours}_seed{s}')[0] - read(folder / f'{theirs}_seed{s}')[0]
+            for s in seeds
+        ]
+        last = step // 10 + 1
+        return f'{abs(np.mean(of_seed, axis=0)[last - 5 : last].mean()):.3f}'
+
+    vanilla, resformer, dense = 'vanilla_lr0.012', 'resformer_lr0.006', 'denseformer_lr0.006'
+    text = page('claims/start')
+    for words, ours, theirs, *steps in (
+        ('from {} at step 300 to {} in the last 50 steps', resformer, vanilla, 300, 1240),
+        ('that of DenseFormer from {} at step 320 to {}.', dense, vanilla, 320, 1240),
+        ('{} at step 300 and {} at step 700', dense, resformer, 300, 700),
+        ("NeuTRENO's, {} at step 110,", 'neutreno_lr0.012', vanilla, 110),
+        ('from step 900 on ({}, then {})', 'svformer_lr0.012', vanilla, 900, 1240),
+    ):
+        assert words.format(*(lead(ours, theirs, step) for step in steps)) in text
+
+
 def test_what_lies_inside_the_models_is_in_the_kept_analyses():
     def series(kind, model, seed, name):
         runs = analyzed(CLAIMS / 'analyses' / f'{kind}.json')
