@@ -150,8 +150,9 @@ def draw_arrow(axes, places, arrow):
         bend = -0.35
     dashes, words = KINDS[arrow.kind]
     look = {'color': COLUMNS[arrow.part], 'linestyle': dashes}
-    axes.plot([], [], label=words, **look)  # for the legend
     is_line = arrow.kind in ('borrow', 'join')
+    marker = {'marker': 'o', 'fillstyle': 'none'} if is_line else {'marker': '>'}
+    axes.plot([], [], label=words, **marker, **look)  # for the legend
     look |= {
         'shrinkA': 5,
         'shrinkB': 5,
