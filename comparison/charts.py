@@ -146,8 +146,9 @@ def forest(rows, title, words, width=WIDTH):
         if None not in interval:
             axes.plot(interval, [y, y], color=shade, linewidth=2)
         axes.plot(numbers['mean'], y, 'D', color=shade, markersize=6)
-        # Above its row, where a long name takes nothing from the plot.
-        axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9)
+        # Above its row, where a long name takes nothing from the plot; no line runs through it.
+        ground = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 1}
+        axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9, bbox=ground)
     axes.set_yticks([])
     axes.locator_params(axis='x', nbins=5)
     axes.set_xlabel(words)
