@@ -207,6 +207,17 @@ def test_what_it_says_of_the_papers_claims_is_in_their_verdicts():
     assert f': {agree} hold, and {against} are reversed' in README
 
 
+def test_the_leads_on_a_modern_baseline_are_those_of_the_family():
+    page = (ROOT / 'results/family/README.md').read_text()
+    row = r'^\| (.*), modern - modern \| -(\S+) \| .* \| -(\S+) to -(\S+) \| \d'
+    leads = {name: map(float, numbers) for name, *numbers in re.findall(row, page, re.M)}
+    assert set(leads) == {'ResFormer', 'first_token'}
+    said = {name: '{0:.3f} ({2:.3f} to {1:.3f})'.format(*n) for name, n in leads.items()}
+    for text in (TEXTS['results.md'], (ROOT / 'results/README.md').read_text()):
+        assert all(words in text for words in said.values())
+    assert f'ResFormer still leads by {said["ResFormer"][:5]}.' in README
+
+
 def cache_bytes(**settings):
     """Of one token, in half precision."""
     model = GPT.without_weights(GPTConfig(**settings))

@@ -592,14 +592,46 @@ def test_the_rates_of_the_family_are_those_of_the_lower_losses_of_its_tuning_run
         assert cells == cells_of_rates(losses)
 
 
+MODERN = {
+    'modern': 'modern',
+    'resformer_modern': 'ResFormer, modern',
+    'first_token_modern': 'first_token, modern',
+}
+
+
 def test_the_rates_and_seeds_of_modern_follow_from_its_tuning_runs():
     text = page('family')
-    words = dict(modern='modern', resformer_modern='ResFormer, modern')
-    words['first_token_modern'] = 'first_token, modern'
-    sd = tuned_scatter(FAMILY / 'modern', words, (0.006, 0.012, 0.024, 0.048), text)
+    sd = tuned_scatter(FAMILY / 'modern', MODERN, (0.006, 0.012, 0.024, 0.048), text)
     widths = half_widths(sd, np.arange(8, 14))
     assert min(widths) > 0.010
     assert f'scatters by {sd:.4f}' in text and f'to be ± {widths[-1]:.3f}' in text
+
+
+def test_the_losses_and_leads_over_modern_are_those_of_the_kept_runs():
+    text, losses = page('family'), {}
+    rates = {'modern': 0.012, 'resformer_modern': 0.024, 'first_token_modern': 0.024}
+    for (name, rate), words in zip(rates.items(), MODERN.values(), strict=True):
+        runs = [FAMILY / f'modern/{name}_lr{rate:g}_seed{seed}' for seed in range(21, 34)]
+        losses[words] = np.array([final(run) for run in runs])
+        assert f'| {words} | {cells_of(losses[words])} |' in text
+        assert losses[words].max() < np.median(losses[words]) + 0.15  # no bad start
+    modern, resformer, first_token = losses.values()
+    plain = [
+        np.array([final(START / f'start/{name}_seed{seed}') for seed in range(21, 32)])
+        for name in ('resformer_lr0.006', 'vanilla_lr0.012')
+    ]
+    leads = {
+        'ResFormer, modern - modern': resformer - modern,
+        'first_token, modern - modern': first_token - modern,
+        'first_token, modern - ResFormer, modern': first_token - resformer,
+        "ResFormer's lead over modern - that over vanilla": minus(
+            resformer - modern, plain[0] - plain[1]
+        ),
+    }
+    for name, p_holm in p_after_holm(leads).items():
+        row = row_of(text, name, leads[name], p_holm, digits=4)
+        low, high = scipy.stats.ttest_1samp(leads[name], 0).confidence_interval(0.95)
+        assert f' | {low:+.4f} to {high:+.4f} | ' in row
 
 
 def family_losses():
