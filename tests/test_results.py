@@ -214,14 +214,11 @@ def test_holm_within_each_figure(topic):
             assert not numbers or numbers['p_holm'] == pytest.approx(p)
 
 
-def holm_over(rows):
-    """{label: p} if all claims are one family."""
-    p = [row['numbers']['p'] for row in rows.values()]
-    return dict(zip(rows, holm(p), strict=True))
-
-
 def test_what_holm_would_leave_over_all_claims():
-    over_all = holm_over(judged_claims('claims'))
+    def differences(rows):
+        return {label: [*row['numbers']['differences'].values()] for label, row in rows.items()}
+
+    over_all = p_after_holm(differences(judged_claims('claims')))
     (survivor,) = [label for label, p in over_all.items() if p <= 0.05]
     assert len(over_all) == 29 and 'eigenvalue, attended' in survivor
     assert 'Over all 29 rows, one survives' in page('claims')
@@ -229,14 +226,13 @@ def test_what_holm_would_leave_over_all_claims():
     finals = {
         label: row
         for label, row in judged_claims('claims/start').items()
-        if not row['label'].startswith('early')
+        if row['metric'] == 'validation loss'
     }
-    over_all = holm_over(finals)
+    over_all = p_after_holm(differences(finals))
     decided = ('agrees', 'contradicts')
     (lost,) = [x for x, p in over_all.items() if p > 0.05 and finals[x]['verdict'] in decided]
-    assert lost == 'ResFormer below cross-layer attention' and finals[lost]['numbers'][
-        'rests_on'
-    ] == [24]
+    assert lost == 'ResFormer below cross-layer attention'
+    assert finals[lost]['numbers']['rests_on'] == [24]
     text = page('claims/start')
     assert f'only that same verdict becomes undecided (p = {over_all[lost]:.4f})' in text
     verdicts = [row['verdict'] for row in finals.values()]
