@@ -192,7 +192,7 @@ def test_a_kept_file_is_drawn_as_far_as_it_goes_or_named(here, titles):
 
 
 def test_figures_are_of_runs_that_exist(here, titles):
-    """Without training, from any folder; test_results.py has the claims."""
+    """Without training, from any folder."""
     finished_runs('fig13')
     Path('out/tiny').rename('kept')
     folders = [str(path) for path in Path('kept').iterdir()]
