@@ -1,7 +1,8 @@
 # The paper's claims on real text at a size for one CPU core: 0.52M parameters on bytes of a
 # SlimPajama-like corpus, 16 * 256 = 4,096 bytes a step, 1,250 steps = 5.1M bytes, 9 to 34 minutes.
 # The schedule is the paper's, scaled: linear warm-up over the first 2%, cosine to a tenth. The rate
-# suits vanilla and SVFormer, and cannot be told apart from ResFormer's best (results/rates).
+# suits vanilla and SVFormer, and cannot be told apart from ResFormer's best (results/rates of
+# commit 1b5cb6c).
 # $ python prepare_slimpajama.py --source=FOLDER --tokenizer=bytes --tokens=0 --out=data/slimpajama_mini_bytes
 # $ python train.py config/claims.py --out_dir=out/claims/resformer_1 --v_residual=True --seed=1
 out_dir = 'out/claims/vanilla_1'

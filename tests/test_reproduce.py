@@ -2,14 +2,13 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from byte_runs import write_byte_dataset
 from comparisons import launch_here, write_arm
-from conftest import ROOT, assert_one_line, read_json, write_dataset, write_json
+from conftest import assert_one_line, read_json, write_dataset
 from programs import program
 
 from comparison import launch
@@ -176,19 +175,6 @@ def test_a_figure_is_drawn_from_its_file_as_from_its_runs(here, titles, name):
     assert all(title.startswith(figures.number_of(name)) for title in titles)
     if name == 'fig5':
         assert 'of the parameters (the paper: 10% to 16%)' in out
-
-
-def test_a_kept_file_is_drawn_as_far_as_it_goes_or_named(here, titles):
-    """Fig. 5's lacks a panel, and Fig. 10's has another than today's; others are damaged or missing."""
-    Path('results/tiny').mkdir(parents=True)
-    shutil.copy(ROOT / 'results/tiny/fig5.json', 'results/tiny')
-    older = {'how': 'final differences', 'title': 'Half the KV cache', 'numbers': {}}
-    write_json('results/tiny/fig10.json', {'panels': [older]})
-    Path('results/tiny/fig6.json').write_text('{"panels": ')
-    Path('results/tiny/fig7.json').write_text('[]')
-    status, _, _ = reproduced('redraw', 'fig10', 'fig6', 'fig7', 'fig8', 'fig5')
-    assert_one_line(status, 'fig10.json', 'fig6.json', 'fig7.json', 'fig8.json')
-    assert titles == ['Fig. 5: Loss by size (tiny)']
 
 
 def test_figures_are_of_runs_that_exist(here, titles):
