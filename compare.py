@@ -26,7 +26,6 @@ from pathlib import Path
 from comparison import charts, launch, report
 from comparison.arms import parse_arms, parse_contrasts
 from comparison.assemble import compare_plan, compare_runs
-from comparison.logs import named_runs
 from comparison.plan import Plan, check_training
 from comparison.record import write_plan
 from comparison.results import Results, train_plan
@@ -53,7 +52,7 @@ class CompareConfig:
     print: bool = False  # write the commands still to be run, one per line, and train nothing
     judgement: str = 'paired'  # or dunnett: arms with seeds of their own, all against the first
     mixed_code: bool = False  # let runs of different code share a verdict
-    runs: tuple = ()  # folders or packs of runs that exist; the model of the first is the baseline
+    runs: tuple = ()  # folders of runs that exist; the model of the first is the baseline
 
     def __post_init__(self):
         if self.jobs < 0 or self.gpus < 1:
@@ -143,8 +142,9 @@ def compare_existing(options, argv):
         raise ValueError(f'{files[0]}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
     seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
-    folders = named_runs(options.runs)
-    comparison = compare_runs(folders, folder.name, options.contrasts, seeds, options.mixed_code)
+    comparison = compare_runs(
+        options.runs, folder.name, options.contrasts, seeds, options.mixed_code
+    )
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')
     write_report(folder, comparison)

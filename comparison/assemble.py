@@ -16,7 +16,6 @@ import torch
 from comparison.arms import contrast_name, lead, parse_contrasts
 from comparison.compute import multipliers
 from comparison.curves import measure_curves, smoothing
-from comparison.logs import text_in
 from comparison.plan import TEXT, changes
 from comparison.record import read_plan
 from comparison.results import losses_of, sweep
@@ -305,7 +304,7 @@ def planned_tuning_seeds(facts):
     """The seeds of those runs by which the plan beside them has chosen a learning rate."""
     seeds = set()
     for folder in {Path(run).parent for run in facts}:
-        if text_in(folder, 'plan.json') is not None:
+        if (folder / 'plan.json').exists():
             planned = read_plan(folder / 'plan.json')['plan']['tuning_seeds']
             here = {own['seed'] for run, own in facts.items() if Path(run).parent == folder}
             seeds |= here & {*planned}

@@ -1,77 +1,18 @@
 """
-The files of a run as they are: config.json and log.jsonl, from its folder or from a pack.
-
-A run that has no folder any more is read from a pack beside where its folder was: runs_1.tar.xz,
-runs_2.tar.xz, ..., which comparison/pack.py has made, with the same files under the same names. What the
-files say of a run is in runs.py; nothing here needs torch.
+The files of a run as they are: config.json and log.jsonl. What they say of a run is in runs.py; nothing
+here needs torch.
 """
 
-import functools
-import io
 import json
-import lzma
-import posixpath
-import re
-import tarfile
 from pathlib import Path
 
-from lib.files import first_line, unreadable
-
-PACKS = 'runs_*.tar.xz'
+from lib.files import unreadable
 
 
 def text_of_run(run, name):
     """The text of a file of a run; None where there is none."""
-    run = Path(run)
-    return text_in(run.parent, f'{run.name}/{name}')
-
-
-def text_in(folder, name):
-    """The text of a file of a folder of runs, from the folder or from a pack in it; None where there is
-    none."""
-    path = Path(folder, name)
-    if path.exists():
-        return path.read_text(errors='replace')
-    files = {}
-    for pack in sorted(Path(folder).glob(PACKS), key=pack_number):
-        files |= read_pack(pack)
-    return files.get(name)
-
-
-def pack_number(pack):
-    """Of runs_12.tar.xz, 12."""
-    return int(re.search(r'\d*(?=\.tar)', pack.name)[0] or 0)
-
-
-@functools.cache  # a pack is never rewritten
-def read_pack(path):
-    """{run/file: text} of a pack. ValueError where it is damaged."""
-    try:
-        contents = lzma.decompress(path.read_bytes())  # all of it, which checks its sum
-        with tarfile.open(fileobj=io.BytesIO(contents)) as pack:
-            # Whoever packs by hand packs folders, too.
-            files = [m for m in pack if m.isfile()]
-            return {
-                posixpath.normpath(m.name): pack.extractfile(m).read().decode(errors='replace')
-                for m in files
-            }
-    except (lzma.LZMAError, tarfile.TarError) as error:
-        raise ValueError(f'{path} is damaged: {first_line(error)}') from error
-
-
-def named_runs(words):
-    """The folders of the runs that words of a command line name; a pack stands for all its runs."""
-    runs = []
-    for path in map(Path, words):
-        is_pack = path.name.endswith('.tar.xz')
-        if is_pack and not path.match(PACKS):
-            raise ValueError(
-                f'{path} is read as a pack only under a name like runs_1.tar.xz; rename it'
-            )
-        files = read_pack(path) if is_pack else {}
-        logs = [path.parent / name for name in files if name.endswith('log.jsonl')]
-        runs += [log.parent for log in logs] or [path]
-    return tuple(map(str, runs))
+    path = Path(run, name)
+    return path.read_text(errors='replace') if path.exists() else None
 
 
 def entries_of(log, path):

@@ -11,7 +11,7 @@ import hashlib
 import json
 
 from comparison.arms import contrast_name
-from comparison.logs import renewed, text_in
+from comparison.logs import renewed
 from comparison.plan import changes
 from comparison.runs import MIXED_CODE, ROUNDING, difference, facts
 from comparison.verdict import LEVEL, RULES
@@ -78,11 +78,10 @@ def write_plan(plan):
 
 
 def read_plan(path):
-    """What a plan.json holds, which may be in a pack. Raises ValueError if it is damaged, or not as it
-    was written."""
+    """What a plan.json holds. Raises ValueError if it is damaged, or not as it was written."""
     advice = 'move it away, to write the plan again, or name --tuning_seeds of runs that exist'
     with unreadable(f'{path} is damaged', advice):
-        record = json.loads(text_in(path.parent, path.name))
+        record = json.loads(path.read_text(errors='replace'))
         deciding_values(record['plan'])
         rest = dict(record)
         stated = rest.pop('hash')

@@ -31,7 +31,6 @@ import evaluate
 from comparison import launch
 from comparison.charts import curves_picture, looks
 from comparison.curves import measure_curves
-from comparison.logs import named_runs
 from comparison.plan import Plan, check_training
 from comparison.results import Results, train_plan
 from configurator import choose
@@ -46,7 +45,7 @@ from paper.figures import CLAIMS, FIGURES, NAMES, PAPER, SCALES, R, V, number_of
 
 @dataclass
 class ReproduceConfig:
-    words: tuple = ()  # figures, as the list names them, or all; and runs that exist, or their packs
+    words: tuple = ()  # figures, as the list names them, or all; and runs that exist
     scale: str = 'tiny'  # paper, claims or tiny
     seeds: int = 1  # runs of each arm: seeds 1, 2, ...
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
@@ -67,7 +66,7 @@ class ReproduceConfig:
         return list(FIGURES) if 'all' in self.words or not self.words else names
 
     def folders(self):
-        return named_runs(word for word in self.words if word not in (*FIGURES, 'all'))
+        return tuple(word for word in self.words if word not in (*FIGURES, 'all'))
 
 
 # --- runs -----------------------------------------------------------------------------------------

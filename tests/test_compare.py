@@ -29,7 +29,7 @@ from conftest import assert_one_line, raises_one_line, read_json, write_json
 
 import compare
 import train
-from comparison import charts, launch, pack, record, report, verdict
+from comparison import charts, launch, record, report, verdict
 from comparison.assemble import arm_name, compare_runs
 from comparison.plan import Plan, Run
 from comparison.record import code_state, contents_of, hash_of, write_plan
@@ -387,21 +387,12 @@ def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
     for plot in ('forest', 'rates', 'relative'):
         assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
 
-    # Also where only the plan beside them, or in a pack, says which seeds chose a rate: these never judge
-    # it.
+    # Also where only the plan beside them says which seeds chose a rate: these never judge it.
     write_plan(plan)
     at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
-    runs.succeed(pack.main, *at_its_best, '--to=kept')
-    for some in (at_its_best, [f'kept/{Path(name).name}' for name in at_its_best]):
-        comparison = compare_runs(some, 'runs')
-        assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
-        assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
-
-    other = make_plan(ARMS, '--seeds=(101, 102, 103)', '--name=other')
-    pretend_all(other, lambda run: 2.0)
-    write_plan(other)
-    status, _ = runs.call(pack.main, *folders_of(other), '--to=kept')
-    assert_one_line(status, 'kept/plan.json is another plan', 'another --to')
+    comparison = compare_runs(at_its_best, 'runs')
+    assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
+    assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
 
     pretend(plan, Run('svformer', 1e-2, 1), 2.0)
     status, _ = runs.call(compare.main, *folders_of(plan), *options)

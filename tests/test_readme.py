@@ -99,7 +99,6 @@ def parse(words, monkeypatch):
         ('bench.py', 3),
         ('evaluate.py', 3),
         ('prepare_slimpajama.py', 2),
-        ('comparison/pack.py', 1),
     ],
 )
 def test_every_command_that_a_page_names_is_one_that_its_program_takes(name, least, monkeypatch):
