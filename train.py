@@ -7,11 +7,11 @@ $ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468
 $ python train.py --out_dir=out/demo --init_from=resume         # go on where it stopped
 $ python train.py --help                                        # every setting
 
-One training at a constant rate has an end at several lengths: with cooldown_iters, a checkpoint of a run
-as init_from is carried on in another folder, with the run's own settings, data position, optimizer and
-log, and the run stays as it is. Without cooldown_iters, init_from takes the weights alone.
+One training at a constant rate has an end at several lengths: a copy of its folder as it was at a
+checkpoint is a run that goes on by itself, to a cooldown of its own.
 
-    --init_from=out/run/ckpt_5000.pt --cooldown_iters=1000 --max_iters=6000 --out_dir=out/run_6000
+    mkdir out/run_6000; cp out/run/{config.json,log.jsonl,ckpt_5000.pt} out/run_6000
+    python train.py --init_from=resume --out_dir=out/run_6000 --cooldown_iters=1000 --max_iters=6000
 
 SIGTERM, Ctrl-C and a hang-up end a run after its step, and save it. A run whose output nobody can read
 any more, as after `| head`, goes on to its end.
@@ -105,7 +105,6 @@ class TrainConfig:
     # evaluation, log, checkpoints
     eval_interval: int = 1000  # steps between evaluations; 0: at the end only
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
-    eval_only: bool = False  # evaluate and exit
     log_interval: int = 1  # steps between log lines
     save_interval: int = 1000  # steps between checkpoints; 0: at the end only
     keep_checkpoints: int = 2  # the newest ones; the best by its validation loss stays, too
@@ -180,7 +179,7 @@ RANGES = {
 # Settings that say where a run happens and how it is watched. Two runs that differ only in these
 # are the same run.
 INCIDENTAL = frozenset(
-    'out_dir init_from verify_data eval_interval eval_only log_interval save_interval '
+    'out_dir init_from verify_data eval_interval log_interval save_interval '
     'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
     'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
@@ -202,25 +201,13 @@ def with_defaults(values):
     return SimpleNamespace(**{**asdict(TrainConfig()), **values})
 
 
-def is_fork(settings):
-    """Whether a run carries on another one's checkpoint, for a cooldown of its own."""
-    path = Path(settings.init_from)
-    is_path = settings.init_from not in STARTS and path.exists()
-    return settings.cooldown_iters > 0 and is_path and not is_foreign(path)
-
-
-def start_path(settings):
-    """The file or folder with the weights that a run begins with."""
-    return Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
-
-
 def own_settings(values):
     """What a run that is carried on was trained with; files and options, `values`, come on top."""
     settings = with_defaults(values)
-    if settings.init_from != 'resume' and not is_fork(settings):
+    if settings.init_from != 'resume':
         return {}
     # A damaged file is said when the run is carried on.
-    checkpoint = load_checkpoint(start_path(settings), warn=lambda message: None)
+    checkpoint = load_checkpoint(settings.out_dir, warn=lambda message: None)
     with name_misfits(checkpoint['path']):
         own = checkpoint['settings'] | checkpoint['model_config']
         return own | {'out_dir': settings.out_dir}
@@ -337,7 +324,7 @@ def check_rates(settings, config):
         )
     if settings.cooldown_iters:
         check_cooldown(settings)
-    if not settings.decay_lr or settings.eval_only:
+    if not settings.decay_lr:
         return
     refuse(
         settings.min_lr > settings.learning_rate,
@@ -463,28 +450,19 @@ class Start:
 
 def start_run(settings, config, machine, closing):
     """The Start of a run, once all processes agree that it can start. Locks the run's folder."""
-    writes = machine.is_first and not settings.eval_only
     with machine.together():
-        if writes:
+        if machine.is_first:
             closing.enter_context(locked_run(Path(settings.out_dir)))
 
     with machine.together():
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(settings.out_dir) else 'scratch'
-        refuse(
-            settings.eval_only and settings.init_from == 'scratch',
-            'eval_only would evaluate a model that was not trained; give --init_from=resume, a '
-            'checkpoint or a Hugging Face folder',
-        )
         dataset, rows = open_dataset(settings, config, machine)
         checkpoint = open_checkpoint(settings, machine)
-        if settings.init_from != 'resume' and not settings.eval_only:
-            origin, first_save = settings.init_from, settings.first_save
-            if is_fork(settings):
-                # Its log begins with that of the other run, which it saves at once.
-                origin, first_save = checkpoint['origin'], checkpoint['step'] + 1
-            run = decisive(settings, config) | {'origin': origin, 'data': dataset.fingerprint()}
-            check_unused(Path(settings.out_dir), run, first_save)
+        if settings.init_from != 'resume':
+            facts = {'origin': settings.init_from, 'data': dataset.fingerprint()}
+            run = decisive(settings, config) | facts
+            check_unused(Path(settings.out_dir), run, settings.first_save)
         check_memory(config, machine)
         model = GPT(config, settings.seed).to(machine.device)
         optimizers = make_optimizers(model, settings)
@@ -504,7 +482,7 @@ def start_run(settings, config, machine, closing):
     with machine.together():
         check_alike(plans)
 
-    if writes and settings.init_from == 'resume':
+    if machine.is_first and settings.init_from == 'resume':
         for path in checkpoint['damaged']:
             path.rename(f'{path}.damaged')
     return start
@@ -549,7 +527,7 @@ def open_checkpoint(settings, machine):
     None for scratch."""
     if settings.init_from == 'scratch':
         return None
-    path = start_path(settings)
+    path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
     if not is_foreign(path):
         return load_checkpoint(path, machine.warn)
     theirs = load_hub(path, machine.warn)
@@ -580,7 +558,7 @@ def take_over(checkpoint, start, settings, config, warn):
     start.origin = settings.init_from
     with name_misfits(checkpoint['path']):
         compare_tokenizers(checkpoint, start.dataset)
-        if settings.init_from == 'resume' or is_fork(settings):
+        if settings.init_from == 'resume':
             carry_on(checkpoint, start, settings, config, warn)
         else:
             load_weights(start.model, checkpoint)
@@ -599,10 +577,9 @@ def check_same_run(checkpoint, settings, config, dataset):
     # Of these, the optimizer has a state, and the others decide the data order.
     for name in ('optimizer', 'seed', 'domain_weights'):
         forbidden[name] = old[name], getattr(settings, name)
-    if not settings.eval_only:
-        # They may be shared out otherwise.
-        rows = old['gradient_accumulation_steps'] * old['batch_size']
-        forbidden['gradient_accumulation_steps * batch_size'] = rows, settings.rows_per_step
+    # They may be shared out otherwise.
+    rows = old['gradient_accumulation_steps'] * old['batch_size']
+    forbidden['gradient_accumulation_steps * batch_size'] = rows, settings.rows_per_step
     for name, (before, new) in forbidden.items():
         refuse(
             before != new,
@@ -614,16 +591,10 @@ def check_same_run(checkpoint, settings, config, dataset):
         step > settings.max_iters,
         f'{path} is at step {step}, past max_iters={settings.max_iters}; raise max_iters',
     )
-    begins = settings.max_iters - settings.cooldown_iters
-    refuse(
-        is_fork(settings) and step > begins,
-        f'the cooldown would begin at step {begins}, and {path} is past it; raise '
-        f'max_iters={settings.max_iters}, which counts the steps before, too',
-    )
 
     changed = {}
     for name, value in asdict(settings).items():
-        if old[name] != value and name not in ('init_from', 'eval_only'):
+        if old[name] != value and name != 'init_from':
             changed[name] = [old[name], value]
     is_over = step == settings.max_iters
     for name in changed.keys() - HARMLESS - {'max_iters'}:
@@ -646,7 +617,9 @@ def carry_on(checkpoint, start, settings, config, warn):
     load_state(start.model, start.optimizers, start.scaler, checkpoint)
     start.step = checkpoint['step']
     start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
-    start.wandb_id = None if is_fork(settings) else checkpoint.get('wandb_id')
+    # To wandb, a run in another folder is one of its own: of a copy, the first one may go on, too.
+    is_elsewhere = Path(told.out_dir).resolve() != Path(settings.out_dir).resolve()
+    start.wandb_id = None if is_elsewhere else checkpoint.get('wandb_id')
     start.skipped = checkpoint['skipped']
     start.origin = checkpoint['origin']
     start.before = checkpoint['provenance']
@@ -821,12 +794,6 @@ def train(settings, config, machine, micro_steps, closing):
     compiled = compile_model(model, settings)
     wrapped = distribute(compiled, machine)
     signals = Signals(closing)
-    if settings.eval_only:
-        losses = evaluate(compiled, start.dataset, settings, machine, signals)
-        if losses and machine.is_first:
-            print('  '.join(f'{domain} {loss:.4f}' for domain, loss in losses.items()))
-        return losses is None
-
     reporter = Reporter(settings, config, machine, start) if machine.is_first else None
     loader = Loader(start.rows, settings, machine, start.step)
     step = start.step
@@ -838,8 +805,7 @@ def train(settings, config, machine, micro_steps, closing):
         stop = machine.any(signals.stop)
 
         # Save first: what is saved cannot be lost while it is evaluated.
-        # A fork's first step is in no file of its own.
-        is_due = step > 0 and (step == start.step or at_interval(step, settings.save_interval))
+        is_due = step > 0 and at_interval(step, settings.save_interval)
         if step != saved and (is_due or step in settings.save_steps or stop or last):
             if reporter:
                 reporter.checkpoint(step, [skipped, in_a_row])
@@ -910,8 +876,6 @@ def seed_step(step, settings, machine):
 
 def share_of_micro_steps(settings, processes):
     """How many of a step's micro-batches each process has."""
-    if settings.eval_only:
-        return 0
     total = settings.gradient_accumulation_steps
     nearest = max(1, round(total / processes)) * processes
     refuse(

@@ -17,7 +17,7 @@ from model import GPTConfig
 from train import TrainConfig
 
 # Settings that compare.py itself chooses.
-CHOSEN = set('seed out_dir init_from eval_only'.split())
+CHOSEN = {'seed', 'out_dir', 'init_from'}
 
 # --- arms -----------------------------------------------------------------------------------------
 

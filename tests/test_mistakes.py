@@ -146,16 +146,6 @@ def test_a_setting_of_a_fork_is_refused_too_where_the_run_has_finished(whole, mo
     refused(*words, out_dir=whole, init_from='resume', rate_of_my_idea=2.0)
 
 
-def test_a_fork_that_is_no_cooldown_of_its_run_is_refused(whole):
-    path = f'{whole}/ckpt_6.pt'
-    fork = dict(init_from=path, lr_decay_iters=0, cooldown_iters=2)
-    refused('step 5', path, 'max_iters=7', **fork, max_iters=7)
-    refused(path, 'past max_iters=5', **fork, max_iters=5)
-    refused(path, 'n_layer=2', **fork, n_layer=3)
-    refused('--lr_decay_iters=0', **fork | {'lr_decay_iters': 12})
-    refused('already holds a run', out_dir=whole, **fork)
-
-
 def test_resuming_on_other_data_or_tokens_is_refused(whole):
     other = data_copy('otherwise', seed=1)
     refused('data/otherwise', out_dir=whole, init_from='resume', dataset=other)
@@ -165,10 +155,8 @@ def test_resuming_on_other_data_or_tokens_is_refused(whole):
     refused('tokenizer', 'data/foreign', init_from=weights, dataset=foreign)
 
 
-def test_where_there_is_nothing_to_resume_to_load_or_to_evaluate_that_is_said(whole):
+def test_where_there_is_nothing_to_resume_that_is_said(work):
     refused('out/refused', 'nothing to resume', init_from='resume')
-    for init_from in ('scratch', 'auto'):
-        refused('--init_from=resume', init_from=init_from, eval_only=True, out_dir='out/nothing')
 
 
 def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(half):
@@ -246,7 +234,7 @@ def test_without_a_compiler_compile_is_refused(work, monkeypatch):
 OPTIONS = """
 out_dir init_from seed dataset domain_weights verify_data gradient_accumulation_steps batch_size
 optimizer max_iters learning_rate min_lr warmup_iters lr_decay_iters cooldown_iters decay_lr table_rate
-weight_decay beta1 beta2 grad_clip eval_interval eval_iters eval_only log_interval save_interval
+weight_decay beta1 beta2 grad_clip eval_interval eval_iters log_interval save_interval
 keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype compile
 attention activation_memory_budget activation_checkpointing backend block_size vocab_size n_layer
 n_head n_embd n_kv_head n_inner arch rope_theta rope_scaling norm_eps dropout tie_embeddings

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,16 +137,6 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
     assert result['mean'] == pytest.approx((result['A'] + result['B'] + result['C']) / 3)
 
 
-def test_eval_only_prints_the_losses_and_writes_nothing(whole, work):
-    before = snapshot('out')
-    # On any machine: a step need not be shared out.
-    text = good(whole, init_from='resume', eval_only=True, gradient_accumulation_steps=5)
-    assert f'mean {evaluations(whole)[-1]["val"]["mean"]:.4f}' in text
-    assert snapshot('out') == before
-    evaluates = train.TrainConfig(eval_only=True, init_from='resume', gradient_accumulation_steps=5)
-    assert train.share_of_micro_steps(evaluates, 2) == 0
-
-
 # --- resuming ------------------------------------------------------------------------------------
 
 
@@ -242,37 +233,31 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     assert all(first_part[name] == value for name, value in resumed['before'].items())
 
 
-def test_a_forked_cooldown_is_bitwise_the_run_whose_own_cooldown_begins_there(work):
+def copied(run, step, folder):
+    """A copy of a run's folder as it was at a checkpoint, by the commands at the head of train.py."""
+    Path(folder).mkdir()
+    for name in ('config.json', 'log.jsonl', f'ckpt_{step}.pt'):
+        shutil.copy(f'{run}/{name}', folder)
+
+
+def test_the_cooldown_of_a_copy_is_bitwise_the_run_whose_own_cooldown_begins_there(work):
     options = dict(lr_decay_iters=0, dropout=0.2, dtype='float16', seed=3, v_residual=True)
     good('out/trunk', **options, cooldown_iters=2)
     good('out/straight', **options, cooldown_iters=4, max_iters=10)
     before = snapshot('out/trunk')
-    words = ['--init_from=out/trunk/ckpt_6.pt', '--cooldown_iters=4', '--max_iters=10']
-    succeed(train.main, *words, '--out_dir=out/fork')
-    assert_same_run('out/fork', 'out/straight')
+    copied('out/trunk', 6, 'out/copy')
+    words = ['--cooldown_iters=4', '--max_iters=10']
+    succeed(train.main, '--init_from=resume', '--out_dir=out/copy', *words)
+    assert_same_run('out/copy', 'out/straight')
     assert snapshot('out/trunk') == before
 
-    rates = [entry['lr'] for entry in training_steps('out/fork')]
-    assert rates[3:7] == [1e-2] * 4 and steps_of_checkpoints('out/fork') == [10, 6]
+    rates = [entry['lr'] for entry in training_steps('out/copy')]
+    assert rates[3:7] == [1e-2] * 4 and steps_of_checkpoints('out/copy') == [10, 6]
     falling = [1e-2 - share * (1e-2 - 6e-5) for share in (0.25, 0.5, 0.75)]
     assert rates[7:] == pytest.approx(falling)
-    changed = changed_in('out/fork')
+    changed = changed_in('out/copy')
     assert changed['cooldown_iters'] == [2, 4] and changed['max_iters'] == [12, 10]
-    assert read_config('out/fork')['origin'] == 'scratch'
-
-    # It goes on by itself.
-    Path('out/fork/ckpt_10.pt').unlink()
-    succeed(train.main, '--init_from=resume', '--out_dir=out/fork')
-    assert_same_run('out/fork', 'out/straight')
-
-    # Where it dies before its first checkpoint, the same command begins again.
-    for path in Path('out/fork').glob('ckpt_*.pt'):
-        path.unlink()
-    lines = Path('out/fork/log.jsonl').read_text().splitlines(keepends=True)
-    begins = next(n for n, line in enumerate(lines) if '"changed"' in line)
-    Path('out/fork/log.jsonl').write_text(''.join(lines[: begins + 1]))
-    succeed(train.main, *words, '--out_dir=out/fork')
-    assert_same_run('out/fork', 'out/straight')
+    assert read_config('out/copy')['origin'] == 'scratch'
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -385,12 +370,18 @@ class FakeRun:
             raise RuntimeError('the network is gone')
 
 
-@pytest.mark.parametrize('broken', [False, True])
-def test_wandb_gets_the_settings_and_the_log_and_stops_nothing(work, monkeypatch, broken):
-    run = FakeRun(broken)
+def wandb_with(monkeypatch, run):
+    """The options of each wandb.init(), which gives this run."""
     calls = []
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    return calls
+
+
+@pytest.mark.parametrize('broken', [False, True])
+def test_wandb_gets_the_settings_and_the_log_and_stops_nothing(work, monkeypatch, broken):
+    run = FakeRun(broken)
+    calls = wandb_with(monkeypatch, run)
     name = f'out/wandb {broken}'
     good(name, wandb_log=True, max_iters=1, wandb_project='p')
     good(name, wandb_log=True, max_iters=2, init_from='resume')
@@ -399,6 +390,16 @@ def test_wandb_gets_the_settings_and_the_log_and_stops_nothing(work, monkeypatch
     assert run.axes == {('*', 'step')}
     assert [entry['step'] for entry in run.logged] == [0, 0, 1, 1, 2]
     assert 'val/mean' in run.logged[0] and 'loss' in run.logged[1]
+
+
+def test_a_copy_is_a_run_of_its_own_to_wandb(work, monkeypatch):
+    calls = wandb_with(monkeypatch, FakeRun(broken=False))
+    good('out/first', wandb_log=True, max_iters=1)
+    copied('out/first', 1, 'out/second')
+    good('out/second', wandb_log=True, max_iters=2, init_from='resume')
+    good(work / 'out/first', wandb_log=True, max_iters=2, init_from='resume')  # the same folder
+    assert [call['id'] for call in calls] == [None, None, 'abc123']
+    assert [call['name'] for call in calls] == ['first', 'second', 'first']
 
 
 # --- the core stands alone -----------------------------------------------------------------------
