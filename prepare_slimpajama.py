@@ -13,21 +13,20 @@ $ python prepare_slimpajama.py --source=my_texts --tokenizer=bytes --tokens=0 --
 $ python prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 
 A source is one of these:
-- a hub repository or a folder of rows with a text: .parquet, .jsonl, .ndjson, or .jsonl.zst, .json.gz
-  and the like. --text_column names the text's column. SlimPajama's rows say their domain, {"text",
-  "meta": {"redpajama_set_name"}}; that of other rows is the first folder of their file's path.
-- a folder of plain text files, whose first-level sub-folders are the domains. The text is read as
-  UTF-8, other bytes become U+FFFD; hidden, empty and binary files (with a NUL byte in the first
-  8 KB, or compressed) are skipped. A file of more than a twentieth of its domain, or of more than
-  4 MB, is cut at line ends (if it has 16 KB), so that one long file can be split, too.
+- a hub repository or a folder of rows with a text: .parquet, .jsonl or .json (one object a line), also
+  compressed, .jsonl.zst or .json.gz. --text_column names the text's column. SlimPajama's rows say their
+  domain, {"text", "meta": {"redpajama_set_name"}}; that of other rows is the first folder of their
+  file's path.
+- a folder of plain text, .txt in UTF-8, whose first-level sub-folders are the domains. A file of more
+  than a twentieth of its domain, or of more than 4 MB, is cut at line ends (if it has 16 KB), so that
+  one long file can be split, too.
 - 'stdlib', this Python's own library.
 
-In a folder, a file with another name holds rows if it begins as they do in JSON, and else text; where
-there are both, the kind with more bytes is read, of which those of compressed files count ten times. A
-single short text beside the folders is left out. The first of the words train (or training), validation
-(valid, val, dev, development, eval, evaluation, held_out) and test (testing) in a file's path names its
-split, also with "set" behind it, and without one it is train; test is left out. A folder that names a
-split is no domain. Where all files of plain text are of other splits than train, the words mean nothing.
+A file's ending says what it holds. Hidden files and those with another ending are not read, nor is a
+.json beside other rows, or a .txt beside rows; where such files have more bytes than those that are
+read, the source is refused. A folder named train, validation (valid, val, dev) or test says the split of
+what is in it, and is no domain; so does a file named validation.jsonl or, as on the hub,
+validation-00000-of-00001.parquet. What says nothing is for training; test is left out.
 
 Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
 when hash(seed, text) < val_fraction, and each domain's first one always is.

@@ -6,7 +6,6 @@ All of them become a list of units; a unit's documents are read by one worker.
 >>> domain, text = next(documents(units[0], scratch='.'))       # the first unit's first document
 """
 
-import codecs
 import collections
 import contextlib
 import functools
@@ -37,20 +36,20 @@ TABLE_2 = {
     'StackExchange': 0.05,
 }
 
-# The words in a path that name its split, between characters that are no letters: wiki.valid.txt, but
-# not validity.txt.
+# What names a split: a folder, or a file whose whole name is the word or, as the hub names its own, the
+# word before a number (data/validation-00000-of-00001.parquet).
 SPLIT = re.compile(
-    r'(?<![a-z])(?:(?P<train>train|training)|(?P<test>test|testing)'
-    r'|(?P<validation>validation|valid|val|dev|development|eval|evaluation|h[eo]ld[^a-z/]?out))'
-    r'(?:set)?(?![a-z])'
+    r'(?:^|/)(?:(?P<train>train)|(?P<test>test)|(?P<validation>validation|valid|val|dev))'
+    r'(?:/|(?:\.|-\d)[^/]*$)'
 )
 
-# Names that say that a file holds rows. What a file of another name holds is looked up in it.
-ROWS = re.compile(r'\.(?:parquet|jsonl|ndjson|(?:jsonl|ndjson|json)\.(?:zst|gz))$')
+# The endings of the files that are read, which say what they hold: rows (.zst, .zstd and .gz: of JSON
+# lines), or plain text. A source is read as the first of these kinds that it has: other files describe
+# rows in .json, and the README of some may be a .txt.
+KINDS = ('.parquet', '.jsonl', '.zst', '.zstd', '.gz'), ('.json',), ('.txt',)
 
-# Text that holds rows under another name: JSON with this key and a string, or with an object in each of
-# its first two lines.
-JSON = r'\s*(?:\[\s*)?\{\s*(?=")(?:.*"%s"\s*:\s*"|[^\n]*\}\s*\n\s*\{)'
+# How pyarrow calls what an ending says.
+COMPRESSIONS = {'.zst': 'zstd', '.zstd': 'zstd', '.gz': 'gzip'}
 
 # What is replaced in the name of a folder that becomes a domain and the name of its token files: of
 # ASCII all but letters, digits and _.-, a dot in front, and what is no text (lone surrogates).
@@ -95,14 +94,12 @@ def find_units(source, revision, weights, seed, column='text'):
     if source == 'stdlib':
         units = stdlib_units(seed)
     elif os.path.isdir(source):
-        units = folder_units(source, seed, column)
+        units = file_units(source, list_folder(source), commit, seed, column)
     elif os.path.isfile(source):
         raise ValueError(f'--source={source} is a file: give the folder that it is in')
     elif HUB_ID.fullmatch(source):
         sizes, commit = list_hub(source, revision)
-        rows = {name: size for name, size in sizes.items() if ROWS.search(name)}
-        tell_unread(sizes.keys() - rows, 'not named as rows')
-        units = row_units(source, rows, commit, column)
+        units = file_units(source, sizes, commit, seed, column)
     else:
         raise ValueError(
             f"no source {source!r}: give an existing folder, a hub repository, or 'stdlib'"
@@ -118,16 +115,12 @@ def find_units(source, revision, weights, seed, column='text'):
         if not natural[domain]:
             names = [unit.name for unit in units if unit.domain == domain]
             raise ValueError(
-                f'all files of the domain {domain}, such as {names[0]}, are named as validation: move '
-                'them to the folder of the domain that they belong to, rename them, or choose domains '
-                'with --weights'
+                f'all files of the domain {domain}, such as {names[0]}, are of validation: move them to '
+                'the folder of the domain that they belong to, or choose domains with --weights'
             )
     units = [unit for unit in with_validation(units) if unit.domain in ('', *weights)]
     if all(unit.split == 'validation' for unit in units):
-        raise ValueError(
-            f'{source} has no training file: wanted .jsonl, .ndjson or .json.gz, .zst of them, '
-            '.parquet, or in a folder plain text'
-        )
+        raise ValueError(f'{source} has no training file')
     # Validation first, and the files of each split in an order that the seed decides.
     units.sort(key=lambda unit: (unit.split != 'validation', *seeded_place(seed, unit.name)))
     total = sum(weights.values())
@@ -193,44 +186,61 @@ def refuse_folder(error):
     raise error
 
 
+def file_units(source, sizes, commit, seed, column):
+    """The units of a source's files, {name: bytes}; those of the hub have a commit."""
+    files = files_to_read(source, sizes, is_text_read=not commit)
+    splits = {name: split_of(name) for name in files}
+    tell_unread([name for name in splits if splits[name] == 'test'], 'of the test split')
+    splits = {name: split for name, split in splits.items() if split != 'test'}
+    if not all(name.endswith('.txt') for name in splits):
+        return row_units(source, splits, sizes, commit, column)
+    if column != 'text':
+        raise ValueError(f'--text_column={column}, but {source} has plain text and no rows')
+    return text_folder_units(source, splits, seed)
+
+
+def files_to_read(source, sizes, is_text_read):
+    """The names of the files that are read, of the first kind that the source has.
+
+    Raises ValueError if other files have more bytes: what they hold may be what was meant.
+    """
+    kinds = KINDS if is_text_read else KINDS[:-1]
+    for endings in kinds:
+        files = [name for name in sizes if name.endswith(endings)]
+        if files:
+            break
+    unread = sizes.keys() - files
+    size = sum(sizes[name] for name in files)
+    size_unread = sum(sizes[name] for name in unread)
+    if size_unread > size:
+        raise ValueError(
+            f'{len(unread):,} files of {source}, such as {max(unread, key=sizes.get)}, are not read, and '
+            f'have more bytes ({size_unread:,}) than those that are ({size:,}): convert them to one of '
+            f'{", ".join(itertools.chain(*kinds))}, or move them away'
+        )
+    tell_unread(unread, f'not {", ".join(endings)}')
+    return files
+
+
 def tell_unread(names, why):
     if names:
         print(f'{len(names):,} files are not read, such as {min(names)}: {why}')
 
 
 def split_of(name):
-    """The split that a path names, such as 'train/chunk1/example_0.jsonl.zst' or 'wiki.valid.tokens';
-    'train' where it names none.
-
-    A folder decides before the files in it, and the first word that names a split before the others.
-    """
-    match = first_split(name)
+    """The split that a path names first, such as 'train/chunk1/example_0.jsonl.zst'; else 'train'."""
+    match = SPLIT.search(name)
     return match.lastgroup if match else 'train'
 
 
-def first_split(name):
-    # A capital begins a word, too: myTrain.txt.
-    return SPLIT.search(re.sub('([a-z])([A-Z])', r'\1 \2', name).lower())
-
-
-def by_split(names):
-    """{name: split}, without those of the test split."""
-    splits = {name: split_of(name) for name in names}
-    tell_unread([name for name in names if splits[name] == 'test'], 'of the test split')
-    held_out = [name for name in names if splits[name] == 'validation']
-    if held_out:
-        print(f'{len(held_out):,} files are validation by their names, such as {min(held_out)}')
-    return {name: split for name, split in splits.items() if split != 'test'}
-
-
-def by_domain(source, names, skip=first_split):
-    """{name: domain}. The first folder of a name is its domain, but for folders to be skipped, which
-    name a split; where there is none, the source's own folder is."""
+def by_domain(source, names):
+    """{name: domain}. The first folder of a name that names no split is its domain, or else the source's
+    own folder."""
     root = Path(os.path.realpath(source)).name
     domains = {}
     folders = {}  # {domain: folder}
     for name in sorted(names):
-        parents = [folder for folder in name.split('/')[:-1] if not skip(folder)]
+        parents = [folder for folder in name.split('/')[:-1] if not SPLIT.match(f'{folder}/')]
         folder = [*parents, root][0]
         domain = UNSAFE.sub('_', folder)
         if folders.setdefault(domain, folder) != folder:
@@ -247,62 +257,8 @@ def by_domain(source, names, skip=first_split):
     return domains
 
 
-# ---- Folders ---------------------------------------------------------------------------------------
-
-
-def folder_units(source, seed, column):
-    """The units of a folder of rows or of plain text.
-
-    It is one of rows if these are most of its bytes, of which those of compressed files count ten times.
-    """
-    sizes = list_folder(source)
-    kinds = collections.defaultdict(dict)
-    for name, size in sizes.items():
-        kind = 'rows' if ROWS.search(name) else kind_of(Path(source, name), column)
-        kinds[kind][name] = size
-    others = kinds.pop('text, not UTF-8', {})
-    kinds['text'] |= others
-    rows = sum(
-        size * (10 if name.endswith(('.parquet', '.zst', '.gz')) else 1)
-        for name, size in kinds['rows'].items()
-    )
-    is_rows = rows > sum(kinds['text'].values())
-    tell_unread(kinds['binary'], 'binary')
-    tell_unread(kinds['text' if is_rows else 'rows'], 'rows and plain text are not mixed')
-    if is_rows:
-        return row_units(source, kinds['rows'], '', column)
-    if column != 'text':
-        raise ValueError(f'--text_column={column}, but {source} has no file with such rows')
-    if others:
-        print(
-            f'{len(others):,} files are not UTF-8, such as {min(others)}: their other bytes become U+FFFD'
-        )
-    return text_folder_units(source, kinds['text'], seed)
-
-
-def kind_of(path, column):
-    """What a file holds: 'rows', 'text', 'text, not UTF-8', 'binary' or '' (nothing)."""
-    with open(path, 'rb') as file:
-        head = file.read(2**16)
-    if not head:
-        return ''
-    # NUL bytes, or how zstd, gzip and parquet begin.
-    if b'\0' in head[:8192] or head.startswith((b'\x28\xb5\x2f\xfd', b'\x1f\x8b', b'PAR1')):
-        return 'binary'
-    text = head.decode('utf-8-sig', 'replace')
-    if re.match(JSON % re.escape(column), text, re.DOTALL):
-        return 'rows'
-    try:
-        # The last letter of the head of a longer file may be cut.
-        codecs.getincrementaldecoder('utf-8')().decode(head, final=len(head) < 2**16)
-    except UnicodeDecodeError:
-        return 'text, not UTF-8'
-    return 'text'
-
-
-def row_units(source, sizes, commit, column):
-    """The units of files of rows, {name: bytes}, of the hub if there is a commit."""
-    splits = by_split(sizes)
+def row_units(source, splits, sizes, commit, column):
+    """The units of files of rows, {name: split}."""
     read = functools.partial(read_rows, column=column)
     units = []
     for name, split in splits.items():
@@ -324,28 +280,10 @@ def is_slimpajama(units, column):
     return True
 
 
-def text_folder_units(source, sizes, seed):
-    """The units of a folder of plain text, {name: bytes}."""
-    if any(split_of(name) == 'train' for name in sizes):
-        splits = by_split(sizes)
-        domains = by_domain(source, splits)
-    else:
-        # Nothing would be trained on: these words mean something else here.
-        splits = dict.fromkeys(sizes, 'train')
-        domains = by_domain(source, sizes, skip=lambda folder: False)
-    # One short text, such as a README beside the folders, cannot be split.
-    files = collections.Counter(domains.values())
-    lone = []
-    for name, domain in domains.items():
-        if files[domain] == 1 and splits[name] == 'train' and sizes[name] < LEAST:
-            lone.append(name)
-    if len(lone) < len(files):
-        tell_unread(lone, 'the only text of its domain, and too short to split')
-        for name in lone:
-            del domains[name]
-
+def text_folder_units(source, splits, seed):
+    """The units of files of plain text, {name: split}."""
     groups = collections.defaultdict(list)
-    for name, domain in domains.items():
+    for name, domain in by_domain(source, splits).items():
         groups[domain, splits[name]].append(name)
     units = []
     for (domain, split), names in groups.items():
@@ -390,21 +328,23 @@ DOWNLOAD = 'download.'  # how the folders begin in which files of the hub are do
 def documents(unit, scratch):
     """The documents of a unit. A file of the hub is downloaded into the folder `scratch` meanwhile.
 
-    Raises ValueError, which names the unit and the line, or ConnectionError where the hub fails.
+    Raises ValueError, which names the file and the line, or ConnectionError where the hub fails.
     """
+    name = unit.name
     try:
         with tempfile.TemporaryDirectory(prefix=DOWNLOAD, dir=scratch) as folder:
             for path in unit.paths or [download_rows(unit, folder)]:
+                name = path if unit.paths else unit.name
                 yield from unit.read(path, unit.domain)
     except ConnectionError as error:
-        raise ConnectionError(f'{unit.name}: {error}') from error
+        raise ConnectionError(f'{name}: {error}') from error
     except (ValueError, OSError, ImportError, OverflowError) as error:
-        raise ValueError(f'{unit.name}: {first_line(error)}') from error
+        raise ValueError(f'{name}: {first_line(error)}') from error
 
 
 def read_text(path, domain, longest):
-    """A plain text file, cut at line ends where it is longer than `longest` characters."""
-    with open(path, encoding='utf-8-sig', errors='replace', newline='') as file:
+    """A file of plain text, in UTF-8, cut at line ends where it is longer than `longest` characters."""
+    with open(path, encoding='utf-8-sig', newline='') as file:
         while piece := file.read(longest) + file.readline(longest):
             yield domain, piece
 
@@ -484,7 +424,7 @@ def jsonl_rows(path):
 
 def open_lines(path):
     """A file of lines, compressed as its name says, open for reading bytes."""
-    if path.suffix not in ('.zst', '.gz'):
+    if path.suffix not in COMPRESSIONS:
         return open(path, 'rb')
     # Even without a row, a compressed file has a header.
     if not path.stat().st_size:
@@ -492,7 +432,7 @@ def open_lines(path):
     # Not the package zstandard, which does not notice that a file was cut off.
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(path))
+    return io.BufferedReader(pyarrow.input_stream(path, COMPRESSIONS[path.suffix]))
 
 
 def parquet_rows(path, column):

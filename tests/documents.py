@@ -1,6 +1,7 @@
 """Documents in SlimPajama's form, for the tests of preparation, and what must come of them: the slow,
 obvious way."""
 
+import gzip
 import hashlib
 import json
 import random
@@ -47,8 +48,10 @@ def write_records(path, rows):
         return
 
     data = ''.join(json.dumps(row) + '\n' for row in rows).encode()
-    if path.name.endswith('.zst'):
-        data = pytest.importorskip('zstandard').ZstdCompressor().compress(data)
+    if path.name.endswith(('.zst', '.zstd')):
+        data = pytest.importorskip('zstandard').compress(data)
+    if path.name.endswith('.gz'):
+        data = gzip.compress(data)
     path.write_bytes(data)
 
 

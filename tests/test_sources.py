@@ -1,7 +1,6 @@
 """lib/sources.py: which files of a source are read, as which split and domain, and how the hub is read."""
 
 import errno
-import gzip
 import json
 import os
 import sys
@@ -10,10 +9,20 @@ from pathlib import Path
 
 import pytest
 from conftest import contents, raises_one_line
-from documents import make_source, read_meta, run_prepare, texts_of, write_records, write_rows
+from documents import (
+    assert_equals,
+    make_source,
+    read_meta,
+    recompute,
+    run_prepare,
+    texts_of,
+    write_records,
+    write_rows,
+)
 
 from lib import sources
 from lib.data import Dataset
+from lib.sources import TABLE_2
 
 pytestmark = pytest.mark.usefixtures('here')
 
@@ -28,14 +37,14 @@ def find_units(source):
 @pytest.mark.parametrize(
     'split, names',
     {
-        'train': 'train/chunk1/example_train_0.jsonl.zst data/train-00000-of-00048.parquet '
-        'testimony.jsonl trainees/contest.jsonl train/test.jsonl books/0.jsonl latest/household.txt',
-        'validation': 'validation/chunk1/example_holdout_0.jsonl.zst data/validation-00000.parquet '
-        'val.jsonl valid/0.jsonl c4_dev.jsonl Eval.jsonl wiki.heldout.tokens held-out/a valset.txt',
-        'test': 'test/chunk1/example_holdout_0.jsonl.zst data/test0.jsonl test/train.jsonl myTest.txt',
+        'train': 'train/chunk1/example_train_0.jsonl.zst data/train-00000-of-00048.parquet testimony.txt '
+        'train/test.jsonl books/0.jsonl latest/0.txt dev.to/0.txt test-driven.txt c4-validation.0.json',
+        'validation': 'validation/chunk1/example_holdout_0.jsonl.zst data/validation-00000-of-1.parquet '
+        'val.jsonl valid/test.jsonl de/dev/0.txt',
+        'test': 'test/chunk1/example_holdout_0.jsonl.zst data/test-0.parquet test/train.jsonl test.txt',
     }.items(),
 )
-def test_whole_words_of_a_path_name_its_split(split, names):
+def test_a_folder_or_a_file_named_as_a_split_says_it(split, names):
     assert {sources.split_of(name) for name in names.split()} == {split}
 
 
@@ -88,35 +97,21 @@ def write_texts(folder, names):
         path.write_text(name)
 
 
-@pytest.mark.parametrize(
-    'train, validation, left_out',
-    [
-        (['a.txt', 'de/b.train.txt'], ['holdout.md', 'de/Dev/c.txt'], ['de/test_set.txt']),
-        (
-            ['training/de/a.txt', 'training/b.txt'],
-            ['hold-out/de/c.txt', 'hold-out/e.txt'],
-            ['TEST/de/d.txt'],
-        ),
-        (['de/a.txt', 'de/b.txt', 'c.txt', 'd.txt'], [], ['myTest.log']),
-    ],
-)
-def test_plain_text_that_a_path_holds_out_is_never_trained_on(train, validation, left_out, capsys):
-    write_texts('raw', train + validation + left_out)
+def test_each_split_and_domain_has_the_texts_of_its_folders(capsys):
+    files = {
+        'train/de/a.txt': 'train/de.bin',
+        'train/b.txt': 'train/raw.bin',
+        'valid/de/c.txt': 'validation/de.bin',
+        'de/validation/d.txt': 'validation/de.bin',
+        'val.txt': 'validation/raw.bin',
+    }
+    write_texts('raw', [*files, 'test/de/e.txt'])
     run_prepare(tokens=0)
-    texts = {'train': set(), 'validation': set()}
+    found = {}
     for path in Path('out').glob('*/*.bin'):
-        assert path.stem in ('de', 'raw')
-        texts[path.parent.name].update(texts_of(path))
-    if validation:
-        assert texts == {'train': set(train), 'validation': set(validation)}
-    else:
-        assert texts['train'] | texts['validation'] == set(train)
-    assert f'such as {left_out[0]}: of the test split' in capsys.readouterr().out
-
-
-def test_where_nothing_else_is_to_be_trained_on_the_names_of_splits_are_domains():
-    write_texts('raw', ['dev/a.txt', 'test/a.txt'])
-    assert set(find_units('raw')[1]) == {'dev', 'test'}
+        found |= dict.fromkeys(texts_of(path), path.relative_to('out').as_posix())
+    assert found == files
+    assert 'such as test/de/e.txt: of the test split' in capsys.readouterr().out
 
 
 def test_a_domain_without_a_file_for_validation_gives_some_documents():
@@ -129,7 +124,7 @@ def test_a_domain_without_a_file_for_validation_gives_some_documents():
 @pytest.mark.parametrize(
     'names, words',
     [
-        (['de/a.txt', 'en/b.txt', 'valid.txt'], ['domain raw', 'valid.txt', 'rename']),
+        (['de/a.txt', 'en/b.txt', 'valid.txt'], ['domain raw', 'valid.txt', 'move them']),
         (['mean/a.jsonl', 'en/b.jsonl'], ["'mean' of raw", 'rename']),
         (['en/b.txt', 'train/mean/a.txt'], ["'mean' of raw", 'rename']),
     ],
@@ -156,35 +151,51 @@ def test_a_byte_order_mark_is_no_text():
     assert texts_of('out2/train/C4.bin') == ['c'] * 2
 
 
-# ---- What holds rows, and which ------------------------------------------------------------------
+# ---- What is read, and as what -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('ending', ['.json', '.json.gz', '.zst', '.jsonl.zstd'])
+def test_an_ending_says_how_rows_are_compressed(ending):
+    source = make_source(ending, files=1, count=20)
+    run_prepare(tokens=0)
+    assert_equals(Path('out'), recompute(source, TABLE_2, 0))
 
 
 @pytest.mark.parametrize(
-    'name', ['rows', 'rows.txt', 'x/a.JSON', 'a.ndjson', 'a.json.gz', 'a.json.zst']
+    'read, unread',
+    [
+        (['a.jsonl', 'b.parquet'], ['dataset_infos.json', 'README.txt', 'LICENSE']),
+        (['a.json'], ['requirements.txt']),
+        (['de/a.txt'], ['.git/config', 'README.md']),
+    ],
 )
-def test_rows_are_rows_whatever_their_file_is_called(name, capsys):
-    documents = [('C4', 'a b'), ('Book', 'c'), ('C4', 'd'), ('Book', '{')]
-    path = Path('raw', name)
-    write_rows(path, documents)
-    if name.endswith('.gz'):
-        path.write_bytes(gzip.compress(path.read_bytes()))
-    write_texts('raw', ['NOTES.md'])
-    run_prepare(tokens=0, weights={'C4': 1, 'Book': 1})
-    read = []
-    for path in Path('out').glob('*/*.bin'):
-        read += [(path.stem, text) for text in texts_of(path)]
-    assert sorted(read) == sorted(documents)
-    assert 'such as NOTES.md: rows and plain text' in capsys.readouterr().out
-
-
-def test_a_few_rows_among_plain_text_are_left_out_by_name(capsys):
-    write_texts('raw', [f'{n}.py' for n in range(30)])
-    Path('raw/messages').write_text('{\n "lang": "en",\n "text": "Hello"\n}')
-    Path('raw/settings').write_text('{\n "lang": "en"\n}')
+def test_what_describes_a_source_is_not_read_and_named(read, unread, capsys):
+    write_texts('raw', unread)
+    for name in read:
+        write_records(Path('raw', name), [{'text': 'a' * 99}])
     units, _, _ = find_units('raw')
-    names = {path.name for unit in units for path in unit.paths}
-    assert 'messages' not in names and 'settings' in names and len(names) == 31
-    assert 'such as messages: rows and plain text' in capsys.readouterr().out
+    assert sorted(path.name for unit in units for path in unit.paths) == [
+        Path(name).name for name in read
+    ]
+    told = [name for name in unread if not name.startswith('.')]
+    assert f'{len(told)} files are not read, such as {min(told)}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'small, large',
+    [
+        ('dataset_info.json', 'data-00000-of-00001.arrow'),
+        ('README.txt', 'books.jsonl.xz'),
+        ('a.jsonl', 'a.txt'),
+        ('', 'notes.md'),
+    ],
+)
+def test_a_source_most_of_which_would_not_be_read_is_refused(small, large):
+    write_texts('raw', [name for name in (small, large) if name])
+    Path('raw', large).write_bytes(bytes(99))
+    with raises_one_line(large, 'not read', '.jsonl'):
+        run_prepare()
+    assert not Path('out/.pieces').exists()
 
 
 @pytest.mark.parametrize(
@@ -193,24 +204,16 @@ def test_a_few_rows_among_plain_text_are_left_out_by_name(capsys):
 )
 def test_json_that_is_not_one_object_a_line_is_refused(text, word):
     Path('raw').mkdir()
-    Path('raw/all').write_text(text)
-    with raises_one_line('all: line 1', word):
+    Path('raw/all.json').write_text(text)
+    with raises_one_line('raw/all.json: line 1', word):
         run_prepare()
 
 
-def test_one_short_text_or_file_of_rows_beside_the_folders_is_left_out_by_name(capsys):
-    write_texts('raw', [f'{domain}/{n}.txt' for domain in ('wiki', 'books') for n in range(20)])
-    Path('raw/README.md').write_text('What these are.')
-    Path('raw/books/fixture.jsonl').write_text('{"text": "a"}')
-    units, shares, _ = find_units('raw')
-    assert list(shares) == ['books', 'wiki'] and sum(len(unit.paths) for unit in units) == 40
-    out = capsys.readouterr().out
-    assert 'such as README.md: the only text' in out and 'such as books/fixture.jsonl: rows' in out
-
-    # But not one that is named as validation: it is in the wrong place.
-    Path('raw/README.md').rename('raw/validation.txt')
-    with raises_one_line('raw', 'validation.txt', 'move them'):
-        find_units('raw')
+def test_text_that_is_not_utf_8_is_refused_by_its_file():
+    write_texts('raw', [f'{n}.txt' for n in range(9)])
+    Path('raw/3.txt').write_bytes('caf\xe9'.encode('latin-1'))
+    with raises_one_line('raw/3.txt:', 'utf-8'):
+        run_prepare()
 
 
 def write_plain_rows(path, column, texts):
@@ -376,7 +379,7 @@ def test_a_branch_that_moves_on_is_read_at_the_commit_of_the_start(hub, waits):
 
 def test_a_hub_that_has_no_rows_or_cannot_be_listed_is_one_line(hub):
     make_source('.txt', files=1, count=3)
-    with raises_one_line('some/where has no training file'):
+    with raises_one_line('some/where', 'not read'):
         run_prepare('some/where', revision='v2')
     with raises_one_line('no folder some/where here'):
         run_prepare('some/where', revision='v3')
