@@ -1,6 +1,6 @@
 """
 The plots of a comparison, each as the text of an SVG on a white ground of its own, so that any viewer
-shows it, on light pages and dark ones. The colors are those of the paper's pictures, too.
+shows it, on light pages and dark ones. The colors are those of paper/analyze.py's pictures, too.
 """
 
 import functools
@@ -83,16 +83,13 @@ def svg(drawing, label):
     return re.sub(r'font: ([\d.]+px) [^;\"]*', r'font-size: \1; font-family: sans-serif', content)
 
 
-def looks(arms, known=()):
-    """{arm: its color and line}; no two of 40 are alike. known: {arm: its color}. An arm whose name goes
-    on from another's, such as vanilla_norm from vanilla, has that one's color in another line."""
+def looks(arms):
+    """{arm: its color and line}; no two of 40 are alike. An arm whose name goes on from another's, such
+    as vanilla_norm from vanilla, has that one's color in another line."""
     every = [{'color': shade, 'linestyle': line} for line in LINES for shade in COLORS]
     bases = {name: [other for other in arms if name.startswith(f'{other}_')] for name in arms}
-    known = {name: shade for name, shade in dict(known).items() if name in arms}
-    result = {name: {'color': shade, 'linestyle': '-'} for name, shade in known.items()}
-    free = [look for look in every if look not in result.values()]
-    others = [name for name in arms if name not in result]
-    for name in sorted(others, key=lambda name: len(bases[name])):
+    result, free = {}, list(every)
+    for name in sorted(arms, key=lambda name: len(bases[name])):
         free = free or list(every)
         shades = [result[base]['color'] for base in bases[name]]
         result[name] = next((look for look in free if look['color'] in shades), free[0])
@@ -168,16 +165,20 @@ def picture(title, size=SIZE, **options):
 BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.05, 0.5), 'frameon': False}
 
 
-def curves_picture(arms, labels, look, baseline, smooth, title=''):
+@styled
+def curves_plot(curves, arms, smooth):
     """The curve of each seed, thin, and the mean; beside them where they end, with 95% intervals.
 
-    arms: from curves.measure_curves(). labels, look: {name: ...}. baseline: what the zero line is.
+    curves: of curves.measure_curves(). arms: all names; that of the baseline, the zero line, is the first.
     """
-    figure, (left, right) = picture(title, ncols=2, width_ratios=(5, 1), sharey=True)
+    if not curves:
+        return ''
+    baseline, look = arms[0], looks(arms)
+    figure, (left, right) = picture('', ncols=2, width_ratios=(5, 1), sharey=True)
     for axes in (left, right):
         axes.axhline(0, color=INK, linewidth=1, label=baseline)
     shown = [0.0]
-    for column, (name, arm) in enumerate(arms.items()):
+    for column, (name, arm) in enumerate(curves.items()):
         each = list(arm['curves'].values())
         # Not the first tenth of the steps, where losses differ by more than they ever will again.
         shown += np.ravel([curve[len(curve) // 10 :] for curve in each]).tolist()
@@ -185,23 +186,23 @@ def curves_picture(arms, labels, look, baseline, smooth, title=''):
         if len(each) > 1:
             left.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
         left.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, **look[name])
-        draw_end(right, column, describe(arm['ends']), labels[name], look[name])
+        draw_end(right, column, describe(arm['ends']), name, look[name])
     show_all(left, shown)
     left.margins(x=0)
     left.set_xlabel(f'step (curves: mean of up to {smooth} steps)')
     left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
     left.set_title('training loss', fontsize=10)
-    right.set_title(next(iter(arms.values()))['end'], fontsize=10)
-    counts = sorted({len(arm['ends']) for arm in arms.values()})
+    right.set_title('validation loss', fontsize=10)
+    counts = sorted({len(arm['ends']) for arm in curves.values()})
     words = ' or '.join(map(seeds_text, counts))
     right.set_xlabel(words + '\n95% intervals,\nuncorrected' * (counts[-1] > 1))
-    right.set_xlim(-0.7, len(arms) - 0.3)
+    right.set_xlim(-0.7, len(curves) - 0.3)
     right.set_xticks([])
     right.legend(**BESIDE)
     # As high as the legend, where that has many lines.
     lines = '\n'.join(right.get_legend_handles_labels()[1]).count('\n') + 1
     figure.set_figheight(max(figure.get_figheight(), 0.8 + 0.18 * lines))
-    return figure
+    return svg(figure, 'Training loss relative to the baseline, over steps')
 
 
 def draw_end(axes, x, end, label, look):
@@ -220,16 +221,6 @@ def show_all(axes, values):
     """Let the y axis show these values, with a margin, and what else there is as far as it goes."""
     margin = 0.1 * (max(values) - min(values)) or 1.0
     axes.set_ylim(min(values) - margin, max(values) + margin)
-
-
-@styled
-def curves_plot(curves, arms, smooth):
-    """curves_picture() of a comparison's arms, of which the first is the baseline."""
-    if not curves:
-        return ''
-    labels = {name: name for name in curves}
-    drawing = curves_picture(curves, labels, looks(arms), arms[0], smooth)
-    return svg(drawing, 'Training loss relative to the baseline, over steps')
 
 
 @styled

@@ -34,8 +34,6 @@ def smoothed(steps, values, window):
     """(steps, means over `window` steps). A mean belongs to its last step: it uses no later ones."""
     # Fewer points lie in the window where not every step was logged.
     points = max(1, window // gap_of(steps))
-    if len(steps) < points:
-        raise ValueError(f'there are {len(steps)} steps, fewer than the {window} of a mean')
     return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
 
 
@@ -45,10 +43,10 @@ def smoothing(steps):
 
 
 def measure_curves(pairs, smooth):
-    """What charts.curves_picture() shows, ready for JSON; pairs: {name: {seed: (ours, theirs)}}.
+    """What charts.curves_plot() shows; pairs: {name: {seed: (ours, theirs)}}.
 
-    {name: {'steps', 'curves': {seed: [...]}, 'end': what the ends are, 'ends': {seed: difference}}}; a
-    point of a curve is a mean of `smooth` steps, or of all that a shorter run has.
+    {name: {'steps', 'curves': {seed: [...]}, 'ends': {seed: difference of validation losses}}}; a point of
+    a curve is a mean of `smooth` steps, or of all that a shorter run has.
     """
     result = {}
     for name, of_seeds in pairs.items():
@@ -63,5 +61,5 @@ def measure_curves(pairs, smooth):
         common = sorted(set.intersection(*map(set, curves.values())))
         common = common[:: -max(1, len(common) // POINTS)][::-1]  # with the last one
         each = {seed: [curve[step] for step in common] for seed, curve in curves.items()}
-        result[name] = {'steps': common, 'curves': each, 'end': 'validation loss', 'ends': ends}
+        result[name] = {'steps': common, 'curves': each, 'ends': ends}
     return result

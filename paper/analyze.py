@@ -5,7 +5,7 @@ checkpoint, and two of our own.
 $ python -m paper.analyze entropy out/vanilla_82m out/resformer_82m out/svformer_82m
 $ python -m paper.analyze similarity --hf=FOLDER_OR_HUB_ID --text=book.txt --sequences=100
 $ python -m paper.analyze spectrum out/vanilla_82m out/resformer_82m --sequences=100
-$ python -m paper.analyze mapping out/vanilla_82m --out=results/fig3
+$ python -m paper.analyze mapping out/vanilla_82m --out=out/fig3
 $ python -m paper.analyze tokens out/vanilla_82m
 $ python -m paper.analyze sinks out/vanilla_82m out/resformer_82m
 
@@ -31,6 +31,7 @@ Everything is computed per sequence, in float32 without TF32, then averaged over
 import contextlib
 import itertools
 import math
+import re
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,8 +45,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import model as architecture
-from comparison.charts import seeds_text
-from comparison.runs import facts
+from comparison import charts
+from comparison.runs import by_seed, facts, same_but_seeds
 from configurator import choose
 from lib.data import Dataset
 from lib.files import as_json, first_line, one_line_errors, write_json
@@ -54,7 +55,6 @@ from lib.outside import load_hub
 from lib.rundir import compare_tokenizers, provenance
 from lib.trained import load_run
 from model import attend, attend_cross, to_query_heads
-from paper import draw, losses
 
 
 @dataclass
@@ -85,14 +85,13 @@ class AnalyzeConfig:
 
 
 def watch(model, idx, targets=None):
-    """([layer], loss) of a model that reads idx (B, T): what each layer works with, and the loss where
-    there are targets (B, T).
+    """[layer] of a model that reads idx (B, T): what each layer works with.
 
-    Of a layer, q and keys are what it attends with, as model.attend_cross() gets them, k and v its own
-    keys and values among these. A gradient for v is that of this layer's attention alone, though other
-    layers may share v. projected, (B, T, any), are the values that it projects, before any are mixed in;
+    q and keys are what it attends with, as model.attend_cross() gets them, k and v its own keys and
+    values among these. projected, (B, T, any), are the values that it projects, before any are mixed in;
     it may project none, so that the last dimension is 0. x and y, (B, T, C), are what the block gets and
-    gives.
+    gives. With targets (B, T), gradient is that of their loss for v, through this layer's attention
+    alone, though other layers may share v.
     """
     nothing = torch.empty(*idx.shape, 0, device=idx.device)
     layers = [SimpleNamespace(projected=nothing) for _ in model.transformer.h]
@@ -117,14 +116,14 @@ def watch(model, idx, targets=None):
             hooks.enter_context(block.register_forward_hook(keep_stream))
             if block.attn.v.wiring.projects:
                 hooks.enter_context(block.attn.v.proj.register_forward_hook(keep_projected))
+        hooks.enter_context(torch.set_grad_enabled(targets is not None))
         _, loss = model(idx, targets, last_only=targets is None)
-    return layers, loss
 
-
-def projected_values(model, idx):
-    """[(B, T, any)]: the values that each layer projects."""
-    layers, _ = watch(model, idx)
-    return [layer.projected for layer in layers]
+    if targets is not None:
+        gradients = torch.autograd.grad(loss, [layer.v for layer in layers])
+        for layer, gradient in zip(layers, gradients, strict=True):
+            layer.gradient = gradient
+    return layers
 
 
 def join_heads(t):
@@ -137,28 +136,28 @@ def stack(layers):
     return torch.stack(layers, dim=1)
 
 
-# --- analyses of each sequence: {series: (B, layers, ...) float64} of a batch idx (B, T) ----------
+# --- analyses of each sequence: {series: (B, layers, ...) float64} of a batch's layers -------------
 
 
-def entropy(model, idx):
-    layers, _ = watch(model, idx)
-    importance = [column_sums(layer.q, layer.keys).mean(dim=1) / idx.size(1) for layer in layers]
+def entropy(layers):
+    # (B, T) of each layer
+    importance = [column_sums(layer).mean(dim=1) / layer.q.size(2) for layer in layers]
     return {
         'entropy': stack([torch.special.entr(each).sum(dim=1) for each in importance]),
         'first token': stack([each[:, 0] for each in importance]),
     }
 
 
-def column_sums(q, keys):
+def column_sums(layer):
     """The attention that each token gets from all queries of a head, (B, nh, T), float64.
 
-    q (B, nh, T, hs), keys: a list of (B, n_kv_head, T, hs). What a head gives is its matrix times its
-    values. So the sum of a column of the matrix is the gradient of the sum of what the head gives.
+    What a head gives is its matrix times its values. So the sum of a column of the matrix is the gradient
+    of the sum of what the head gives.
     """
-    keys = [to_query_heads(k, q) for k in keys]
+    keys = [to_query_heads(k, layer.q) for k in layer.keys]
     values = [torch.zeros_like(k, requires_grad=True) for k in keys]
     with torch.enable_grad():
-        total = attend_cross(q, keys, values)[..., 0].sum()
+        total = attend_cross(layer.q, keys, values)[..., 0].sum()
         columns = torch.autograd.grad(total, values)
     return sum(each[..., 0].double() for each in columns)
 
@@ -171,8 +170,7 @@ def uniform_entropy(T):
     return torch.special.entr(importance).sum().item()
 
 
-def similarity(model, idx):
-    layers, _ = watch(model, idx)
+def similarity(layers):
     return {
         'hidden states': stack([mean_cosine(layer.y) for layer in layers]),
         'keys': stack([mean_cosine(join_heads(layer.k)) for layer in layers]),
@@ -193,8 +191,7 @@ def mean_cosine(x):
 PROJECTED, ATTENDED = 'projected values', 'values attended with'
 
 
-def spectrum(model, idx):
-    layers, _ = watch(model, idx)
+def spectrum(layers):
     projected = [eigenvalues(layer.projected).T for layer in layers]
     attended = [eigenvalues(join_heads(layer.v)) for layer in layers]
     # A layer may have fewer than another: NaN. (C, layers, B)
@@ -211,12 +208,11 @@ def eigenvalues(v):
 EQ_3, EQ_6 = 'A_n (V_n + V_n-1), Eq. 3', 'A_n V_n + V_n-1, Eq. 6'
 
 
-def mapping(model, idx):
-    if len(model.transformer.h) < 2:
+def mapping(layers):
+    if len(layers) < 2:
         raise ValueError(
             'mapping compares a layer with the one before: the model has a single layer'
         )
-    layers, _ = watch(model, idx)
     by_equation = {EQ_3: [], EQ_6: []}
     for before, layer in itertools.pairwise(layers):
         q, k, v = layer.q, layer.k, layer.v
@@ -235,7 +231,7 @@ def mapping(model, idx):
 SINK = 0.3  # a share of attention
 
 
-def sinks(model, idx):
+def sinks(layers):
     """Of each head, s is the position in the first half of the sequence that gets most attention, as a
     mean over the queries that can see it; of equals the first. A norm at s is compared with the mean
     norm at all other positions.
@@ -249,23 +245,16 @@ def sinks(model, idx):
 
     All without dropout, as means over heads (B, layers) and, but for massive, by head (B, layers, nh).
     """
-    targets = F.pad(idx[:, 1:], (0, 1), value=-1)
-
-    with torch.enable_grad():
-        layers, loss = watch(model, idx, targets)
-        values = [layer.v for layer in layers]
-        gradients = torch.autograd.grad(loss, values)
-
-    queries = torch.arange(idx.size(1), 0, -1, device=idx.device)  # that see a position
-    sums = [column_sums(layer.q, layer.keys) for layer in layers]
-    alpha = stack(sums) / queries  # (B, layers, nh, T)
+    sums = stack([column_sums(layer) for layer in layers])
+    queries = torch.arange(sums.size(3), 0, -1, device=sums.device)  # that see a position
+    alpha = sums / queries  # (B, layers, nh, T)
     most, s = alpha[..., : (len(queries) + 1) // 2].max(dim=3)
     by_head = {
         'sink rate': (most > SINK).double(),
         'sink rate of position 0': (alpha[..., 0] > SINK).double(),
-        'drain': over_others(s, values),
+        'drain': over_others(s, [layer.v for layer in layers]),
         'peak': over_others(s, [layer.x[:, None] for layer in layers]),
-        'gradient': over_others(s, gradients),
+        'gradient': over_others(s, [layer.gradient for layer in layers]),
     }
     sizes = (layer.x.double().abs().flatten(1) for layer in layers)
     massive = [each.amax(dim=1) / each.median(dim=1).values for each in sizes]
@@ -286,14 +275,13 @@ def over_others(s, layers):
     return at_s * (norms.size(3) - 1) / (norms.sum(dim=3) - at_s)
 
 
-# The paper's, whose claims judge.py knows, and ours.
-ANALYSES = {
+FORMULAS = {
     'entropy': entropy,
     'similarity': similarity,
     'spectrum': spectrum,
     'mapping': mapping,
+    'sinks': sinks,
 }
-OF_A_SEQUENCE = ANALYSES | {'sinks': sinks}
 
 # --- one of all sequences: half of them say what the other half is measured by --------------------
 
@@ -324,7 +312,8 @@ def tokens(model, rows, batch_size, label=''):
     sums = {}  # {layer: (tokens that occur often, C)}
     for idx in batches(model, fitted, batch_size, f'{label}, means'):
         known = often[idx]  # (B, T)
-        for n, v in enumerate(projected_values(model, idx)):
+        for n, layer in enumerate(watch(model, idx)):
+            v = layer.projected
             zeros = v.new_zeros(len(counts), v.size(2), dtype=torch.float64)
             sums.setdefault(n, zeros).index_add_(0, place[idx[known]], v[known].double())
 
@@ -332,8 +321,9 @@ def tokens(model, rows, batch_size, label=''):
     for idx in batches(model, held_out, batch_size, label):
         known = often[idx]
         left, total = [], []
-        for n, v in enumerate(projected_values(model, idx)):
-            means, mean = sums[n] / counts, sums[n].sum(dim=0) / counts.sum()
+        for n, layer in enumerate(watch(model, idx)):
+            v, means = layer.projected, sums[n] / counts
+            mean = sums[n].sum(dim=0) / counts.sum()
             left.append(squares(v - means[place[idx]], known))
             total.append(squares(v - mean, known))
         parts.append([stack(left), stack(total), known.double().mean(dim=1)])
@@ -440,7 +430,10 @@ def measure(kind, model, rows, batch_size, label):
     """{series: (sequences, layers, ...)} of an analysis, on the model's device."""
     if kind == 'tokens':
         return tokens(model, rows, batch_size, label)
-    parts = [OF_A_SEQUENCE[kind](model, idx) for idx in batches(model, rows, batch_size, label)]
+    parts = []
+    for idx in batches(model, rows, batch_size, label):
+        targets = F.pad(idx[:, 1:], (0, 1), value=-1) if kind == 'sinks' else None
+        parts.append(FORMULAS[kind](watch(model, idx, targets)))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -473,8 +466,8 @@ def over_seeds(numbers):
             raise ValueError(f'{run} has no seed, for it is no run of train.py: leave out --seeds')
         # Where a run stopped is among the facts: another step makes another model.
         stated[run] = report['settings'] | {'step': report['step']}
-    for run, seeds in losses.arms_of(stated).items():
-        series = {}
+    for run, same in same_but_seeds(stated).items():
+        seeds, series = by_seed(same, stated), {}
         for name in reports[run]['series']:
             means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
             series[name] = summary(torch.tensor(np.array(means, dtype=float)))
@@ -523,18 +516,19 @@ PANELS = {
 LOGARITHMIC = (FIRST_LAYER, PROJECTED, ATTENDED, 'drain: |value|', 'peak: |block input|')
 
 
-def figure_of(numbers, title=''):
+def figure_of(numbers):
     """The figure of analyze()'s or over_seeds()'s numbers: a curve per report, its mean and error."""
     kind, reports = numbers['analysis'], numbers['runs']
-    usual, y_label, panels = PANELS[kind]
-    labels, look = draw.labels_and_looks(reports)
+    title, y_label, panels = PANELS[kind]
+    labels = labels_of(reports)
+    looks = charts.looks(list(labels.values()))
     seeds = sorted({report['seeds'] for report in reports.values() if 'seeds' in report})
-    over = ' or '.join(map(seeds_text, seeds)) or 'sequences, not over models'
-    title = f'{title or usual}\nbands: one standard error over {over}'
+    over = ' or '.join(map(charts.seeds_text, seeds)) or 'sequences, not over models'
+    title = f'{title}\nbands: one standard error over {over}'
     size = (3.1 * max(len(panels), 2), 4.2)
     # One quantity has one axis.
     is_shared = kind not in ('spectrum', 'sinks')
-    figure, axes = draw.picture(title, size, ncols=len(panels), sharey=is_shared)
+    figure, axes = charts.picture(title, size, ncols=len(panels), sharey=is_shared)
     axes = np.ravel(axes)  # of one panel, too
     if kind == 'spectrum':
         axes[2].sharey(axes[1])
@@ -544,10 +538,11 @@ def figure_of(numbers, title=''):
             ax.set_yscale('log')
         for run, report in reports.items():
             mean, error = curve_of(panel, report['series'][series])
+            label, look = labels[run], looks[labels[run]]
             x = np.arange(1, len(mean) + 1)
-            ax.plot(x, mean, marker='.', label=textwrap.fill(labels[run], 28), **look[run])
-            color = look[run]['color']
-            ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.2, linewidth=0)
+            ax.plot(x, mean, marker='.', label=textwrap.fill(label, 28), **look)
+            band = {'color': look['color'], 'alpha': 0.2, 'linewidth': 0}
+            ax.fill_between(x, mean - error, mean + error, **band)
         ax.set_title(panel, fontsize=10)
         ax.set_xlabel('index of the eigenvalue' if panel == FIRST_LAYER else 'layer')
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -559,6 +554,16 @@ def figure_of(numbers, title=''):
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc='outside lower center', ncols=2, frameon=False)
     return figure
+
+
+def labels_of(runs):
+    """{run: its name}: its folder's, without rate and seed; where two have one name, the whole paths."""
+    labels = {}
+    for run in runs:
+        path = Path(run)
+        folder = path.parent if path.suffix == '.pt' else path
+        labels[run] = re.sub(r'(_lr[\d.e-]+)?(_seed\d+)?$', '', folder.name)
+    return labels if len({*labels.values()}) == len(labels) else {run: run for run in runs}
 
 
 def curve_of(panel, series):
@@ -580,8 +585,10 @@ def main():
         numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
         write_json(out.with_name(f'{out.name}.json'), numbers)
-        drawn = over_seeds(numbers) if settings.seeds else numbers
-        draw.save(figure_of(drawn), out.with_name(f'{out.name}.png'))
+        figure = figure_of(over_seeds(numbers) if settings.seeds else numbers)
+        picture = out.with_name(f'{out.name}.png')
+        figure.savefig(picture, dpi=150)
+        print(f'\nwrote {picture}')
 
 
 if __name__ == '__main__':

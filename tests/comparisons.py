@@ -15,7 +15,6 @@ from comparison.plan import Run
 from comparison.record import write_plan
 from comparison.results import Results
 from configurator import configure
-from lib.files import as_json
 from model import GPTConfig
 from train import TrainConfig
 
@@ -116,14 +115,6 @@ def pretend_all(plan, loss_of=scattered):
         for job in jobs:
             pretend(plan, known[job.name], loss_of(known[job.name]))
     return results
-
-
-def write_arm(folder, arm, scale, values, seed=1, **more):
-    """A finished run of an arm of the paper, as the scale has it, where reproduce.py looks for it."""
-    settings, config = arm.configs(scale)
-    stated = as_json({**vars(settings), **vars(config), 'seed': seed, **more})
-    name = f'{arm.name}_lr{stated["learning_rate"]:g}_seed{seed}'
-    return runs.write_run(folder / name, values, **stated)
 
 
 def folder_of(plan, arm, seed):

@@ -50,8 +50,7 @@ def small(name):
 
 
 def analyzed(kind, model, idx):
-    with torch.no_grad():
-        series = analyze.OF_A_SEQUENCE[kind](model, idx)
+    series = analyze.measure(kind, model, list(idx.numpy()), 2, kind)
     return {name: t.numpy() for name, t in series.items()}
 
 
@@ -344,8 +343,7 @@ def test_tokens_equals_its_direct_formula(name):
     result = {'R^2': np.transpose(expected), 'share of positions': shares}
 
     for batch_size in (1, 4):
-        with torch.no_grad():
-            series = analyze.tokens(model, list(texts), batch_size)
+        series = analyze.measure('tokens', model, list(texts), batch_size, 'tokens')
         actual = {name: t.numpy() for name, t in series.items()}
         assert_close(actual, result)
     is_of_token_alone = model.config.arch == 'llama'  # gpt2 adds the position

@@ -140,9 +140,9 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     # The standard error of two numbers.
     np.testing.assert_allclose(both['standard_error'], abs(one - two) / 2, atol=1e-12)
 
-    assert 'sequences' in analyze.figure_of(numbers, 'a title').get_suptitle()
-    figure = analyze.figure_of(pooled, 'a title')
-    assert 'a title' in figure.get_suptitle() and '2 seeds' in figure.get_suptitle()
+    assert 'sequences' in analyze.figure_of(numbers).get_suptitle()
+    figure = analyze.figure_of(pooled)
+    assert '2 seeds' in figure.get_suptitle()
     curves = [line for line in figure.axes[-1].get_lines() if len(line.get_ydata()) > 2]
     mean = np.array(both['mean'])
     expected = mean[:, 0] if kind == 'spectrum' else mean

@@ -1,0 +1,86 @@
+"""comparison/curves.py and charts.py: curves of runs, and what a plot shows."""
+
+import numpy as np
+import pytest
+from runs import write_run
+
+from comparison import charts
+from comparison.curves import measure_curves, smoothed
+from comparison.results import sweep
+from comparison.runs import read_state
+from comparison.verdict import judge
+
+
+def state(folder, values, **config):
+    """A finished run with a training loss per step, as comparison.runs reads it."""
+    return read_state(write_run(folder, list(values), **config))
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_the_mean_of_a_window_and_ends_with_the_validation_loss(tmp_path):
+    rng = np.random.default_rng(0)
+    base, other = rng.normal(3, 0.1, 40), rng.normal(2.9, 0.1, 40)
+    pair = state(tmp_path / 'b', other), state(tmp_path / 'a', base)
+    (arm,) = measure_curves({'b': {1: pair}}, 5).values()
+    assert arm['steps'] == list(range(4, 40))
+    expected = [(other - base)[step - 4 : step + 1].mean() for step in arm['steps']]
+    assert arm['curves'][1] == pytest.approx(expected)
+    assert arm['ends'] == {1: pytest.approx(other[-1] - base[-1])}
+    (all_of_it,) = measure_curves({'b': {1: pair}}, 99).values()
+    assert all_of_it['curves'][1] == pytest.approx([(other - base).mean()])
+
+
+def test_a_window_is_of_steps_also_where_not_every_step_was_logged():
+    logged = np.arange(0, 400, 10)
+    steps, means = smoothed(logged, -0.01 * logged, 50)
+    # The last 50 steps have five logged ones: 350, 360, ..., 390.
+    assert steps[-1] == 390 and means[-1] == pytest.approx(-3.7)
+
+
+def test_losses_that_are_not_finite_are_left_out_of_all_seeds(tmp_path):
+    base = state(tmp_path / 'base', [3.0] * 20)
+    odd = state(tmp_path / 'odd', [2.0] * 15 + [float('nan')] + [2.0] * 4)
+    (arm,) = measure_curves({'x': {1: (odd, base), 2: (base, base)}}, 1).values()
+    assert 15 not in arm['steps'] and arm['curves'] == {1: [-1.0] * 19, 2: [0.0] * 19}
+
+
+def test_several_seeds_are_thin_lines_with_their_mean(monkeypatch):
+    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+    rng = np.random.default_rng(0)
+    curves = {seed: rng.normal(0.1, 0.1, 100).tolist() for seed in (1, 2, 3)}
+    ends = {seed: curve[-1] for seed, curve in curves.items()}
+    measured = {'mine': {'steps': list(range(100)), 'curves': curves, 'ends': ends}}
+    left, right = charts.curves_plot(measured, ['vanilla', 'mine'], 5).axes
+    widths = [line.get_linewidth() for line in left.lines if len(line.get_ydata()) > 2]
+    assert widths == [0.5] * 3 + [1.8]
+    mean = np.mean(list(curves.values()), axis=0)
+    np.testing.assert_allclose(left.lines[-1].get_ydata(), mean)
+    _, text = (text.get_text() for text in right.get_legend().get_texts())
+    assert text.startswith(charts.signed(mean[-1], 3)) and '±' in text and text.endswith('mine')
+    assert right.get_xlabel() == '3 seeds\n95% intervals,\nuncorrected'
+    # Whatever lies behind the first fifth can be seen.
+    low, high = left.get_ylim()
+    assert low <= np.min([each[20:] for each in curves.values()])
+    assert high >= np.max([each[20:] for each in curves.values()])
+
+
+def test_every_run_at_the_best_rate_and_beside_it_is_seen(monkeypatch):
+    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+    found = sweep({1e-3: [9.0, 9.2], 2e-3: [4.1, 4.2], 4e-3: [4.0, 4.1], 8e-3: [4.05, 5.5]})
+    low, high = charts.losses_by_rate({'mine': found}, ['mine']).axes[0].get_ylim()
+    assert low < 4.0 and 5.5 < high < 9.0
+
+
+def test_a_forest_says_what_below_0_means_for_losses_and_for_leads(monkeypatch):
+    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+    contrasts = {}
+    for ours, theirs in (('b', 'a'), ('(d-c)', '(b-a)')):
+        numbers = judge({'x': {seed: 0.1 * seed for seed in range(3)}})['x']
+        contrasts[ours] = {'ours': ours, 'theirs': theirs, **numbers}
+    words = []
+    for some in ({'b': contrasts['b']}, contrasts):
+        words.append(charts.contrasts_plot(some, list('abcd')).axes[0].get_xlabel())
+    assert all('below 0 is better' in each for each in words)
+    assert ['leads' in each for each in words] == [False, True]

@@ -1,0 +1,69 @@
+"""paper/README.md: each table and figure of the paper is there, with a command that can be typed."""
+
+import re
+import shlex
+import subprocess
+
+import comparisons
+import pytest
+from conftest import ROOT, read_json
+from test_readme import parse
+
+import compare
+from configurator import configure
+from model import GPTConfig
+from train import TrainConfig
+
+place = comparisons.place
+
+PAGE = (ROOT / 'paper/README.md').read_text()
+CODE = re.findall('`([^`]*(?:python|torchrun) [^`]*)`', PAGE)
+START, FULL_SIZE = 'config/start.py', 'config/vanilla_82m.py'
+
+
+def typed(code):
+    """[arguments of python] of each command that a line of bash runs."""
+    stand_in = 'python() { printf "%q " "$@"; echo; }; torchrun() { python "${@:2}"; }; '
+    done = subprocess.run(['bash', '-c', stand_in + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+COMMANDS = [words for code in CODE for words in typed(code)]
+COMPARISONS = {words[2]: words[1:] for words in COMMANDS if words[0] == 'compare.py'}
+OTHERS = [words for words in COMMANDS if words[0] != 'compare.py']
+
+
+def test_every_table_and_figure_has_a_row_and_each_comparison_a_name_of_its_own():
+    first_cells = ' '.join(re.findall(r'^\| ([^|]+) \|', PAGE, re.M))
+    assert {int(n) for n in re.findall(r'Fig. (\d+)', first_cells)} == {*range(1, 16)}
+    assert all(f'Table {n}' in first_cells for n in (1, 2, 5)) and 'Tables 3, 4' in first_cells
+    assert len(COMPARISONS) + len(OTHERS) == len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize('config', [START, FULL_SIZE])
+@pytest.mark.parametrize('name', COMPARISONS)
+def test_a_figure_is_a_plan_of_compare_at_every_size(name, config, monkeypatch):
+    """Which refuses arms and contrasts that are none, or that cannot be compared."""
+    monkeypatch.chdir(ROOT)
+    argv = [config if word == START else word for word in COMPARISONS[name]]
+    schemas = compare.CompareConfig, TrainConfig, GPTConfig
+    options, training, model = configure(*schemas, argv=argv, plain='runs')
+    plan = compare.plan_of(options, argv)
+    assert f'--name={plan.folder.name}' == name and plan.baseline == 'vanilla'
+    assert config != START or training.rows_per_step * model.block_size == 4096
+
+
+@pytest.mark.parametrize('words', OTHERS, ids=' '.join)
+def test_a_command_is_one_that_its_program_takes(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parse(words, monkeypatch)
+
+
+def test_a_figure_is_trained_and_judged_by_its_command(place):
+    """With another config: a small one."""
+    words = [word for word in COMPARISONS['--name=fig6'] if word != START]
+    status, _ = comparisons.compare_command(*words, '--seeds=1', '--max_iters=4')
+    assert status == 0
+    contrasts = read_json(place / 'out/compare/fig6/report.json')['contrasts']
+    assert {'q-vanilla', 'k-vanilla', 'resformer-q', 'resformer-k'} < contrasts.keys()
