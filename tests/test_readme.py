@@ -1,4 +1,4 @@
-"""README and docs/: the patch is one that is tested, commands parse, files are there, and it is short."""
+"""What the pages say: the patch is tested, commands parse, files are there, and results have a source."""
 
 import importlib
 import itertools
@@ -142,14 +142,29 @@ def test_every_setting_of_training_that_it_names_exists():
     assert len(of_training) >= 5, of_training
 
 
-def test_every_file_that_it_names_exists():
-    names = 0
-    for page, text in TEXTS.items():
-        links = re.findall(r'\]\(([^)#:]+)\)|src="([^"]+)"', text)
-        for name in map(''.join, links):
-            assert (DOCS[page].parent / name).exists(), f'{page}: {name}'
-        files = re.findall(r'`((?:\w+/)*[a-z_]+\.(?:py|sh)|\w+/)`', text)
-        for name in files:
-            assert (ROOT / name).exists(), f'{page}: {name}'
-        names += len(links) + len(files)
-    assert names >= 55
+def test_every_link_and_every_file_that_pages_name_is_there():
+    places = ('*.md', 'docs/*.md', 'hub/*.md', 'paper/*.md', 'results/**/*.md')
+    paths = [path for place in places for path in ROOT.glob(place)]
+    links = files = 0
+    for path in paths:
+        text = path.read_text()
+        targets = re.findall(r'\]\(([^)#:]+)[^):]*\)|src="([^"]+)"', text)
+        links += len(targets)
+        missing = [name for name in map(''.join, targets) if not (path.parent / name).exists()]
+        if path in DOCS.values():
+            names = re.findall(r'`((?:\w+/)*[a-z_]+\.(?:py|sh)|\w+/)`', text)
+            files += len(names)
+            missing += [name for name in names if not (ROOT / name).exists()]
+        assert not missing, path
+    assert links >= 100 and files >= 20
+
+
+MEASURED = [path for path in ROOT.glob('results/*/README.md') if len([*path.parent.iterdir()]) > 1]
+
+
+@pytest.mark.parametrize('path', MEASURED, ids=lambda path: path.parent.name)
+def test_a_page_beside_logs_or_numbers_names_commit_date_and_hardware(path):
+    text = path.read_text()
+    assert re.search(r'commits? [0-9a-f]{7}', text, re.I)
+    assert re.search(r'20\d\d-\d\d-\d\d|\d \w+ 20\d\d', text)
+    assert re.search('AMD|Apple|Intel|NVIDIA', text)
