@@ -49,7 +49,7 @@ from tqdm import tqdm
 
 from configurator import choose, configure
 from lib.files import first_line, one_line_errors
-from lib.machine import ATTENTION, Machine, check_compiler
+from lib.machine import ATTENTION, Machine
 from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from model import GPT, GPTConfig, refuse
@@ -641,8 +641,6 @@ def bench(settings, shape):
     machine = Machine(settings.device, settings.dtype, tf32=True, attention=settings.attention)
     check_start(settings, shape, machine)
     recipes = row_recipes(settings, shape, machine)
-    if any(own.compile for _, own, _, _ in recipes):
-        check_compiler(machine)
     machine.join()
     if isinstance(settings, DecodeConfig):
         groups = decoding_groups(settings, shape, recipes, machine)

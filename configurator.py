@@ -20,10 +20,8 @@ import os
 import re
 import runpy
 import sys
-import traceback
 import types
 import typing
-from pathlib import Path
 
 HELP = {'--help', '-h'}
 
@@ -127,8 +125,9 @@ def read_settings(path, fields=()):
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:  # whatever a user's file raises is that file's mistake
+        # That of a SyntaxError says the file and the line.
         message = ' '.join(str(error).splitlines())
-        raise ValueError(f'{origin(path, error)}: {type(error).__name__}: {message}') from error
+        raise ValueError(f'{path}: {type(error).__name__}: {message}') from error
 
     settings = {}
     for name, value in names.items():
@@ -136,20 +135,6 @@ def read_settings(path, fields=()):
         if name in fields or not (is_helper or name.startswith('_')):
             settings[name] = value
     return settings
-
-
-def origin(path, error):
-    """The file and line of a config file's mistake, which may be in a file that it imports."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames]
-    if isinstance(error, SyntaxError):
-        places.append((error.filename or '', error.lineno))
-
-    folder = Path(path).resolve().parent
-    for name, line in reversed(places):
-        if Path(name).is_file() and Path(name).resolve().parent == folder:
-            return f'{os.path.relpath(name)}, line {line}'
-    return path
 
 
 def check_key(key, fields, where):
@@ -177,7 +162,9 @@ def convert(value, hint, where, text=None):
     kinds = [typing.get_origin(kind) or kind for kind in kinds]
     for kind in kinds:
         if fits(value, kind):
-            return plain_value(kind(value) if kind in (int, float, tuple) else value, where)
+            value = kind(value) if kind in (int, float, tuple) else value
+            check_plain(value, where)
+            return value
     if str in kinds and text is not None:
         return text
 
@@ -186,23 +173,21 @@ def convert(value, hint, where, text=None):
     raise ValueError(f'{where} must be {names}, not {value!r}{advice}')
 
 
-def plain_value(value, where):
-    """`value` in Python's own types, whatever arithmetic it comes from: a checkpoint holds its settings,
-    and is read back without any others, such as NumPy's."""
-    if isinstance(value, dict):
-        return {plain_value(k, where): plain_value(v, where) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        items = [plain_value(item, where) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if hasattr(value, 'item'):  # NumPy's
-        value = value.item()
-    if value is None or isinstance(value, bool):
-        return value
-    # Not str(value), which is the name of an Enum's value.
-    for kind, plain in ((int, int), (float, float), (str, str.__str__)):
-        if isinstance(value, kind):
-            return plain(value)
-    raise ValueError(f'{where} holds {value!r}, which is neither a number nor a string')
+def check_plain(value, where):
+    """ValueError for a value that a checkpoint could not hold, such as NumPy's: it is read back without
+    any other types than Python's own."""
+    if type(value) in (tuple, list):
+        parts = value
+    elif type(value) is dict:
+        parts = (*value, *value.values())
+    elif type(value) in (int, float, str, bool, types.NoneType):
+        return
+    else:
+        raise ValueError(
+            f"{where} holds {value!r}, which is none of Python's own numbers and strings"
+        )
+    for part in parts:
+        check_plain(part, where)
 
 
 def fits(value, kind):

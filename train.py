@@ -40,15 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import one_line_errors, write_json, write_whole
-from lib.machine import (
-    INTERRUPTED,
-    Machine,
-    Signals,
-    advise_on_memory,
-    check_compiler,
-    outlives_its_output,
-)
+from lib.files import mute, one_line_errors, write_json, write_whole
+from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.outside import holds_weights, load_hub
 from lib.rundir import (
     Log,
@@ -637,7 +630,8 @@ def carry_on(checkpoint, start, settings, config, warn):
 class Reporter:
     """The terminal, the log, the checkpoints and wandb."""
 
-    def __init__(self, settings, config, machine, start):
+    def __init__(self, settings, config, machine, start, signals):
+        self.signals = signals
         self.settings = settings
         self.config = config
         self.machine = machine
@@ -656,11 +650,11 @@ class Reporter:
             **self.provenance,
         }
         for name, value in everything.items():
-            print(f'{name:28} {value}')
+            self.say(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
-        print(f'{inner:,} parameters without embeddings, {total:,} with\n')
+        self.say(f'{inner:,} parameters without embeddings, {total:,} with\n')
         if start.changed:
-            print('resumed with other settings:', start.changed)
+            self.say(f'resumed with other settings: {start.changed}')
 
         self.folder = Path(settings.out_dir)
         failure_file(self.folder).unlink(missing_ok=True)
@@ -696,6 +690,14 @@ class Reporter:
         except Exception as error:  # a tracker must never stop training
             self.machine.warn(f'warning: no wandb: {error}')
 
+    def say(self, words):
+        """Print a line. Where nobody reads it any more, as after `| head`, the run is to stop."""
+        try:
+            print(words, flush=True)
+        except OSError:
+            mute(sys.stdout)
+            self.signals.stop = True
+
     def write(self, entry):
         self.log.write(entry)
         if self.tracker:
@@ -711,7 +713,7 @@ class Reporter:
         if mixing:
             entry['mixing'] = mixing
         self.write(entry)
-        print(f'step {step} | validation loss {losses["mean"]:.4f}')
+        self.say(f'step {step} | validation loss {losses["mean"]:.4f}')
 
     def step(self, step, loss, norm, lr, scaler, skipped, seconds):
         """Log one step; seconds: the time that it took."""
@@ -737,10 +739,9 @@ class Reporter:
         share = f'MFU {mfu:.1%}' if mfu else 'MFU n/a'
         steps_left = self.settings.max_iters - step - 1
         left = datetime.timedelta(seconds=round(seconds * steps_left))
-        print(
+        self.say(
             f'step {step} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | skipped {skipped} | '
-            f'{speed:,.0f} tok/s | {share} | {left} left',
-            flush=True,
+            f'{speed:,.0f} tok/s | {share} | {left} left'
         )
 
     def checkpoint(self, step, skipped):
@@ -774,9 +775,9 @@ class Reporter:
         if self.facts:
             write_json(self.folder / 'config.json', self.facts | {'ended': now()})
         if interrupted:
-            print(f'interrupted at step {step}; the run is saved')
+            self.say(f'interrupted at step {step}; the run is saved')
         else:
-            print(f'finished at step {step}')
+            self.say(f'finished at step {step}')
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -794,7 +795,7 @@ def train(settings, config, machine, micro_steps, closing):
     compiled = compile_model(model, settings)
     wrapped = distribute(compiled, machine)
     signals = Signals(closing)
-    reporter = Reporter(settings, config, machine, start) if machine.is_first else None
+    reporter = Reporter(settings, config, machine, start, signals) if machine.is_first else None
     loader = Loader(start.rows, settings, machine, start.step)
     step = start.step
     saved = step if settings.init_from == 'resume' else None
@@ -911,7 +912,6 @@ LESS_MEMORY = (
 )
 
 
-@outlives_its_output()
 def main():
     with one_line_errors():  # the same on every process
         settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=own_settings)
@@ -919,8 +919,6 @@ def main():
         machine = Machine(settings.device, settings.dtype, tf32=True, attention=attention)
         micro_steps = share_of_micro_steps(settings, machine.world_size)
         check_rates(settings, config)
-        if settings.compile:
-            check_compiler(machine)
         machine.join(settings.backend)
     with (
         one_line_errors(everywhere=True),

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -135,13 +136,21 @@ def one_line_errors(everywhere=False, interrupts=True):
     """Turn a mistake of the user's, or a run that diverged, into one line on stderr and exit status 1.
 
     Where all processes make the same mistake, only the first of each machine prints it; with
-    `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word.
+    `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word. A closed pipe is the
+    status of SIGPIPE in a shell, 141, without a word.
     """
     if hasattr(sys.stdout, 'reconfigure'):  # it may be an io.StringIO
         # A terminal that knows ASCII only shows a question mark for every other character.
         sys.stdout.reconfigure(errors='replace')
     try:
-        yield
+        try:
+            yield
+        finally:
+            if sys.stdout:  # None where it was closed from the start
+                sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it any more, as after `| head`
+        mute(sys.stdout)
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         if not interrupts:
             raise
@@ -149,3 +158,9 @@ def one_line_errors(everywhere=False, interrupts=True):
     except (ValueError, OSError, FloatingPointError) as error:
         speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
         sys.exit(f'error: {error}' if speaks else 1)
+
+
+def mute(stream):
+    """Let what is written to a stream from now on go nowhere, what is buffered included."""
+    with open(os.devnull, 'w') as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

@@ -9,11 +9,8 @@ import contextlib
 import datetime
 import os
 import re
-import shutil
 import signal
 import sys
-import sysconfig
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -82,9 +79,10 @@ class Machine:
         self.choose_kernels()
 
     def warn(self, message):
-        """Say it on stderr, on the first process only."""
+        """Say it on stderr, on the first process only. Where nobody reads that, it is lost."""
         if self.is_first:
-            print(message, file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(message, file=sys.stderr)
 
     def choose_kernels(self):
         """Let the whole process attend with this Machine's kernels: the last one made decides."""
@@ -250,26 +248,6 @@ def cores():
     return os.cpu_count() or 1
 
 
-def check_compiler(machine):
-    """ValueError where torch.compile cannot work: on a CPU inductor needs $CXX, or else g++ (on a Mac
-    clang++), and on CUDA Triton needs $CC, gcc or clang."""
-    variable, usual = 'CXX', 'clang++' if sys.platform == 'darwin' else 'g++'
-    if machine.kind == 'cuda':
-        variable, usual = 'CC', 'gcc clang'
-    names = (os.environ.get(variable) or usual).split()
-    if not any(shutil.which(name) for name in names):
-        raise ValueError(
-            f'compile=True needs a compiler, and there is no {" or ".join(names)}; install one, name '
-            f'yours in {variable}, or use --compile=False'
-        )
-    header = Path(sysconfig.get_path('include'), 'Python.h')
-    if not header.exists():  # the compiler may know of another place
-        machine.warn(
-            f'note: there is no {header}; if compiling fails, install it (python3-dev), or use '
-            '--compile=False'
-        )
-
-
 @contextlib.contextmanager
 def advise_on_memory(advice):
     """Turn running out of memory into an OSError of one line, with advice."""
@@ -296,41 +274,3 @@ class Signals:
 
     def receive(self, number, frame):
         self.stop = True
-
-
-class Voice:
-    """A text stream that leaves out what it cannot write: its pipe or terminal may have been closed, or
-    its disk be full."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        self.attempt(self.stream.write, text)
-
-    def flush(self):
-        self.attempt(self.stream.flush)
-
-    def attempt(self, action, *args):
-        try:
-            action(*args)
-        except OSError:
-            # From now on, all that this process writes there goes nowhere, what is buffered included.
-            with open(os.devnull, 'w') as nowhere:
-                os.dup2(nowhere.fileno(), self.stream.fileno())
-
-
-@contextlib.contextmanager
-def outlives_its_output():
-    """Let a program go on without what it cannot print."""
-    # A stream that was closed from the start is None.
-    out, err = (Voice(stream or open(os.devnull, 'w')) for stream in (sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            yield
-        finally:
-            out.flush()
-            err.flush()

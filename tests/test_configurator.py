@@ -178,38 +178,10 @@ class Runs:
     window: int = 5  # steps
 
 
-def test_what_arithmetic_with_numpy_gives_is_taken_as_pythons_own_numbers(write):
-    """torch.load() with weights_only refuses a checkpoint that holds others."""
-    text = """
-import numpy as np
-rate = np.sqrt(np.float64(2))
-pair = tuple(np.arange(2)), [np.float32(0.5)]
-weights = dict(zip(np.array(['A', 'B']), np.array([1.0, 3.0]) / 4))
-name = np.str_('b')
-"""
-    settings = toy(write('arithmetic.py', text))
-    assert settings == Toy(
-        rate=2**0.5, pair=((0, 1), [0.5]), weights={'A': 0.25, 'B': 0.75}, name='b'
-    )
-    values = [settings.rate, settings.name, *settings.pair[0], *settings.pair[1]]
-    values += [*settings.weights, *settings.weights.values()]
-    assert {type(value) for value in values} == {int, float, str}
-    enums = """
-from enum import Enum, IntEnum
-class Name(str, Enum): best = 'b'
-class Count(IntEnum): two = 2
-class Rate(float): pass
-class Text(str): pass
-name, rate, pair = Name.best, Rate(2.5), (Count.two, Text('c'))
-"""
-    settings = toy(write('enums.py', enums))
-    assert settings == Toy(name='b', rate=2.5, pair=(2, 'c'))
-    values = [settings.name, settings.rate, *settings.pair]
-    assert [type(value) for value in values] == [str, float, int, str]
-    counts = 'import collections\nweights = collections.Counter("aab")'
-    assert type(toy(write('counts.py', counts)).weights) is dict
-    assert 'pair in set.py holds {1}, which is neither a number' in refusal(
-        write('set.py', 'pair = ({1},)')
+@pytest.mark.parametrize('value', ['({1},)', '(np.float64(0.5),)', '[np.arange(2)]'])
+def test_a_value_that_a_checkpoint_could_not_hold_is_refused(write, value):
+    assert 'pair in mine.py holds ' in refusal(
+        write('mine.py', f'import numpy as np\npair = {value}')
     )
 
 
@@ -275,34 +247,17 @@ def test_a_config_builds_on_another_and_changes_a_line(write, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    'text, line, words',
+    'text, words',
     [
-        ('steps = 1\nrate = (\n', 2, ['SyntaxError']),
-        ('steps = 1\n\nrate = 1 / 0\n', 3, ['ZeroDivisionError']),
-        ('def f():\n    return undefined\n\n\nsteps = f()\n', 2, ['NameError', 'undefined']),
-        ('import sys\nsys.exit(3)\n', 2, ['SystemExit']),
-        ('raise ValueError("two\\nlines")\n', 1, ['two lines']),
+        ('steps = 1\nrate = = 2\n', ['SyntaxError', 'bad.py, line 2']),
+        ('steps = 1\n\nrate = 1 / 0\n', ['ZeroDivisionError']),
+        ('import sys\nsys.exit(3)\n', ['SystemExit']),
+        ('raise ValueError("two\\nlines")\n', ['two lines']),
     ],
 )
-def test_a_config_that_fails_is_reported_with_file_and_line(write, text, line, words):
-    message = refusal(write('bad.py', text))
-    assert message.startswith(f'bad.py, line {line}: ')
-    for word in words:
-        assert word in message
-
-
-@pytest.mark.parametrize(
-    'text, line', [('steps = 1\nrate = = 2\n', 2), ('steps = 1\n\nrate = 1 / 0\n', 3)]
-)
-def test_a_mistake_in_an_imported_config_is_reported_there(
-    write, monkeypatch, tmp_path, text, line
-):
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = f'parts{line}'  # a module of one name is imported once
-    write(f'{folder}/base.py', text)
-    derived = f'# a comment\n# another\n\n\n\nfrom {folder}.base import *\n'
-    message = refusal(write(f'{folder}/derived.py', derived))
-    assert message.startswith(f'{folder}/base.py, line {line}: ')
+def test_a_config_that_fails_is_reported_with_file_and_error(write, text, words):
+    with raises_one_line('bad.py: ', *words):
+        toy(write('bad.py', text))
 
 
 def test_a_config_that_is_missing_binary_or_a_folder_is_reported(write, tmp_path):

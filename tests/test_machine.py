@@ -1,15 +1,11 @@
 """lib/machine.py: device, precision and kernels on GPUs that are not there."""
 
-import contextlib
-import sysconfig
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import raises_one_line
 
 from lib.files import one_line_errors
-from lib.machine import Machine, check_compiler
+from lib.machine import Machine
 
 
 @pytest.fixture
@@ -140,29 +136,3 @@ def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):
     assert (machine.distributed, machine.rank, machine.world_size) == (False, 0, 1)
     with pytest.raises(SystemExit, match='error: ours'), one_line_errors():
         raise ValueError('ours')
-
-
-@pytest.mark.parametrize(
-    'kind, environment, present, missing',
-    [
-        ('cpu', {'CXX': '/opt/clang++'}, '/opt/clang++', ''),
-        ('cuda', {}, 'clang', ''),
-        ('cuda', {'CC': 'icx'}, 'gcc', 'no icx.*CC'),
-    ],
-)
-def test_the_compiler_that_torch_will_start_must_be_there(
-    monkeypatch, kind, environment, present, missing
-):
-    for name in ('CC', 'CXX'):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr('sys.platform', 'linux')
-    monkeypatch.setattr('shutil.which', lambda name: name if name == present else None)
-    expected = pytest.raises(ValueError, match=missing) if missing else contextlib.nullcontext()
-    for include in (sysconfig.get_path('include'), '/nowhere'):
-        monkeypatch.setattr('sysconfig.get_path', lambda name, include=include: include)
-        notes = []
-        with expected:
-            check_compiler(SimpleNamespace(kind=kind, warn=notes.append))
-    assert missing or '/nowhere/Python.h' in notes[0] and 'python3-dev' in notes[0]

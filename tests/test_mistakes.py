@@ -224,12 +224,6 @@ def test_a_device_that_is_not_there_is_refused(work):
     refused("device='cuda'", 'cpu', device='cuda')
 
 
-def test_without_a_compiler_compile_is_refused(work, monkeypatch):
-    monkeypatch.setenv('PATH', '')
-    monkeypatch.delenv('CXX', raising=False)
-    refused('compile=True', 'compiler', '--compile=False', compile=True)
-
-
 # Each is argued for: a page uses it, or the paper needs it. What is added here is added to a page.
 OPTIONS = """
 out_dir init_from seed dataset domain_weights verify_data gradient_accumulation_steps batch_size

@@ -95,15 +95,20 @@ def test_under_nohup_a_hang_up_stops_nothing(monkeypatch, work):
     assert status == 0 and signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
-@pytest.mark.parametrize(
-    'accident',
-    [accidents.lose_its_reader, accidents.have_no_room_for_output, accidents.have_no_terminal],
-)
-def test_what_cannot_be_printed_is_left_out_and_training_goes_on(whole, accident):
+@pytest.mark.parametrize('accident', [accidents.lose_its_reader, accidents.have_no_room_for_output])
+def test_where_nobody_reads_what_is_printed_the_run_is_saved_and_ends(whole, accident):
     name = f'out/{accident.__name__}'
     status, _, _ = finish(fork(train_with, accident, *command_line(name, {})))
-    assert status == 0
+    assert status == 75 and len(steps_of_checkpoints(name)) == 1
+    good(name, init_from='auto')
     assert_same_run(name, whole)
+
+
+def test_a_run_without_a_terminal_goes_on(whole):
+    words = command_line('out/no terminal', {})
+    status, _, _ = finish(fork(train_with, accidents.have_no_terminal, *words))
+    assert status == 0
+    assert_same_run('out/no terminal', whole)
 
 
 @pytest.mark.parametrize('step, eval_interval', [(6, 6), (12, 0)])
