@@ -11,7 +11,7 @@ $ python compare.py out/vanilla_82m out/resformer_82m out/svformer_82m       # r
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
-anything else is a comparison of another --name. So is edited code (train.py and what it imports),
+anything else is a comparison of another --name. So is edited code (any .py file outside tests/),
 unless --mixed_code=True lets runs of different code share a verdict; the report begins with it.
 
 The report is out/compare/<name>/report.html; beside it are report.md, report.json and each plot as an

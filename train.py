@@ -41,10 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import configure
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import mute, one_line_errors, write_json, write_whole
+from lib.logs import Log, read_log
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.outside import holds_weights, load_hub
 from lib.rundir import (
-    Log,
     check_unused,
     checkpoints,
     code_fingerprint,
@@ -61,7 +61,6 @@ from lib.rundir import (
     optimizer_state,
     provenance,
     prune_checkpoints,
-    read_log,
     save_checkpoint,
 )
 from model import GPT, SHAPE, GPTConfig, refuse

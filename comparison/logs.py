@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from lib.files import unreadable
+from lib.logs import parse_line
 
 
 def text_of_run(run, name):
@@ -20,11 +21,7 @@ def entries_of(log, path):
     entries = []
     for number, line in enumerate(log.splitlines(), 1):
         with unreadable(f'{path}, line {number}: not a line of a training log'):
-            entry = json.loads(line)
-            kinds = {'step': int, 'loss': int | float | None, 'changed': dict | None}
-            if not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
-                raise TypeError(f'not {", ".join(kinds)}')
-            entries.append(entry)
+            entries.append(parse_line(line))
     return entries
 
 

@@ -18,11 +18,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import DATASET_FORMAT, RESERVED_DOMAINS, sha256_of, unreadable, write_whole
+from lib.files import (
+    DATASET_FORMAT,
+    RESERVED_DOMAINS,
+    check_types,
+    sha256_of,
+    unreadable,
+    write_whole,
+)
 
-# The fields that meta.json has for the tokenizer and for each token file, with their types.
-TOKENIZER_FIELDS = {'name': str, 'sha256': str, 'n_vocab': int}
-FILE_FIELDS = {'tokens': int, 'bytes': int, 'sha256': str}
+# What meta.json says of the tokenizer, and of each token file: {split: {domain: ...}}.
+META = {
+    'tokenizer': {'name': str, 'sha256': str, 'n_vocab': int},
+    'splits': {str: {str: {'tokens': int, 'bytes': int, 'sha256': str}}},
+}
 
 
 def dataset_folder(name):
@@ -56,9 +65,8 @@ class Dataset:
     def check_meta(self):
         if self.meta['format'] != DATASET_FORMAT:
             raise ValueError(f'format {self.meta["format"]}, this program reads {DATASET_FORMAT}')
-        check_types(self.meta['tokenizer'], TOKENIZER_FIELDS)
+        check_types(self.meta, META)
         for path, entry in self.files():
-            check_types(entry, FILE_FIELDS)
             if path.stem in RESERVED_DOMAINS:
                 raise ValueError(f'{path}: logs use its name for something else')
             if path.parent.name == 'validation' and (entry['tokens'] < 2 or entry['bytes'] < 1):
@@ -149,12 +157,6 @@ class Dataset:
     def sequences(self, split, domain, block_size):
         """How many sequences of block_size predictions a domain holds, without overlap."""
         return (self.meta['splits'][split][domain]['tokens'] - 1) // block_size
-
-
-def check_types(entry, fields):
-    for name, kind in fields.items():
-        if type(entry[name]) is not kind:
-            raise TypeError(f'{name} is not a {kind.__name__}')
 
 
 class TrainingRows:

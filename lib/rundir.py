@@ -10,16 +10,13 @@ config.json      settings, GPTConfig, origin (scratch, or whose weights came fir
 For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
 """
 
-import ast
 import contextlib
 import datetime
 import hashlib
 import json
-import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -30,7 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import as_json, first_line, locked, named, sha256_of, whole_file, write_whole
+from lib.files import as_json, first_line, locked, sha256_of, whole_file
+from lib.logs import read_log
 from model import SHAPE, GPTConfig
 
 # Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
@@ -289,9 +287,18 @@ def load_weights(model, checkpoint):
 
 
 def optimizer_state(model, optimizers):
-    """{parameter: its state in its optimizer}, by the parameter's name."""
-    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
-    return {name: states[p] for name, p in model.named_parameters() if p in states}
+    """{parameter's name: its state in its optimizer}"""
+    named = owners(model, optimizers)
+    return {name: owner.state[p] for name, (p, owner) in named.items() if p in owner.state}
+
+
+def owners(model, optimizers):
+    """{parameter's name: (the parameter, its optimizer)}"""
+    by_parameter = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            by_parameter |= dict.fromkeys(group['params'], optimizer)
+    return {name: (p, by_parameter[p]) for name, p in model.named_parameters()}
 
 
 def load_state(model, optimizers, scaler, checkpoint):
@@ -299,15 +306,11 @@ def load_state(model, optimizers, scaler, checkpoint):
 
     weight_decay and the betas stay those of the settings, which may have changed.
     """
-    params = dict(model.named_parameters())
-    owners = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            owners |= dict.fromkeys(group['params'], optimizer)
+    named = owners(model, optimizers)
     for name, state in checkpoint['optimizer']['state'].items():
-        p = params[name]
+        p, owner = named[name]
         shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
-        if isinstance(owners[p], torch.optim.Muon):
+        if isinstance(owner, torch.optim.Muon):
             shapes = {'momentum_buffer': p.shape}
         # Without this check, AdamW would write past the end of moments that are too small.
         if shapes != {kind: tensor.shape for kind, tensor in state.items()}:
@@ -315,62 +318,12 @@ def load_state(model, optimizers, scaler, checkpoint):
                 f'{checkpoint["path"]} has optimizer moments that do not match its weights'
             )
         # Copies: the checkpoint's own are its file's, which would stay on the disk when it is deleted.
-        owners[p].state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
+        owner.state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
     if checkpoint['scaler']:  # empty where the run was not in float16
         scaler.load_state_dict(checkpoint['scaler'])
 
 
-# --- log and provenance --------------------------------------------------------------------------
-
-
-def read_log(path, step=math.inf, warn=lambda message: None):
-    """The entries of a log that stay when its run goes on at a step; a damaged one does not."""
-    entries = []
-    if not path.exists():
-        return entries
-    for line in path.read_text(errors='replace').splitlines():
-        try:
-            entry = json.loads(line)
-            # Evaluations and what is said of a resume come before the step itself.
-            stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
-            if 'val' in entry and not has_its_mean(entry['val']):
-                raise ValueError
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            # It may be half a line, written when the run died.
-            warn(f'warning: {path} had a damaged line, left out now: {line[:60]}')
-            continue
-        if stays:
-            entries.append(entry)
-    return entries
-
-
-def has_its_mean(losses):
-    """Whether the mean of an evaluation, {domain: loss, ..., 'mean': mean}, is that of its domains. Of a
-    loss that was not finite, which is None in a log, and of a mean without domains, it is."""
-    try:
-        domains = {**losses}
-        mean = domains.pop('mean')
-        if not domains or None in losses.values():
-            return True
-        return math.isclose(mean, statistics.fmean(domains.values()), rel_tol=1e-6)
-    except (TypeError, LookupError):  # no numbers
-        return False
-
-
-class Log:
-    """out_dir/log.jsonl, one object per line. entries: those that it begins with."""
-
-    def __init__(self, path, entries=()):
-        self.path = path
-        write_whole(path, ''.join(json.dumps(entry) + '\n' for entry in entries))
-        self.file = open(path, 'a', buffering=1)
-
-    def write(self, entry):
-        with named(self.path):
-            self.file.write(json.dumps(as_json(entry)) + '\n')
-
-    def flush(self):
-        os.fsync(self.file)
+# --- provenance ---------------------------------------------------------------------------------
 
 
 def build_config(fields, path):
@@ -428,32 +381,16 @@ def git(*words):
 
 
 def code_fingerprint():
-    """What the code of a training is, as 12 hex digits: those of train.py and of all that it imports here.
+    """What the code of a training is, as 12 hex digits: the text of all Python files but the tests.
 
-    Their text counts, comments included, and not the commit: one that changes other programs, tests or
-    pages leaves it, and an edit changes it, whether or not it is committed.
+    So an edit changes it, whether or not it is committed, and a commit of pages or tests does not.
     """
     digest = hashlib.sha256()
-    for path in sorted(imported_files(ROOT / 'train.py')):
-        digest.update(f'{path.relative_to(ROOT).as_posix()}\n{path.read_text("utf-8")}\0'.encode())
+    for path in sorted([*ROOT.glob('*.py'), *ROOT.glob('*/*.py')]):
+        if path.parent.name != 'tests':
+            digest.update(f'{path.relative_to(ROOT).as_posix()}\n'.encode())
+            digest.update(path.read_bytes() + b'\0')
     return digest.hexdigest()[:12]
-
-
-def imported_files(path):
-    """A file of this project, and all that it imports of this project, wherever it does."""
-    files, waiting = set(), {path}
-    while waiting:
-        path = waiting.pop()
-        files.add(path)
-        names = set()
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            if isinstance(node, ast.ImportFrom):
-                names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
-        paths = {ROOT / f'{str(name).replace(".", "/")}.py' for name in names}
-        waiting |= {path for path in paths if path.is_file()} - files
-    return files
 
 
 def cpu_name():

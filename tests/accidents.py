@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
-from lib import data, rundir
+from lib import data, logs
 
 
 def die(*args):
@@ -96,7 +96,7 @@ def die_in_an_evaluation():
 
 def die_in_an_append():
     """Half of the log line of step 9 is written."""
-    write = rundir.Log.write
+    write = logs.Log.write
 
     def half_a_line(log, entry):
         log.file.write('{"step": 9, "lo')
@@ -108,7 +108,7 @@ def die_in_an_append():
     def write_or_die(log, entry):
         return (dying if 'loss' in entry else write)(log, entry)
 
-    rundir.Log.write = write_or_die
+    logs.Log.write = write_or_die
 
 
 def die_then_be_preempted():

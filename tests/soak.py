@@ -28,8 +28,9 @@ from runs import FORKS, TINY, assert_same, finish, fork, history, newest
 from comparison import launch
 from comparison.runs import read_state
 from configurator import configure
+from lib.logs import read_log
 from lib.machine import INTERRUPTED
-from lib.rundir import checkpoints, read_checkpoint, read_log, step_of
+from lib.rundir import checkpoints, read_checkpoint, step_of
 
 # Checkpoints are written and the whole validation split is evaluated so often that many a kill comes
 # in the middle of one of them.

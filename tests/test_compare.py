@@ -228,26 +228,20 @@ def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, mon
     assert re.findall(r'^\+\+\+ b/(.*)$', changed['diff'], re.M) == ['model.py', 'idea.py']
 
 
-def test_the_code_of_a_run_is_the_text_of_train_and_of_all_that_it_imports(tmp_path, monkeypatch):
-    texts = {
-        'train.py': 'import torch\nimport model\ndef load():\n    from lib import data\n',
-        'model.py': 'HALF = 0.5\n',
-        'lib/data.py': 'import lib.files as files\nimport model\n',
-        'lib/files.py': '',
-        'compare.py': 'import train\n',
-    }
-    (tmp_path / 'lib').mkdir()
+def test_the_code_of_a_run_is_the_text_of_all_python_files_but_the_tests(tmp_path, monkeypatch):
     monkeypatch.setattr('lib.rundir.ROOT', tmp_path)
 
     def code_with(**changes):
-        for name, text in (texts | changes).items():
-            (tmp_path / name).write_text(text)
+        for name, text in changes.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         return code_fingerprint()
 
-    code = code_with()
-    assert code_with(**{'compare.py': 'import model\n', 'README.md': 'new'}) == code
-    changed = [code_with(**{name: text + 'A = 1\n'}) for name, text in texts.items()]
-    assert changed.pop() == code and len({code, *changed}) == 5
+    code = code_with(**{'train.py': 'import model\n', 'lib/data.py': ''})
+    changed = [code_with(**{name: '# new\n'}) for name in ('lib/data.py', 'mine.py', 'hub/mine.py')]
+    assert len({code, *changed}) == 4
+    assert code_with(**{'README.md': 'new', 'tests/test_mine.py': ''}) == changed[-1]
 
 
 def edited(monkeypatch):
@@ -491,7 +485,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     (folders['a5'] / 'failed.txt').write_text('CUDA out of memory\n')
     not_finite(folders['a6'])
     runs.edit_config(folders['a7'], my_flag=True, my_other_flag=False)  # a fork's
-    logs['a8'].write_text(logs['a8'].read_text().replace('"mean": ', '"mean": 1'))
+    logs['a8'].write_text(logs['a8'].read_text().replace('"val": {', '"val": {"B": "3", '))
 
     comparison = collect(plan)
     names = {
@@ -502,7 +496,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
         'a5': 'CUDA out of memory',
         'a6': 'diverged',
         'a7': 'my_flag=True',
-        'a8': 'the evaluation at step 30 is damaged',
+        'a8': "val B is '3'",
     }
     for arm, text in names.items():
         contrast = comparison['contrasts'][f'{arm}-vanilla']
