@@ -6,13 +6,16 @@ $ python compare.py config/demo.py --name=tuned --seeds=5 --rates="(1e-3, 2e-3, 
       --arms="vanilla; mine: v_residual=previous"   # each at its best learning rate
 $ python compare.py config/demo.py --name=again --arms="vanilla; again: seed_offset=1000"   # with itself
 $ python compare.py ... --print=True                 # the commands still to be run, for any scheduler
-$ python compare.py out/vanilla_82m out/resformer_82m out/svformer_82m       # runs that exist
+$ python compare.py out/vanilla_82m out/resformer_82m mine=out/first mine=out/second  # runs that exist
 
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Finished runs are
 reused, others resumed. Ctrl-C saves everything, and the same command goes on, also with more seeds;
 anything else is a comparison of another --name. So is edited code (any .py file outside tests/),
 unless --mixed_code=True lets runs of different code share a verdict; the report begins with it.
+
+The arm of a run that exists is its folder's name without _lr<rate> and _seed<n>, unless ARM=FOLDER
+names it; the first is the baseline. --tuning_seeds says which seeds have only chosen a learning rate.
 
 The report is out/compare/<name>/report.html; beside it are report.md, report.json and each plot as an
 SVG. The exit status is 1 where a run has not finished.
@@ -44,7 +47,7 @@ class CompareConfig:
     arms: str = ''  # 'vanilla; mine: v_residual=True neutreno=0.2; ...': the first is the baseline
     seeds: int | tuple = 5  # test seeds: 1 to 5, or a tuple of them
     rates: tuple = ()  # learning rates that every arm tries on the tuning seeds; (): untuned
-    tuning_seeds: tuple = (101, 102)  # none of them may be a test seed; of `runs`, those that tuned
+    tuning_seeds: tuple = (101, 102)  # no test seed is among them; of `runs`, those that only tuned
     contrasts: str = ''  # besides each arm against the baseline: 'mine-resformer, (a-b)-(c-d)'
     name: str = ''  # its folder in out/compare; '': named for the config, or 'runs'
     jobs: int = 0  # trainings at a time; 0: one per core, or per GPU
@@ -52,7 +55,7 @@ class CompareConfig:
     print: bool = False  # write the commands still to be run, one per line, and train nothing
     judgement: str = 'paired'  # or dunnett: arms with seeds of their own, all against the first
     mixed_code: bool = False  # let runs of different code share a verdict
-    runs: tuple = ()  # folders of runs that exist; the model of the first is the baseline
+    runs: tuple = ()  # folders of runs that exist, or ARM=FOLDER; the first arm is the baseline
 
     def __post_init__(self):
         if self.jobs < 0 or self.gpus < 1:
@@ -125,7 +128,7 @@ def compare_arms(options, argv):
 
 
 # Options that say something of runs that exist.
-OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'mixed_code')
+OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'judgement', 'mixed_code')
 
 
 def compare_existing(options, argv):
@@ -141,9 +144,14 @@ def compare_existing(options, argv):
     if files:
         raise ValueError(f'{files[0]}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
-    seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
+    seeds = options.tuning_seeds if 'tuning_seeds' in keys else ()
     comparison = compare_runs(
-        options.runs, folder.name, options.contrasts, seeds, options.mixed_code
+        options.runs,
+        folder.name,
+        options.contrasts,
+        seeds,
+        options.mixed_code,
+        options.judgement,
     )
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')

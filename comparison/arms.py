@@ -130,16 +130,22 @@ def check_names(arms):
     """Refuse names of arms that cannot be told apart, or are none."""
     lower = {}
     for name in arms:
-        if not re.fullmatch(r'[^\W_][\w.+-]*', name):  # matplotlib hides a label like _this
-            raise ValueError(
-                f'arms: {name!r} is not a name; write "vanilla; mine: v_residual=True neutreno=0.2"'
-            )
+        check_name(name)
         other = lower.setdefault(name.lower(), name)
         if other != name:
             raise ValueError(
                 f'arms {other} and {name} differ only in case: on some systems, their runs would '
                 'share a folder'
             )
+
+
+def check_name(name):
+    """Refuse a name that a contrast, a folder or a picture cannot hold."""
+    if not re.fullmatch(r'[^\W_][\w.+-]*', name):  # matplotlib hides a label like _this
+        raise ValueError(
+            f'arms: {name!r} is not a name; it has letters, digits and _ . + -, as in "vanilla; '
+            'mine: v_residual=True", or in mine=FOLDER of a run that exists'
+        )
 
 
 def check_given(settings, where, tuned):

@@ -13,20 +13,12 @@ from pathlib import Path
 
 import torch
 
-from comparison.arms import contrast_name, lead, parse_contrasts
+from comparison.arms import check_name, contrast_name, lead, of_arm, parse_contrasts
 from comparison.compute import multipliers
 from comparison.curves import measure_curves, smoothing
-from comparison.plan import TEXT, changes
-from comparison.record import read_plan
+from comparison.plan import TEXT, changes, check_judgement
 from comparison.results import losses_of, sweep
-from comparison.runs import (
-    ROUNDING,
-    by_seed,
-    disagreement,
-    parts_of,
-    read_state,
-    same_but_seeds,
-)
+from comparison.runs import ROUNDING, disagreement, parts_of, read_state
 from comparison.verdict import describe, judge, judge_together, paired
 from model import GPT, GPTConfig
 
@@ -38,7 +30,7 @@ class ArmRuns:
     """An arm and its runs, planned or not."""
 
     facts: dict  # of one of them
-    config: GPTConfig
+    config: GPTConfig | None  # None where its settings are not today's
     rate: float | None  # the learning rate; None while it is not known
     states: dict  # {seed: State}
     problem: str = ''  # why its learning rate is not known
@@ -65,7 +57,7 @@ def compare_plan(results, record):
     # Runs may be judged where their data are not, and so nothing has compared them yet.
     verdicts = verdicts_on(arms, plan.contrasts, ['data'], plan.judgement)
     comparison = assemble(plan.folder.name, arms, verdicts, problems, states, tuning)
-    return comparison | {'plan': record}
+    return comparison | {'plan': record, 'judgement': plan.judgement}
 
 
 def verdicts_on(arms, contrasts, shared, judgement='paired'):
@@ -73,6 +65,7 @@ def verdicts_on(arms, contrasts, shared, judgement='paired'):
 
     shared: facts that two arms must share. judgement: one of verdict.RULES.
     """
+    independent = judgement == 'dunnett'
     # Of an arm its losses, of a lead the differences of its contrast, which stands before.
     values = {name: arm.losses() for name, arm in arms.items()}
     leads = {lead(*pair): pair for pair in contrasts if pair[0] in arms}
@@ -83,29 +76,35 @@ def verdicts_on(arms, contrasts, shared, judgement='paired'):
         differences[key] = {seed: a - b for seed, (a, b) in pairs.items()}
         values[lead(ours, theirs)] = differences[key]
         if ours in arms:
-            reasons = obstacles(arms[ours], arms[theirs], shared)
+            reasons = obstacles(arms[ours], arms[theirs], shared, independent)
         else:
             reasons = obstacles_of_leads(arms, leads[ours], leads[theirs], shared)
         incomplete[key] = next(filter(None, reasons), '')
-        each = [describe(dict(enumerate(one))) for one in zip(*pairs.values(), strict=True)]
+        seeds = (values[ours], values[theirs]) if independent else (pairs, pairs)
+        samples = zip((ours, theirs), seeds, strict=True)
+        each = [describe({seed: values[name][seed] for seed in own}) for name, own in samples]
         losses = [(numbers['mean'], numbers['sd']) for numbers in each]
         known[key] = {'ours': ours, 'theirs': theirs, 'losses': losses}
-    if judgement == 'dunnett':
-        losses = {name: list(values[name].values()) for name in arms}
-        verdicts, by = judge_together(differences, losses, incomplete), "by Dunnett's test"
+    if independent:
+        losses = {name: arm.losses() for name, arm in arms.items()}
+        verdicts, by = judge_together(losses, incomplete), "by Dunnett's test"
     else:
         verdicts, by = judge(differences, incomplete), 'after Holm'
     return {key: numbers | known[key] | {'by': by} for key, numbers in verdicts.items()}
 
 
-def obstacles(ours, theirs, shared):
-    """Yield why two arms have no verdict, or '': the first reason counts. shared: of SHARED."""
+def obstacles(ours, theirs, shared, independent=False):
+    """Yield why two arms have no verdict, or '': the first reason counts. shared: of SHARED. independent:
+    whether their seeds are no pairs."""
     yield ours.problem
     yield theirs.problem
+    states = [*ours.states.values(), *theirs.states.values()]
     pairs = list(paired(ours.states, theirs.states).values())
+    if independent:
+        pairs = [(states[0], state) for state in states]
     if not pairs:
         yield 'they have no test seed in common'
-    for state in (*ours.states.values(), *theirs.states.values()):
+    for state in states:
         if state.kind != 'finished':
             yield f'{state.folder} is {state.reason}'
     for pair in pairs:
@@ -146,29 +145,8 @@ def assemble(title, arms, verdicts, problems, states, tuning):
         'contrasts': verdicts,
         'evaluation': describe_evaluation(arms[baseline].facts),
         'curves': curves_of_arms(arms, baseline),
-        'mixing': {name: learned_weights(arm) for name, arm in arms.items()},
         'seconds': sum(map(seconds_of, states)),
     }
-
-
-def learned_weights(arm):
-    """{seed: {layer: (sum of the sources' weights, the layer's own weight)}} of values, as learned at
-    the end."""
-    weights = {}
-    for seed, state in arm.finished().items():
-        last = {}
-        for entry in state.entries:
-            last = entry.get('mixing') or last
-        layers = {}
-        for name, values in last.items():
-            # In older logs the layer, not its v, has the weights.
-            number = re.search(r'\.h\.(\d+)\.attn\.(v\.)?residual_lambda$', name)
-            if number:
-                *sources, own = values
-                layers[int(number[1])] = [sum(sources), own]
-        if layers:
-            weights[seed] = layers
-    return weights
 
 
 def seconds_of(state):
@@ -187,8 +165,7 @@ def arm_numbers(arm, base):
     """An arm's line in the tables: its losses, and what it costs, counted."""
     facts, numbers = arm.facts, describe(arm.losses())
     rates = {'learning_rate': arm.rate} if arm.rate not in (base.rate, None) else {}
-    model, length = GPT.without_weights(arm.config), arm.config.block_size
-    tokens = facts['gradient_accumulation_steps'] * facts['batch_size'] * length
+    tokens = facts['gradient_accumulation_steps'] * facts['batch_size'] * facts['block_size']
     skipped, speeds = {}, []
     for seed, state in arm.states.items():
         # How many of its steps had no update, because their gradient was not finite.
@@ -204,10 +181,20 @@ def arm_numbers(arm, base):
         'losses': numbers['differences'],
         'mean': numbers['mean'],
         'sd': numbers['sd'],
-        'parameters': model.num_params(non_embedding=False),
-        'flops': model.flops_per_token(length) * tokens * facts['max_iters'],
-        'cache_bytes_per_token': model.new_cache(1, length, torch.float16).nbytes / length,
+        **counted(arm.config, tokens * facts['max_iters']),
         'ms_per_step': 1e3 * tokens / statistics.median(speeds) if speeds else None,
+    }
+
+
+def counted(config, tokens):
+    """What a model costs, counted; None where its config is not known."""
+    if config is None:
+        return dict.fromkeys(('parameters', 'flops', 'cache_bytes_per_token'))
+    model, length = GPT.without_weights(config), config.block_size
+    return {
+        'parameters': model.num_params(non_embedding=False),
+        'flops': model.flops_per_token(length) * tokens,
+        'cache_bytes_per_token': model.new_cache(1, length, torch.float16).nbytes / length,
     }
 
 
@@ -248,97 +235,98 @@ def curves_of_arms(arms, baseline):
 
 # Facts that two runs of different arms must share, too.
 SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
+# Facts in which the test runs of an arm may differ. Those of SHARED among them leave it without a verdict.
+OWN = ('seed', 'resumed', 'data', 'code', *ROUNDING)
 
 
-def compare_runs(folders, title, contrasts='', tuning_seeds=None, mixed_code=False):
-    """Everything the report shows of runs that exist; contrasts: text, as in --contrasts.
+def compare_runs(words, title, contrasts='', tuning_seeds=(), mixed_code=False, judgement='paired'):
+    """Everything the report shows of runs that exist.
 
-    tuning_seeds: of runs that choose the learning rate of their arm; None: as the plan beside them says.
-    Without any, runs at two rates are of two arms. mixed_code: whether runs of different code may share a
-    verdict.
+    words: of the command line, see arm_of(); the first arm is the baseline. contrasts: text, as in
+    --contrasts. tuning_seeds: of runs that have only chosen the learning rate of their arm. mixed_code:
+    whether runs of different code may share a verdict. judgement: one of verdict.RULES.
     """
-    states = {folder: read_state(folder) for folder in folders}
-    for folder, state in states.items():
+    by_arm = {}
+    for word in words:
+        name, folder = arm_of(word)
+        check_name(name)
+        state = read_state(folder, but=['code'] if mixed_code else ())
         if not state.config:
             raise ValueError(f'{folder} is not a run: {state.reason}')
-    facts = {folder: state.facts for folder, state in states.items()}
-    if tuning_seeds is None:
-        tuning_seeds = planned_tuning_seeds(facts)
-    # These only a pair of runs must share. And runs that differ in nothing else may be about how a
-    # run rounds, or about a change of the code.
-    but = ('resumed', 'data', *(['learning_rate'] if tuning_seeds else []))
-    ignored = (*ROUNDING, 'code') if mixed_code else ROUNDING
-    shared = [name for name in SHARED if name not in ignored]
-    groups = same_but_seeds(facts, (*but, *ignored))
-    if len(groups) < 2:
-        groups, ignored = same_but_seeds(facts, but), ()
-    if len(groups) < 2:
-        raise ValueError('these runs differ in nothing but their seeds: nothing to compare')
+        by_arm.setdefault(name, []).append(state)
+    if len(by_arm) < 2:
+        raise ValueError(
+            f'all runs are of arm {name}: nothing to compare; NAME={words[-1]} names another'
+        )
 
-    arms, problems, tuning = {}, {}, {}
-    for first, runs in groups.items():
-        rate, seed = facts[first]['learning_rate'], facts[first]['seed']
-        name = arm_name(first, seed)
-        if tuning_seeds:
-            name = name.removesuffix(f'_lr{rate:g}')
-        if name in arms:
-            name = first
-        if tuning_seeds:
-            tuning[name], own = split_tuning(runs, facts, states, tuning_seeds)
-            rate = tuning[name]['best']
-        else:
-            own = by_seed(runs, facts)
-        own = {seed: states[run] for seed, run in own.items()}
-        # Several runs share a code that was ignored only by chance.
-        alike = {fact: value for fact, value in facts[first].items() if fact not in ignored}
-        arms[name] = ArmRuns(alike, states[first].model, rate, own)
-        for state in own.values():
-            if state.kind != 'finished':
-                problems[str(state.folder)] = state.reason
-
-    verdicts = verdicts_on(arms, parse_contrasts(contrasts, arms), shared)
-    return assemble(title, arms, verdicts, problems, states.values(), tuning)
+    arms, tuning = {}, {}
+    for name, states in by_arm.items():
+        with of_arm(name):
+            arms[name], trials = existing_arm(states, tuning_seeds)
+        if trials:
+            tuning[name] = trials
+    pairs = parse_contrasts(contrasts, arms)
+    check_judgement(judgement, pairs, {name: arm.states for name, arm in arms.items()})
+    problems = {
+        str(state.folder): state.reason
+        for arm in arms.values()
+        for state in arm.states.values()
+        if state.kind != 'finished'
+    }
+    verdicts = verdicts_on(arms, pairs, SHARED, judgement)
+    states = itertools.chain.from_iterable(by_arm.values())
+    comparison = assemble(title, arms, verdicts, problems, list(states), tuning)
+    return comparison | {'judgement': judgement}
 
 
-def planned_tuning_seeds(facts):
-    """The seeds of those runs by which the plan beside them has chosen a learning rate."""
-    seeds = set()
-    for folder in {Path(run).parent for run in facts}:
-        if (folder / 'plan.json').exists():
-            planned = read_plan(folder / 'plan.json')['plan']['tuning_seeds']
-            here = {own['seed'] for run, own in facts.items() if Path(run).parent == folder}
-            seeds |= here & {*planned}
-    return sorted(seeds)
+def arm_of(word):
+    """(arm, folder) of a run as it is named: NAME=FOLDER, or FOLDER, whose name without `_lr<rate>` and
+    `_seed<n>` is then that of the arm."""
+    name, equals, folder = word.partition('=')
+    if equals and '/' not in name:
+        return name, folder
+    name = Path(word).resolve().name
+    return re.sub(r'(_lr[\d.e+-]+)?(_seed\d+)?$', '', name), word
 
 
-def split_tuning(runs, facts, states, tuning_seeds):
-    """(results.sweep() of an arm's tuning runs, {seed: test run at the best rate}).
+def existing_arm(states, tuning_seeds):
+    """(ArmRuns, results.sweep() of its tuning runs; None where there are none) of all runs of an arm.
 
-    Raises ValueError where a tuning run is missing, and for a test run at another rate.
+    Raises ValueError where they are not those of one arm, or not at its best rate.
     """
-    by_rate = {}
-    for run in runs:
-        by_rate.setdefault(facts[run]['learning_rate'], []).append(run)
-    trials, tests = {}, {}
-    for rate, same in by_rate.items():
-        tests[rate] = by_seed(same, facts)
-        for seed in tuning_seeds:
-            if seed not in tests[rate]:
-                raise ValueError(
-                    f'{same[0]}: there is no run at this rate with tuning seed {seed}; name all runs but '
-                    'those of this rate'
-                )
-        trials[rate] = losses_of([states[tests[rate].pop(seed)] for seed in tuning_seeds])
-    tuned = sweep(trials)
-    if tuned['best'] is None:
-        raise ValueError(f'{runs[0]}: its arm has no best rate, for a tuning run has not finished')
-    at_its_best = tests.pop(tuned['best'])
-    for own in tests.values():
-        for run in own.values():
-            raise ValueError(f'{run}: the best rate of its arm is {tuned["best"]:g}; leave it out')
-    return tuned, at_its_best
+    tests = [state for state in states if state.config['seed'] not in tuning_seeds]
+    if not tests:
+        raise ValueError('all of its runs have --tuning_seeds')
+    first, own, trials = tests[0], {}, {}
+    for state in states:
+        rate, seed = state.config['learning_rate'], state.config['seed']
+        has_tuned = seed in tuning_seeds
+        other = disagreement(first, state, (*OWN, 'learning_rate') if has_tuned else OWN)
+        if other:
+            raise ValueError(
+                f'{other}; mine={state.folder} makes it another arm, --tuning_seeds one that only tuned'
+            )
+        runs = trials.setdefault(rate, {}) if has_tuned else own
+        if seed in runs:
+            raise ValueError(
+                f'{runs[seed].folder} and {state.folder} have one seed; name one of them'
+            )
+        runs[seed] = state
+
+    rate = first.config['learning_rate']
+    arm = ArmRuns(first.facts, first.model, rate, own)
+    return arm, tuned_by(trials, rate) if trials else None
 
 
-def arm_name(folder, seed):
-    """The name of a run's folder, without the seed at its end."""
-    return re.sub(rf'[_-](seed)?0*{seed}$', '', Path(folder).resolve().name)
+def tuned_by(trials, rate):
+    """results.sweep() of tuning runs, {rate: {seed: State}}, which must have chosen this rate."""
+    seeds = {tuple(sorted(states)) for states in trials.values()}
+    if len(seeds) > 1:
+        raise ValueError(f'its rates were tried on different --tuning_seeds: {sorted(seeds)}')
+    tuned = sweep({rate: losses_of(states.values()) for rate, states in trials.items()})
+    if tuned['best'] != rate:
+        best = 'not known, for a tuning run has not finished'
+        if tuned['best'] is not None:
+            best = f'{tuned["best"]:g}'
+        raise ValueError(f'its test runs have learning rate {rate:g}, but its best one is {best}')
+    return tuned

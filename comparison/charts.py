@@ -251,22 +251,3 @@ def losses_by_rate(tuning, arms):
     axes.set_ylabel('nats')
     axes.legend(**BESIDE)
     return svg(drawing, 'Validation loss of each arm by learning rate')
-
-
-@styled
-def weights_plot(mixing, arms):
-    """The mixing weights that layers have learned: a color per arm, a line per seed."""
-    mixing = {name: seeds for name, seeds in mixing.items() if seeds}
-    if not mixing:
-        return ''
-    drawing, axes = picture('Learned mixing weights (dots: sources, squares: own)')
-    for name, seeds in mixing.items():
-        look = {'color': looks(arms)[name]['color'], 'markersize': 3, 'linewidth': 1}
-        axes.plot([], [], label=name, **look)
-        for layers in seeds.values():
-            _, own = axes.plot(list(layers), list(layers.values()), '-o', **look)
-            own.set(linestyle='--', marker='s')
-    axes.set_xlabel('layer')
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(**BESIDE)
-    return svg(drawing, 'Learned mixing weights by layer, a line per seed')

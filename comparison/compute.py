@@ -30,11 +30,10 @@ def multipliers(arms, numbers, baseline):
 
     arms: {name: ArmRuns} of assemble.py. numbers: {name: its line in the tables}.
     """
-    same = [
-        name
-        for name, arm in arms.items()
-        if not difference(arm.facts, arms[baseline].facts, LADDER)
-    ]
+    base = arms[baseline]
+    # The FLOPs of older settings are not known.
+    arms = {name: arm for name, arm in arms.items() if arm.config}
+    same = [name for name, arm in arms.items() if not difference(arm.facts, base.facts, LADDER)]
     # Of two at one size and length, such as under other seeds, the first is the point.
     points = {numbers[name]['flops']: name for name in reversed(same)}
     curve = [points[flops] for flops in sorted(points)]

@@ -36,30 +36,4 @@ def read_run_config(run, *needed):
         config = dict(json.loads(text or '{}'))
         for name in needed:
             float(config[name])
-    return renewed(config)
-
-
-# {setting of an older run: what it is called now}, where its value is the same. renewed() has the others.
-RENAMED = {
-    'residual_gate_inputs': 'gate_inputs',
-    'residual_gate_bias': 'gate_bias',
-    'residual_gate_rank': 'gate_rank',
-}
-
-
-def renewed(values):
-    """The settings of a run in today's names: until November 2026, other fields said who shares and how
-    something is mixed."""
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
-    source = values.pop('residual_from', 'first')
-    learned, gate = values.pop('residual_learned', False), values.pop('residual_gate', '')
-    if learned or gate:
-        values['residual_weights'] = 'learned' if learned else gate
-    for part in 'qkv':
-        share, residual = f'share_{part}', f'{part}_residual'
-        every, owners = values.pop(f'{share}_every', 0), values.pop(f'{share}_from', ())
-        if every or owners:
-            values[share] = owners or (every if values.get(share) else False)
-        if values.get(residual) and source != 'first':
-            values[residual] = source
-    return values
+    return config

@@ -87,7 +87,8 @@ class Plan:
             with of_arm(name):
                 self.arms[name] = ArmPlan.of(own, common, files)
         check_arms(self)
-        check_judgement(self)
+        seeds = {name: self.test_seeds(name) for name in self.arms}
+        check_judgement(judgement, self.contrasts, seeds)
         check_pairs(self)
 
     # --- what train.py is told ---
@@ -233,23 +234,34 @@ def check_arms(plan):
             )
 
 
-def check_judgement(plan):
-    """Refuse contrasts that Dunnett's test does not judge."""
-    if plan.judgement not in RULES:
-        raise ValueError(f'judgement={plan.judgement!r} is not one of {", ".join(RULES)}')
-    for ours, theirs in plan.contrasts:
-        if plan.judgement == 'dunnett' and theirs != plan.baseline:
+def check_judgement(judgement, contrasts, seeds):
+    """Refuse a judgement that is none, and contrasts and arms that Dunnett's test does not judge.
+
+    contrasts: [(ours, theirs)]. seeds: {arm: its test seeds}, the baseline first.
+    """
+    if judgement not in RULES:
+        raise ValueError(f'judgement={judgement!r} is not one of {", ".join(RULES)}')
+    if judgement == 'paired':
+        return
+    baseline = next(iter(seeds))
+    for ours, theirs in contrasts:
+        if theirs != baseline:
             raise ValueError(
-                f'judgement=dunnett is of arms against {plan.baseline}; drop {ours}-{theirs} of --contrasts'
+                f'judgement={judgement} is of arms against {baseline}; drop {ours}-{theirs} of --contrasts'
+            )
+    for one, other in itertools.combinations(seeds, 2):
+        if set(seeds[one]) & set(seeds[other]):
+            raise ValueError(
+                f'judgement={judgement} takes arms for independent, but {one} and {other} share seeds, and '
+                'so weights and batches; give each other seeds, such as "mine: seed_offset=1000"'
             )
 
 
 def check_pairs(plan):
-    """Refuse two arms that are the same run, and seeds that make dependent what is judged as independent:
-    by the t test the differences of a contrast, by Dunnett's the arms."""
+    """Refuse two arms that are the same run, and a seed of two pairs, whose differences are no longer
+    independent."""
     for one, other in itertools.combinations(plan.arms, 2):
         offset, other_offset = (plan.arms[name].seed_offset for name in (one, other))
-        advice = f'give one of them other seeds: "{other}: seed_offset=1000"'
         if offset != other_offset:
             if set(plan.test_seeds(one)) & set(plan.test_seeds(other)):
                 raise ValueError(
@@ -258,12 +270,8 @@ def check_pairs(plan):
                 )
         elif plan.arm_facts(one) == plan.arm_facts(other):
             raise ValueError(
-                f'arms {one} and {other} are the same run; to compare a model with itself, {advice}'
-            )
-        elif plan.judgement == 'dunnett':
-            raise ValueError(
-                f'judgement=dunnett takes arms for independent, but {one} and {other} share seeds, and so '
-                f'weights and batches; {advice}'
+                f'arms {one} and {other} are the same run; to compare a model with itself, give one of them '
+                f'other seeds: "{other}: seed_offset=1000"'
             )
 
 

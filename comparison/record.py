@@ -11,7 +11,6 @@ import hashlib
 import json
 
 from comparison.arms import contrast_name
-from comparison.logs import renewed
 from comparison.plan import changes
 from comparison.runs import MIXED_CODE, ROUNDING, difference, facts
 from comparison.verdict import LEVEL, RULES
@@ -79,14 +78,13 @@ def write_plan(plan):
 
 def read_plan(path):
     """What a plan.json holds. Raises ValueError if it is damaged, or not as it was written."""
-    advice = 'move it away, to write the plan again, or name --tuning_seeds of runs that exist'
+    advice = 'move it away, to write the plan again'
     with unreadable(f'{path} is damaged', advice):
         record = json.loads(path.read_text(errors='replace'))
         deciding_values(record['plan'])
         rest = dict(record)
         stated = rest.pop('hash')
-    # An older hash, until November 2026, is of the plan alone.
-    if stated not in (hash_of(rest), hash_of(record['plan'])):
+    if stated != hash_of(rest):
         raise ValueError(
             f'{path} was edited: its hash is not {stated} any more; restore it, or {advice}'
         )
@@ -97,24 +95,22 @@ def hash_of(values):
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_same_plan(old, new, path, but=(), option='--name'):
+def check_same_plan(old, new, path, but=()):
     """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
     # A setting that was taken away since does not count, and one that was added may have its default.
-    before, now = renewed(old['settings']), new['settings']
+    before, now = old['settings'], new['settings']
     added = now.keys() - before.keys()
     defaults = facts({})
     but = {*but} | (before.keys() - now.keys())
     but |= {name for name in added if now[name] == defaults.get(name)}
     if set(old['seeds']) <= set(new['seeds']):
         but.add('seeds')
-    if 'rounding' not in old:
-        but.add('rounding')
     other = difference(deciding_values(old), deciding_values(new), but)
     if other:
         name, before, now = other
-        mixed = f'; {MIXED_CODE}' if (name, option) == ('code', '--name') else ''
+        mixed = f'; {MIXED_CODE}' if name == 'code' else ''
         raise ValueError(
-            f'{path} is another plan: {name} was {before}, not {now}; give another {option}{mixed}'
+            f'{path} is another plan: {name} was {before}, not {now}; give another --name{mixed}'
         )
 
 
@@ -124,12 +120,10 @@ def deciding_values(contents):
     values = {'arms': list(arms)}
     for name, arm in arms.items():
         values |= {f'{key} of {name}': arm[key] for key in ('differs', 'rate', 'seed_offset')}
-    values |= renewed(contents['settings'])
-    for name in ('contrasts', 'rates', 'seeds', 'tuning_seeds', 'level'):
+    values |= contents['settings']
+    for name in ('contrasts', 'rates', 'seeds', 'tuning_seeds', 'level', 'judgement', 'rounding'):
         values[name] = contents[name]
-    # Older plans had one judgement, and said nothing of rounding.
-    judgement, rounding = contents.get('judgement', 'paired'), contents.get('rounding')
-    return values | {'judgement': judgement, 'rounding': rounding}
+    return values
 
 
 def code_state():

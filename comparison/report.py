@@ -28,9 +28,14 @@ def p_text(p):
     return '< 0.0001' if p < 1e-4 else f'{p:.4f}'
 
 
-def interval(contrast):
-    low, high = contrast['low_holm'], contrast['high_holm']
+def interval(contrast, end='_holm'):
+    """The 95% interval of a contrast; end: '' for the uncorrected one."""
+    low, high = contrast[f'low{end}'], contrast[f'high{end}']
     return '' if low is None else f'{signed(low)} to {signed(high)}'
+
+
+# Of runs whose settings this code does not know: what they stand for cannot be counted.
+OLDER = 'older settings'
 
 
 def listed(values):
@@ -156,6 +161,8 @@ def cost(comparison, contrast):
     if contrast['theirs'] != comparison['baseline']:
         return ''
     ours, theirs = (comparison['arms'][contrast[name]] for name in ('ours', 'theirs'))
+    if None in (ours['flops'], theirs['flops']):
+        return f'Cost: not counted, because of {OLDER}.'
     ratio, more = ours['flops'] / theirs['flops'], ours['parameters'] - theirs['parameters']
     flops = f'{TIMES}{ratio:.3f} FLOPs' if ratio != 1 else 'the same FLOPs'
     parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters'
@@ -210,7 +217,7 @@ def seeds_alone(comparison):
     notes, arms = [], comparison['arms']
     for contrast in comparison['contrasts'].values():
         pair = contrast['ours'], contrast['theirs']
-        if pair[0] in arms:
+        if pair[0] in arms and comparison['judgement'] == 'paired':
             ours, theirs = (set(arms[name]['losses']) for name in pair)
             seeds = listed(sorted(ours ^ theirs))
             if seeds:
@@ -224,7 +231,7 @@ def how_made(comparison):
     """['name: text']: how it was made."""
     plan = comparison['plan'] or {}
     contents = plan.get('plan', {})
-    rule = RULES[contents.get('judgement', 'paired')]
+    rule = RULES[comparison['judgement']]
     lines = [f'metric: {METRIC}, {comparison["evaluation"]}', f'rule: {rule}']
     if contents.get('rule', rule) != rule:
         lines.append(f'rule, in the words of the plan: {contents["rule"]}')
@@ -241,26 +248,56 @@ def how_made(comparison):
 # --- tables: (title, head, rows), cells are text --------------------------------------------------
 
 
+def contrast_table(comparison):
+    """The differences with their intervals, before and after the correction."""
+    rows, by = [], ''
+    for name, c in comparison['contrasts'].items():
+        by = c['by']
+        below = sum(difference < 0 for difference in c['differences'].values())
+        row = [name, signed(c['mean']), interval(c, ''), interval(c), p_text(c['p_holm'])]
+        row += [p_text(c['p_flip']), f'{below} of {c["seeds"]}', c['verdict']]
+        rows.append(row)
+    head = ['contrast', 'difference', '95% interval, uncorrected', f'95% interval {by}', f'p {by}']
+    head += ['p by flips of signs, uncorrected', 'seeds below 0', 'verdict']
+    return 'Contrasts', head, rows
+
+
 def arm_table(comparison):
+    """With the loss of each seed."""
     arms = comparison['arms']
-    seeds = sorted({seed for arm in arms.values() for seed in arm['losses']})
-    head = ['arm', 'learning rate', 'steps', 'skipped', 'validation loss', 'sd over seeds']
+    every = sorted({seed for arm in arms.values() for seed in arm['losses']})
+    seeds, columns = dict.fromkeys(arms, every), [f'seed {seed}' for seed in every]
+    if comparison['judgement'] == 'dunnett':  # no two arms share a seed
+        seeds = {name: sorted(arm['losses']) for name, arm in arms.items()}
+        columns = [str(n + 1) for n in range(max(map(len, seeds.values())))]
+    head = [
+        'arm',
+        'learning rate',
+        'steps',
+        'skipped',
+        'validation loss',
+        'sd over seeds',
+        *columns,
+    ]
     rows = []
     for name, arm in arms.items():
         rate = 'not known' if arm['rate'] is None else f'{arm["rate"]:g}'
         row = [name, rate, f'{arm["steps"]:,}', f'{sum(arm["skipped"].values()):,}']
-        losses = [arm['mean'], arm['sd'], *map(arm['losses'].get, seeds)]
-        rows.append(row + [plain(loss) for loss in losses])
-    return 'Arms', head + [f'seed {seed}' for seed in seeds], rows
+        losses = [arm['mean'], arm['sd'], *map(arm['losses'].get, seeds[name])]
+        row += [plain(loss) for loss in losses]
+        rows.append(row + [''] * (len(head) - len(row)))
+    return 'Arms', head, rows
 
 
 def cost_table(comparison):
     head = ['arm', 'parameters', 'training FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
     rows = []
     for name, arm in comparison['arms'].items():
-        row = [name, f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}']
-        row += [f'{arm["cache_bytes_per_token"]:,.0f}', plain(arm['ms_per_step'], 1)]
-        rows.append(row)
+        costs = [OLDER, OLDER, OLDER]
+        if arm['flops'] is not None:
+            costs = [f'{arm["parameters"]:,}', f'{arm["flops"]:.4g}']
+            costs.append(f'{arm["cache_bytes_per_token"]:,.0f}')
+        rows.append([name, *costs, plain(arm['ms_per_step'], 1)])
     return 'Cost', head, rows
 
 
@@ -296,7 +333,7 @@ def multiplier_table(comparison):
 
 
 CAUTIONS = 'Before you believe it'
-TABLES = (arm_table, cost_table, multiplier_table, tuning_table)
+TABLES = (contrast_table, arm_table, cost_table, multiplier_table, tuning_table)
 
 
 def sections(comparison):
@@ -376,7 +413,6 @@ def draw(comparison):
         'forest': charts.contrasts_plot(comparison['contrasts'], arms),
         'rates': charts.losses_by_rate(comparison['tuning'], arms),
         'relative': charts.curves_plot(comparison['curves'], arms, smoothing(steps)),
-        'mixing': charts.weights_plot(comparison['mixing'], arms),
     }
     return {name: plot for name, plot in plots.items() if plot}
 

@@ -6,7 +6,7 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
     state.config                      what config.json says: settings, origin, data, provenance
     state.losses, state.loss          the last evaluation: {domain: loss, ..., 'mean': ...}, its mean
     state.training()                  {step: training loss}
-    state.model                       GPTConfig
+    state.model                       GPTConfig; None of a run whose settings are not today's
     state.facts                       {name: value} of all that decides the run's numbers
     state.code                        what the code was that trained it
 
@@ -164,14 +164,6 @@ def same_value(a, b):
 # --- what a run's folder holds --------------------------------------------------------------------
 
 
-def gpt_config(settings, run):
-    """The GPTConfig among the settings of a run's config.json. ValueError names the file."""
-    fields = {name: value for name, value in settings.items() if name in asdict(GPTConfig())}
-    path = Path(run, 'config.json')
-    with name_misfits(path):
-        return build_config(fields, path)
-
-
 @dataclass
 class State:
     """kind: one of these.
@@ -219,7 +211,14 @@ class State:
 
     @functools.cached_property
     def model(self):
-        return gpt_config(self.config, self.folder)
+        """Its GPTConfig; None where it has older settings or a fork's, whose meaning is not known here."""
+        if unknown_settings(self.config):
+            return None
+        names = asdict(GPTConfig())
+        fields = {name: value for name, value in self.config.items() if name in names}
+        path = self.folder / 'config.json'
+        with name_misfits(path):
+            return build_config(fields, path)
 
     def training(self):
         """{step: training loss}, where it is finite."""
@@ -264,20 +263,8 @@ def read_state(folder, wanted=None, but=()):
     return state
 
 
-def finished_runs(folders, but=()):
-    """{folder: State}, whose facts lack those named in `but`. ValueError for a folder that is no finished
-    run."""
-    runs = {str(folder): read_state(folder, but=but) for folder in folders}
-    for folder, run in runs.items():
-        if run.kind != 'finished':
-            raise ValueError(f'{folder} is no finished run: {run.reason}')
-    return runs
-
-
 def foreign_text(state, wanted, but):
     """In words, how a run differs from the one that is wanted; '' where it does not."""
-    for name, value in unknown_settings(state.config).items():
-        return f'a run with {name}={value!r}, a setting that this code does not know'
     other = difference(state.facts, wanted, but) if wanted else None
     if not other:
         return ''

@@ -14,7 +14,7 @@ before the first result:
 Where a plan says so, Dunnett's test judges many independent arms against one baseline instead.
 
 The t test takes the differences for symmetric. What it costs where they are not is in
-results/verdict/README.md, by comparison/false_verdicts.py. From six seeds on, the p value of a test
+results/verdict/README.md. From six seeds on, the p value of a test
 that takes them for symmetric but not for normal (all flips of their signs) stands beside.
 
 Everything here is a pure function of numbers. Arrays may have leading axes: a simulation of 10,000
@@ -207,6 +207,19 @@ def describe(differences):
     return {'differences': differences, 'seeds': len(values), **numbers}
 
 
+def welch(ours, control):
+    """As describe(), of {seed: loss} less the mean loss of an independent baseline, {seed: loss}: interval
+    and p are Welch's."""
+    control = list(control.values())
+    base = np.mean(control) if control else None
+    numbers = describe({seed: float(loss - base) for seed, loss in ours.items() if control})
+    if min(len(ours), len(control)) < 2:
+        return numbers | dict.fromkeys(('low', 'high', 'p'))
+    test = distributions().ttest_ind(list(ours.values()), control, equal_var=False)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return numbers | {'low': float(low), 'high': float(high), 'p': float(test.pvalue)}
+
+
 def half_width(numbers):
     """Half of the 95% interval, of what describe() gives where it has one."""
     return (numbers['high'] - numbers['low']) / 2
@@ -244,27 +257,31 @@ def judge(contrasts, incomplete=None, families=None):
     return results
 
 
-def judge_together(contrasts, losses, incomplete):
-    """As judge(), of contrasts with one baseline by Dunnett's test, which needs all arms: its p and its
-    intervals stand in the place of those after Holm.
+def judge_together(losses, incomplete):
+    """As judge(), of independent arms against the first by Dunnett's test, which needs all of them: its p
+    and its intervals stand in the place of those after Holm.
 
-    losses: {arm: its losses}, the baseline first, the others in the order of the contrasts.
+    losses: {arm: {seed: loss}}, the baseline first. incomplete: as in judge(), of the contrasts of the
+    other arms in their order. Returns {contrast: numbers}, those of welch() and verdict_of().
     """
-    results = judge(contrasts, incomplete)
     control, *others = losses.values()
     unfinished = next(filter(None, incomplete.values()), '')
-    for result in results.values():
-        result |= UNDECIDED | {'reason': result['reason'] or unfinished}
-    if unfinished or len(control) < LEAST_SEEDS:
+    least = min(map(len, losses.values()))
+    if least < LEAST_SEEDS:
+        unfinished = unfinished or f'{least} of at least {LEAST_SEEDS} seeds'
+    results = {}
+    for (name, reason), ours in zip(incomplete.items(), others, strict=True):
+        results[name] = welch(ours, control) | UNDECIDED | {'reason': reason or unfinished}
+    if unfinished:
         return results
 
-    test = distributions().dunnett(*others, control=control, random_state=0)
+    samples = [list(each.values()) for each in others]
+    test = distributions().dunnett(*samples, control=list(control.values()), random_state=0)
     ends = test.confidence_interval(1 - LEVEL)
     for result, *numbers in zip(results.values(), test.pvalue, ends.low, ends.high, strict=True):
-        if not result['reason']:
-            p, low, high = map(float, numbers)
-            verdict = str(decide(result['mean'], p, result['seeds']))
-            result |= {'p_holm': p, 'low_holm': low, 'high_holm': high, 'verdict': verdict}
+        p, low, high = map(float, numbers)
+        verdict = str(decide(result['mean'], p, result['seeds']))
+        result |= {'p_holm': p, 'low_holm': low, 'high_holm': high, 'verdict': verdict}
     return results
 
 

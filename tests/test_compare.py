@@ -30,7 +30,7 @@ from conftest import assert_one_line, raises_one_line, read_json, write_json
 import compare
 import train
 from comparison import charts, launch, record, report, verdict
-from comparison.assemble import arm_name, compare_runs
+from comparison.assemble import arm_of, compare_runs
 from comparison.plan import Plan, Run
 from comparison.record import code_state, contents_of, hash_of, write_plan
 from comparison.results import Results, next_rate, planned_steps
@@ -138,8 +138,6 @@ def test_an_arm_may_differ_in_how_it_rounds_alone(place):
     assert contents_of(plan)['arms']['half']['differs'] == {'dtype': 'bfloat16'}
     runs.edit_config(folder_of(plan, 'vanilla', 1), dtype='bfloat16')
     assert collect(plan)['problems'] == {}  # of the baseline, it is the machine's choice
-    arms = compare_runs(folders_of(plan)[:2] + folders_of(plan)[4:], 'a')['arms']
-    assert [arm['changes'] for arm in arms.values()] == [{}, {'dtype': 'auto'}]
     runs.edit_config(folder_of(plan, 'half', 1), dtype='float32')
     assert 'dtype' in collect(plan)['problems']['half_lr0.02_seed1']
 
@@ -294,13 +292,6 @@ def test_existing_runs_of_different_code_are_kept_apart_unless_the_user_says_so(
     assert 'differ in code' in reason and '--mixed_code=True' in reason
     assert contrast_of(compare_runs([*vanilla, *mine], 'a', mixed_code=True))['verdict'] == 'better'
 
-    # Runs that differ in nothing else are about the code.
-    for folder in mine:
-        runs.edit_config(folder, share_v=False)
-    comparison = compare_runs([*vanilla, *mine], 'a', mixed_code=True)
-    assert contrast_of(comparison)['verdict'] == 'better'
-    assert comparison['arms']['mine_lr0.02']['changes'] == {'code': 'older'}
-
 
 def test_a_second_process_leaves_the_comparison_alone(place):
     plan = make_plan(ARMS, '--seeds=3')
@@ -367,34 +358,6 @@ def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
     assert compare_command(*words)[0] == 1
 
 
-def test_existing_tuned_runs_are_judged_as_their_plan_judges_them(place):
-    best = {'vanilla': 1e-2, 'resformer': 2e-2, 'svformer': 4e-2}
-    words = ('--contrasts=svformer-resformer', '--seeds=(1, 2, 3)', RATES)
-    plan = make_plan(ARMS, *words)
-    pretend_all(plan, best_at(best))
-    planned, folders = collect(plan), sorted(folders_of(plan), key=lambda name: 'van' not in name)
-    options = ('--contrasts=svformer-resformer', '--tuning_seeds=(101, 102)')
-    runs.succeed(compare.main, *folders, *options)
-    found = read_json('out/compare/runs/report.json')
-    for name in ('contrasts', 'tuning'):
-        assert found[name] == as_json(planned[name])
-    for plot in ('forest', 'rates', 'relative'):
-        assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
-
-    # Also where only the plan beside them says which seeds chose a rate: these never judge it.
-    write_plan(plan)
-    at_its_best = [name for name in folders if re.search('vanilla_lr0.01_|resformer_lr0.02_', name)]
-    comparison = compare_runs(at_its_best, 'runs')
-    assert contrast_of(comparison)['differences'].keys() == {1, 2, 3}
-    assert list(comparison['tuning']['vanilla']['trials']) == [1e-2]
-
-    pretend(plan, Run('svformer', 1e-2, 1), 2.0)
-    status, _ = runs.call(compare.main, *folders_of(plan), *options)
-    assert 'svformer_lr0.01_seed1: the best rate of its arm is 0.04' in status
-    status, _ = runs.call(compare.main, *folders, *options, '--tuning_seeds=(101, 103)')
-    assert 'vanilla_lr0.005_seed101: there is no run at this rate with tuning seed 103' in status
-
-
 # --- what has arrived -----------------------------------------------------------------------------
 
 
@@ -428,8 +391,7 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
 def test_leads_of_different_code_or_texts_have_no_verdict(place):
     arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
     plan = finished(arms, '--seeds=4')
-    contrasts = '{both}-{norm} {v}-{vanilla} ({both}-{norm})-({v}-{vanilla})'
-    contrasts = contrasts.format(**{arm: f'{arm}_lr0.02' for arm in plan.arms})
+    contrasts = 'both-norm v-vanilla (both-norm)-(v-vanilla)'
     folders = sorted(folders_of(plan), reverse=True)
     with_norm = [folder for folder in folders if '/norm' in folder or '/both' in folder]
     for folder in with_norm:  # extended by a step, with another rate there
@@ -563,41 +525,96 @@ def test_a_setting_that_the_code_has_learned_since_joins_a_plan_only_at_its_defa
 # --- runs that exist ------------------------------------------------------------------------------
 
 
-def test_existing_runs_are_grouped_by_all_but_the_seed(place):
-    plan = finished(ARMS, '--seeds=3', resformer=-0.5)
-    runs.edit_config(folders_of(plan)[0], min_lr=2e-3 * (1 + 1e-15))  # the last bits of a product
-    folders = sorted(folders_of(plan), key=lambda name: 'vanilla' not in name)
-    text = runs.succeed(compare.main, *folders, '--contrasts=svformer_lr0.02-resformer_lr0.02')
+@pytest.mark.parametrize(
+    'word, arm, folder',
+    [
+        ('out/window_512', 'window_512', 'out/window_512'),
+        ('out/a_10M_lr7.5e-05_seed3/', 'a_10M', 'out/a_10M_lr7.5e-05_seed3/'),
+        ('mine=out/x_seed3', 'mine', 'out/x_seed3'),
+        ('out/a=b_seed3', 'a=b', 'out/a=b_seed3'),
+    ],
+)
+def test_the_arm_of_an_existing_run_is_its_folders_name_unless_it_is_given(word, arm, folder):
+    assert arm_of(word) == (arm, folder)
+
+
+def test_existing_runs_are_judged_as_their_plan_judges_them(place):
+    best = {'vanilla': 1e-2, 'resformer': 2e-2, 'svformer': 4e-2}
+    contrasts = '--contrasts=svformer-resformer'
+    plan = make_plan(ARMS, contrasts, '--seeds=(1, 2, 3)', RATES)
+    pretend_all(plan, best_at(best))
+    planned, folders = collect(plan), sorted(folders_of(plan), key=lambda name: 'van' not in name)
+    options = (contrasts, '--tuning_seeds=(101, 102)')
+    text = runs.succeed(compare.main, *folders, *options)
     assert text.endswith('wrote out/compare/runs/report.html\n')
-    comparison = compare_runs(folders, 'runs')
-    assert list(comparison['arms']) == ['vanilla_lr0.02', 'resformer_lr0.02', 'svformer_lr0.02']
-    assert comparison['contrasts']['resformer_lr0.02-vanilla_lr0.02']['verdict'] == 'better'
-    assert 'learning rates were not tuned' in report.markdown(comparison)
-    fewer = [name for name in folders if not name.endswith('svformer_lr0.02_seed3')]
-    text = report.markdown(compare_runs(fewer, 'runs'))
-    assert (
-        'svformer_lr0.02 against vanilla_lr0.02: seeds that only one of them has do not count: 3.'
-        in text
-    )
-    reason = contrast_of(compare_runs([folders[0], folders[-1]], 'runs'))['reason']
-    assert reason == 'they have no test seed in common'
+    found = read_json('out/compare/runs/report.json')
+    for name in ('contrasts', 'tuning'):
+        assert found[name] == as_json(planned[name])
+    for plot in ('forest', 'rates', 'relative'):
+        assert Path(f'out/compare/runs/{plot}.svg').read_text().startswith('<svg')
+
+    def status(*words):
+        return runs.call(compare.main, *words)[0]
+
+    assert_one_line(status(*folders, '--tuning_seeds=(101,)'), 'arm vanilla', 'learning_rate')
+    assert_one_line(status(*folders[1:], *options), 'arm vanilla', '[(101, 102), (102,)]')
+    pretend(plan, Run('vanilla', 5e-3, 101), 1.0)
+    assert_one_line(status(*folders, *options), 'arm vanilla', '0.01, but its best one is 0.005')
+    tests = [name for name in folders if name.endswith(('seed1', 'seed2', 'seed3'))]
+    assert status(*tests) == 0
+    assert 'learning rates were not tuned' in Path('out/compare/runs/report.md').read_text()
 
 
 def test_existing_runs_that_cannot_be_compared_are_refused(place):
     plan = finished()
     write_plan(plan)
     folders = folders_of(plan)
-    shutil.copytree(folders[0], 'again')
     for words, message in (
-        ([folders[0]], 'nothing to compare'),
-        (['out'], 'out is not a run'),
+        (folders[:3], 'nothing to compare'),
+        (['out', *folders], 'out is not a run'),
         ([*folders, '--seeds=3'], '--seeds'),
         ([*folders, 'small.py'], 'small.py'),
         ([f'--runs={tuple(folders)}'], '--runs'),
         ([*folders, '--name=small'], 'planned comparison'),
-        ([*folders, 'again'], 'again and out'),
+        ([*folders, f'resformer={folders[0]}'], 'have one seed'),
+        ([folders[3], f'a={folders[0]}', f'a={folders[4]}'], 'arm a: '),
+        ([*folders, '--tuning_seeds=(1, 2, 3)'], 'arm resformer: all of its runs'),
+        ([folders[0], f'a b={folders[3]}'], 'a b'),
+        ([*folders, '--judgement=dunnett'], 'resformer and svformer share seeds'),
     ):
         assert_one_line(runs.call(compare.main, *words)[0], message)
+
+
+def test_existing_runs_with_older_settings_count_and_their_names_are_only_shown(place):
+    """Or with those of a fork: what such a model costs is not known."""
+    plan = finished(ARMS, '--seeds=3', resformer=-0.5)
+    folders = folders_of(plan)
+    for folder in folders[:3]:
+        runs.edit_config(folder, v_residual=True, residual_from='token', residual_gate='')
+    comparison = compare_runs(folders[6:] + folders[:3], 'a')
+    assert contrast_of(comparison)['verdict'] == 'better'
+    ours, theirs = comparison['arms']['resformer'], comparison['arms']['vanilla']
+    assert ours['changes'] == {'v_residual': True, 'residual_from': 'token'}
+    assert ours['flops'] is ours['parameters'] is None and theirs['flops']
+    text = report.markdown(comparison)
+    assert '| resformer | older settings | older settings | older settings |' in text
+    assert 'Cost: not counted, because of older settings.' in text
+
+
+def test_existing_arms_that_share_no_seeds_are_judged_by_dunnetts_test(place):
+    """As a plan of them is, where they may be of different numbers."""
+    arms = '--arms=vanilla; a: neutreno=0.1 seed_offset=100; b: neutreno=0.2 seed_offset=200'
+    words = (arms, '--seeds=4', '--judgement=dunnett')
+    plan = finished(*words, a=-0.05)
+    folders = sorted(folders_of(plan), key=lambda name: 'vanilla' not in name)
+    comparison = compare_runs(folders, 'a', judgement='dunnett')
+    planned = collect(plan)['contrasts']
+    for name, contrast in comparison['contrasts'].items():
+        for key in ('mean', 'low', 'high', 'p', 'low_holm', 'high_holm', 'p_holm', 'verdict'):
+            assert contrast[key] == planned[name][key]
+    columns = report.arm_table(comparison)[1]
+    assert columns[-4:] == ['1', '2', '3', '4']
+    assert compare_runs(folders[1:], 'a', judgement='dunnett')['contrasts']['a-vanilla']['p_holm']
 
 
 RESUMED = '{"step": 12, "changed": {"learning_rate": [0.01, 0.02]}}\n'
@@ -631,17 +648,6 @@ def test_a_pair_of_existing_runs_must_be_comparable(place, config, lines, reason
     comparison = compare_runs(sorted(folders_of(plan), reverse=True), 'a')
     contrast = contrast_of(comparison)
     assert reason in contrast['reason'] and (contrast['p_holm'] is None) == bool(reason)
-
-
-def test_only_a_seed_is_cut_off_the_name_of_a_run():
-    cases = [
-        ('window_512', 1),
-        ('window_512_seed3', 3),
-        ('a-seed02', 2),
-        ('b_7', 7),
-        ('mine_12', 2),
-    ]
-    assert [arm_name(*case) for case in cases] == ['window_512', 'window_512', 'a', 'b', 'mine_12']
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -695,14 +701,6 @@ def page(place):
     """(what is shown, report.md, report.html) of a comparison with a longer arm and a given rate."""
     arms = '--arms=vanilla; Res: v_residual=True residual_weights=learned; slow: learning_rate=1e-2'
     plan = finished(arms, '--seeds=6', '--contrasts=slow-Res', Res=-0.2, slow=-0.2)
-    for folder in folders_of(plan):
-        if 'Res' in folder:
-            log = Path(folder, 'log.jsonl')
-            mixing = {f'transformer.h.{n}.attn.v.residual_lambda': [0.3, 0.6] for n in (1, 2)}
-            mixing |= {'transformer.h.1.attn.k.residual_lambda': [9.0, 9.0]}
-            mixing |= {'transformer.dwa.1': [9.0, 9.0], 'transformer.x0.1': [1.0, 9.0]}
-            line = {'step': 30, 'val': read_state(folder).losses, 'mixing': mixing}
-            log.write_text(log.read_text() + json.dumps(line) + '\n')
     comparison = collect(plan)
     return comparison, report.markdown(comparison), report.html(comparison, report.draw(comparison))
 
@@ -754,9 +752,9 @@ def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
 
     # Tables and curves scroll by themselves, and can be read.
     assert '.scroll { overflow-x: auto' in html
-    assert html.count('<table') == html.count('<div class="scroll"><table') == 2
+    assert html.count('<table') == html.count('<div class="scroll"><table') == 3
     _, forest, *others = html.split('<svg')
-    assert len(others) == html.count('<div class="plot scroll"><svg') == 2
+    assert len(others) == html.count('<div class="plot scroll"><svg') == 1
     assert '<div class="plot scroll">' in forest and 'below 0 is better' in forest
     (wide,) = re.findall(r'\.plot svg {[^}]* min-width: (\d+)px', html)
     for plot, width in [(forest, 390 - 32), *((plot, wide) for plot in others)]:
@@ -765,9 +763,8 @@ def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
         assert least * float(width) / float(size) > 10  # pixels
 
 
-def test_learned_weights_and_all_time_are_shown_and_a_replaced_setting_is_said(page, capsys):
+def test_all_time_is_shown_and_a_replaced_setting_is_said(page, capsys):
     comparison, text, _ = page
-    assert comparison['mixing']['Res'][1] == {1: [0.3, 0.6], 2: [0.3, 0.6]}
     assert comparison['seconds'] == 18 * (30 + 2) and 'evaluation took' in text
     Path('small.py').write_text(Path('small.py').read_text() + 'eval_iters = 7\n')
     assert compare_command(ARMS, '--print=True', '--name=b')[0] == 0

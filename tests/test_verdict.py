@@ -7,10 +7,8 @@ import pytest
 import scipy.stats
 
 from comparison import verdict
-from comparison.false_verdicts import DISTRIBUTIONS, SEEDS, false_verdicts
 from comparison.verdict import (
     LEVEL,
-    RULE,
     describe,
     holm,
     judge,
@@ -154,14 +152,3 @@ def test_a_verdict_says_on_which_seed_it_rests():
         left = {other: value for other, value in values.items() if other != seed}
         assert (judge({'a': left})['a']['verdict'] == 'undecided') == (seed in close['rests_on'])
     assert judge({'a': seeds(-0.1, -0.11, -0.12)})['a']['rests_on'] == [1, 2, 3]
-
-
-def test_the_rule_names_the_false_verdicts_that_a_simulation_finds():
-    for distribution, shares in zip(
-        DISTRIBUTIONS.values(), ((5, 5, 5), (16, 18, 17), (10, 14, 12)), strict=True
-    ):
-        a, b, c = shares
-        assert f'{a}, {b} and {c}%' in RULE
-        for count, share in zip(SEEDS, shares, strict=True):
-            found = 100 * sum(false_verdicts(distribution, count, 50_000))
-            assert abs(found - share) < 0.5 + 3 * 100 * math.sqrt(0.15 * 0.85 / 50_000)
