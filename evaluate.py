@@ -39,7 +39,7 @@ TASK_ERRORS = 'over items of one run, not over seeds'
 
 @dataclass
 class EvaluateConfig:
-    runs: tuple = ('out/run',)  # runs, checkpoint files or Hugging Face folders: plain arguments
+    runs: tuple = ('out/run',)  # runs or checkpoint files: plain arguments
     batch_size: int = 32  # windows or texts at once
     device: str = 'auto'  # as in train.py
     dtype: str = 'auto'  # as in train.py
@@ -127,9 +127,9 @@ def evaluate_losses(runs, settings, machine):
 def run_losses(run, settings, machine):
     """The report of a run, a dict for JSON."""
     model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
-    if checkpoint is None and not settings.dataset:
-        raise ValueError(f'{run} is not a run of train.py: say on which --dataset')
-    dataset = Dataset(settings.dataset or checkpoint['settings']['dataset'])
+    name = settings.dataset or checkpoint['settings']['dataset']
+    refuse(not name, f'{run} was imported, and has no dataset: say on which --dataset')
+    dataset = Dataset(name)
     sha256 = dataset.meta['tokenizer']['sha256']
     check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
     if not settings.dataset:
@@ -143,7 +143,7 @@ def run_losses(run, settings, machine):
         **loss_summary(losses, dataset),
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
-        'step': checkpoint['step'] if checkpoint else None,
+        'step': checkpoint['step'],
         'block_size': model.config.block_size,
     }
 
@@ -236,7 +236,7 @@ def evaluate_tasks(runs, settings, machine):
         reports[run] = {
             'tasks': scores,
             'average': mean_of(scores, 'acc'),
-            'step': checkpoint['step'] if checkpoint else None,
+            'step': checkpoint['step'],
             'block_size': block_size,
         }
         save_numbers(numbers, settings, machine)  # a later run may fail
@@ -312,8 +312,7 @@ def print_losses(numbers):
     columns = []
     for run, report in numbers['runs'].items():
         entries = {**report['domains'], 'mean': report['mean']}
-        step = report['step']
-        title = run if step is None else f'{run}, step {step:,}'
+        title = f'{run}, step {report["step"]:,}'
         columns.append((title, table_cells(entries, 'loss', 4, 'standard_error')))
         columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
     print_table(columns, LOSS_ERRORS)

@@ -21,7 +21,7 @@ from lib.trained import load_run
 
 @dataclass
 class SampleConfig:
-    out_dir: str = 'out/run'  # a run's folder, one checkpoint file, or a Hugging Face folder
+    out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
     start: str = ''  # prompt; FILE:path or - (stdin), less a last line break; '': new document; "..." as in Python
     num_samples: int = 1  # continuations, one after the other, each printed as it comes
     max_new_tokens: int = 200  # of each; fewer at <|endoftext|> or where the context is full

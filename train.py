@@ -43,7 +43,6 @@ from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import mute, one_line_errors, write_json, write_whole
 from lib.logs import Log, read_log
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
-from lib.outside import holds_weights, load_hub
 from lib.rundir import (
     check_unused,
     checkpoints,
@@ -71,7 +70,7 @@ from model import GPT, SHAPE, GPTConfig, refuse
 @dataclass
 class TrainConfig:
     out_dir: str = 'out/run'  # checkpoint, log.jsonl and config.json go here
-    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), checkpoint, HF folder
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if it can), a checkpoint or its run
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = 'slimpajama'  # a folder in data/
@@ -132,7 +131,7 @@ class TrainConfig:
         refuse(
             self.init_from not in STARTS and not os.path.exists(self.init_from),
             f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
-            'or a Hugging Face folder',
+            "or a run's folder",
         )
         budget = self.activation_memory_budget
         refuse(
@@ -515,20 +514,11 @@ def open_dataset(settings, config, machine):
 
 
 def open_checkpoint(settings, machine):
-    """The checkpoint that init_from names: a dict (of a Hugging Face folder, only its weights);
-    None for scratch."""
+    """The checkpoint that init_from names; None for scratch."""
     if settings.init_from == 'scratch':
         return None
     path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
-    if not is_foreign(path):
-        return load_checkpoint(path, machine.warn)
-    theirs = load_hub(path, machine.warn)
-    return {'model': theirs.state_dict(), 'model_config': asdict(theirs.config), 'path': path}
-
-
-def is_foreign(path):
-    """Whether a path is a Hugging Face folder. In one that is a run, too, the run comes first."""
-    return holds_weights(path) and not checkpoints(path)
+    return load_checkpoint(path, machine.warn)
 
 
 def check_memory(config, machine):
@@ -564,6 +554,10 @@ def take_over(checkpoint, start, settings, config, warn):
 def check_same_run(checkpoint, settings, config, dataset):
     """Refuse to go on as another run. Returns the settings that changed, {name: [old, new]}."""
     path, step = checkpoint['path'], checkpoint['step']
+    refuse(
+        not checkpoint['data']['sha256'],
+        f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
+    )
     old = vars(with_defaults(checkpoint['settings']))
     forbidden = config_differences(checkpoint, config)
     # Of these, the optimizer has a state, and the others decide the data order.

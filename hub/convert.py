@@ -1,58 +1,242 @@
 """
-Hugging Face checkpoints in (Llama, Mistral, GPT-2, our exports; a folder or a hub id) and out.
+Models of Hugging Face in (Llama, Mistral, GPT-2; a folder or a hub id), and runs out.
 
-$ python -m hub.convert export --out_dir=out/run --to=folder
-$ python train.py config/yours.py --init_from=folder       # goes on from a checkpoint's weights
+$ python -m hub.convert import FOLDER_OR_ID --to=out/name
+$ python train.py config/yours.py --init_from=out/name/ckpt_0.pt     # goes on from its weights
+$ python -m hub.convert export out/run --to=folder
 
-Out: for AutoModelForCausalLM.from_pretrained(folder). Vanilla is a plain LlamaForCausalLM (gpt2:
+In: `transformers` reads a checkpoint, and its weights become those of an ordinary run, with its
+tokenizer.json beside them. What this model does not compute is refused. Out: for
+AutoModelForCausalLM.from_pretrained(folder). Vanilla is a plain LlamaForCausalLM (gpt2:
 GPT2LMHeadModel). Every other variant takes its code along, model.py and modeling_nanoresformer.py,
-and loads with trust_remote_code=True. In: only tensors are read; no file can run code, not even an
-export's own.
-
->>> model = load('folder')
+and loads with trust_remote_code=True.
 """
 
+import contextlib
 import os
+import pickle
 import shutil
 import tempfile
+import textwrap
+import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from configurator import choose
+from configurator import choose, convert
+from lib import tokenizer as tokenizers
 from lib.files import one_line_errors, write_json
-from lib.outside import GPT2, LLAMA, ROPE_SCALING, VARIANT, is_flipped, layout
-from lib.outside import load_hub as load
-from lib.rundir import spelled_out
+from lib.machine import Machine
+from lib.rundir import provenance, save_checkpoint, spelled_out
 from lib.trained import load_run
-from model import GPTConfig, acts, change
-
-__all__ = ['export', 'llama_settings', 'load']
+from model import GPT, GPTConfig, acts, change, refuse
 
 # What a variant takes along, as it stands here.
 HERE = Path(__file__).parent
 CODE = (HERE.parent / 'model.py', HERE / 'modeling_nanoresformer.py')
 TRIED_WITH = ['transformers 4.57.6', 'transformers 5.23.0', 'transformers 5.24.0']
 
-# Models of transformers, and the fields of GPTConfig that they can express. Any other field that
-# differs from its default makes a variant. Dropout acts in training only, so an export may lose it:
-# Llama has none in some places where GPT has it.
-PLAIN = {'llama': 'LlamaForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
-EXPRESSIBLE = {'llama': {*LLAMA, 'dropout'}, 'gpt2': {*GPT2, 'arch', 'dropout'}}
+
+@dataclass
+class ImportConfig:
+    source: tuple = ()  # a folder or a hub id: a plain argument
+    to: str = ''  # the run's folder to write, a new or an empty one
+    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the tokenizer.json of the source
 
 
 @dataclass
 class ExportConfig:
-    out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
+    source: tuple = ('out/run',)  # a run's folder, or one checkpoint file: a plain argument
     to: str = ''  # the folder to write, a new or an empty one
-    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
+    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run
+
+
+@contextlib.contextmanager
+def new_folder(to):
+    """A folder to fill, which becomes `to` at the end: whole or not at all.
+
+    Raises ValueError if `to` holds anything, and OSError if it cannot be written. `to` is then as it was.
+    """
+    check_empty(to)
+    to = Path(to).resolve()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f'{to.name}.', dir=to.parent) as ours:
+        whole = Path(ours, 'whole')  # `ours` itself only its owner may read
+        whole.mkdir()
+        yield whole
+        os.sync()  # else `to` could be half of it when the power fails
+        try:
+            os.replace(whole, to)
+        except OSError:
+            check_empty(to)  # something came there in the meantime
+            raise
 
 
 def check_empty(to):
     path = Path(to)
     if not to or path.is_file() or any(path.glob('*')):
         raise ValueError(f'--to={to} must be a new or an empty folder')
+
+
+# --- in ------------------------------------------------------------------------------------------
+
+
+def import_checkpoint(source, to, tokenizer=''):
+    """Write a checkpoint of transformers, from a folder or a hub id, as the folder of a run at step 0.
+
+    tokenizer: where to find it; '': beside the weights. Raises ValueError for a model that GPT does not
+    compute, and OSError for what transformers cannot read. `to` is then as it was.
+    """
+    check_empty(to)  # before it takes a while
+    config, weights, eot = read_transformers(source)
+    encoder = tokenizers.load(tokenizer) if tokenizer else own_tokenizer(source, eot)
+    trained = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab', 'eot')}
+    made = provenance(Machine('cpu'))
+    checkpoint = {
+        'model': weights,
+        'optimizer': {'state': {}},
+        'scaler': {},
+        'step': 0,
+        'settings': {'dataset': ''},
+        'model_config': asdict(config),
+        'data': {'row': 0, 'sha256': {}, 'tokenizer': trained},
+        'skipped': [0, 0],
+        'origin': str(source),
+        'wandb_id': None,
+        'provenance': made,
+    }
+    with new_folder(to) as folder:
+        (folder / 'tokenizer.json').write_bytes(encoder.as_file())
+        write_json(folder / 'config.json', {**asdict(config), 'origin': str(source), **made})
+        save_checkpoint(folder, checkpoint)
+
+
+def read_transformers(source):
+    """(GPTConfig, {our name: tensor in fp32}, id of the token that ends a text) of a checkpoint."""
+    with said_of(source):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        theirs = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = read_config(theirs.to_dict())
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=theirs,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused here, by name
+            trust_remote_code=False,
+        )
+        # Where the files lack a weight, transformers draws one. A masked_bias of old GPT-2 is a constant.
+        odd = {*info['missing_keys'], *info['unexpected_keys']}
+        odd |= {name for name, *shapes in info['mismatched_keys']}
+        odd = sorted(name for name in odd if not name.endswith('.attn.masked_bias'))
+        refuse(odd, f'config.json and the weights differ in {", ".join(odd[:3])}')
+        weights = our_weights(model.state_dict(), theirs.model_type, config)
+    eot = theirs.eos_token_id
+    return config, weights, eot[0] if isinstance(eot, list) else eot
+
+
+@contextlib.contextmanager
+def said_of(source):
+    """Turn whatever is raised, by transformers or here, into one line that names the source."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise OSError(f'import needs {error.name}: pip install -r requirements-dev.txt') from error
+    except ValueError as error:
+        raise ValueError(f'{source}: {one_line(error)}') from error
+    except pickle.UnpicklingError as error:  # torch's own advice, to trust the file, is bad advice
+        raise ValueError(
+            f'{source}: a file is damaged, or holds other things than weights'
+        ) from error
+    except Exception as error:  # the libraries below transformers each raise their own
+        reason = f'{type(error).__name__}: {one_line(error)}'
+        raise OSError(f'transformers cannot read {source} ({reason})') from error
+
+
+def one_line(error):
+    return textwrap.shorten(str(error), 300, placeholder=' ...')
+
+
+def own_tokenizer(source, eot):
+    """The tokenizer beside a checkpoint's weights, whose texts end with the id `eot`."""
+    with said_of(source):
+        from transformers.utils import cached_file
+
+        path = cached_file(source, 'tokenizer.json')
+        try:
+            return tokenizers.load(path)
+        except ValueError:
+            return tokenizers.Foreign(path, eot)
+
+
+def read_config(values):
+    """The GPTConfig of a config of transformers, as a dict. ValueError for what GPT does not compute."""
+    kind = values['model_type']
+    refuse(
+        kind not in ('llama', 'mistral', 'gpt2'),
+        f'model_type={kind!r}; only llama, mistral and gpt2 are imported',
+    )
+    for name, allowed in COMPUTED.items():
+        value = values.get(name, allowed[0])
+        choice = ' or '.join(map(repr, allowed))
+        refuse(value not in allowed, f'{name}={value!r}, but GPT computes only {choice}')
+    if kind == 'gpt2':
+        return make_config(values, GPT2, arch='gpt2')
+    config = make_config(values | read_rope(values), LLAMA)
+    window = values.get('sliding_window')
+    if window is not None:  # within its window, sliding attention is causal attention
+        config.block_size = min(config.block_size, window)
+    return config
+
+
+def make_config(values, names, **fields):
+    """The GPTConfig of a config's values. names: {field: its name there}"""
+    hints = typing.get_type_hints(GPTConfig)
+    for field, name in names.items():
+        if values[name] is not None:  # it follows from others, as here
+            fields[field] = convert(values[name], hints[field], name)
+    return GPTConfig(**fields)
+
+
+def read_rope(values):
+    """A Llama's rope_theta and rope_scaling, as GPTConfig has them, wherever they stand."""
+    rope = {'rope_theta': values.get('rope_theta')}
+    for name in ('rope_scaling', 'rope_parameters'):  # transformers 4 and 5
+        rope |= values.get(name) or {}
+    kind = rope.get('rope_type', 'default')
+    refuse(
+        kind not in ('default', 'llama3'),
+        f"RoPE scaled as {kind!r}; only llama3's is computed",
+    )
+    scaling = [rope.get(name) for name in ROPE_SCALING] if kind == 'llama3' else ()
+    return {'rope_theta': rope['rope_theta'], 'rope_scaling': scaling}
+
+
+def our_weights(theirs, kind, config):
+    """{our name: tensor} of the weights of a model of transformers, {their name: tensor}."""
+    wanted = GPT.without_weights(config).state_dict()
+    places = layout(kind, config)
+    if config.tie_embeddings:
+        del theirs['lm_head.weight']
+    odd = sorted(theirs.keys() ^ places.keys())
+    refuse(odd, f'it has other weights than GPT: {", ".join(odd[:3])}')
+
+    weights = {}
+    for name, ours in places.items():
+        weight = theirs[name].t() if is_flipped(kind, name) else theirs[name]
+        rows = [len(wanted[our]) for our in ours]
+        shape = sum(rows), *wanted[ours[0]].shape[1:]
+        refuse(weight.shape != shape, f'{name} is {tuple(weight.shape)}, where GPT has {shape}')
+        for our, part in zip(ours, weight.split(rows), strict=True):
+            weights[our] = part.contiguous()
+    if config.tie_embeddings:
+        weights['lm_head.weight'] = weights['transformer.wte.weight']
+    return weights
+
+
+# --- out -----------------------------------------------------------------------------------------
 
 
 def export(model, tokenizer, to):
@@ -70,23 +254,13 @@ def export(model, tokenizer, to):
     settings['dtype'] = 'float32'
     settings['bos_token_id'] = settings['eos_token_id'] = tokenizer.eot
 
-    to = Path(to).resolve()
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'{to.name}.', dir=to.parent) as ours:
-        whole = Path(ours, 'whole')  # `ours` itself only its owner may read
-        whole.mkdir()
-        write_json(whole / 'config.json', settings)
-        write_tokenizer(whole, tokenizer, config.block_size)
+    with new_folder(to) as folder:
+        write_json(folder / 'config.json', settings)
+        write_tokenizer(folder, tokenizer, config.block_size)
         if not is_plain:
             for path in CODE:
-                shutil.copy(path, whole)
-        write_weights(whole / 'model.safetensors', state)
-        os.sync()  # else `to` could be half of it when the power fails
-        try:
-            os.replace(whole, to)
-        except OSError:
-            check_empty(to)  # something came there in the meantime
-            raise
+                shutil.copy(path, folder)
+        write_weights(folder / 'model.safetensors', state)
 
 
 def without_idle(config):
@@ -191,12 +365,137 @@ def write_tokenizer(folder, tokenizer, block_size):
     write_json(folder / 'tokenizer_config.json', settings)
 
 
+# --- what transformers has -----------------------------------------------------------------------
+
+# GPTConfig's fields in the config.json of a Llama (and a Mistral), and of a GPT-2.
+LLAMA = {
+    'block_size': 'max_position_embeddings',
+    'n_layer': 'num_hidden_layers',
+    'n_head': 'num_attention_heads',
+    'n_kv_head': 'num_key_value_heads',
+    'n_embd': 'hidden_size',
+    'n_inner': 'intermediate_size',
+    'norm_eps': 'rms_norm_eps',
+    'rope_theta': 'rope_theta',
+    'rope_scaling': 'rope_scaling',
+    'vocab_size': 'vocab_size',
+    'tie_embeddings': 'tie_word_embeddings',
+}
+GPT2 = {
+    'block_size': 'n_positions',
+    'n_layer': 'n_layer',
+    'n_head': 'n_head',
+    'n_embd': 'n_embd',
+    'n_inner': 'n_inner',
+    'norm_eps': 'layer_norm_epsilon',
+    'vocab_size': 'vocab_size',
+    'tie_embeddings': 'tie_word_embeddings',
+}
+
+# GPTConfig.rope_scaling, number by number.
+ROPE_SCALING = (
+    'factor',
+    'low_freq_factor',
+    'high_freq_factor',
+    'original_max_position_embeddings',
+)
+
+# The only values of these that GPT computes; the first is transformers' default. What else differs, such
+# as wider heads, shows in the weights.
+COMPUTED = {
+    'hidden_act': ('silu',),
+    'attention_bias': (False,),
+    'mlp_bias': (False,),
+    'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
+    'scale_attn_weights': (True,),
+    'scale_attn_by_inverse_layer_idx': (False,),
+    'add_cross_attention': (False,),
+    'quantization_config': (None,),
+}
+
+# The model_type of a variant.
+VARIANT = 'nanoresformer'
+
+# Models of transformers, and the fields of GPTConfig that they can express. Any other field that
+# differs from its default makes a variant. Dropout acts in training only, so an export may lose it:
+# Llama has none in some places where GPT has it.
+PLAIN = {'llama': 'LlamaForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
+EXPRESSIBLE = {'llama': {*LLAMA, 'dropout'}, 'gpt2': {*GPT2, 'arch', 'dropout'}}
+
+# The modules of a block, and Llama's names of them. GPT-2 has our names, but for PROJECTIONS, whose rows
+# are one matrix there.
+BLOCK = {
+    'ln_1': 'input_layernorm',
+    'attn.q.proj': 'self_attn.q_proj',
+    'attn.k.proj': 'self_attn.k_proj',
+    'attn.v.proj': 'self_attn.v_proj',
+    'attn.c_proj': 'self_attn.o_proj',
+    'ln_2': 'post_attention_layernorm',
+    'mlp.c_gate': 'mlp.gate_proj',
+    'mlp.c_fc': 'mlp.up_proj',
+    'mlp.c_proj': 'mlp.down_proj',
+}
+PROJECTIONS = ['attn.q.proj', 'attn.k.proj', 'attn.v.proj']
+
+
+def layout(kind, config):
+    """A checkpoint's weights in our names: {theirs: those of ours whose rows it has}.
+
+    A tied head is left out. Of a model_type of transformers, it lists what transformers' model has,
+    not ours: a weight that only ours has, such as one that a fork adds, is not in it.
+    """
+    if kind == VARIANT:
+        names = GPT.without_weights(config).state_dict()
+        if config.tie_embeddings:
+            del names['lm_head.weight']
+        return {f'model.{name}': [name] for name in names}
+    names = gpt2_layout(config) if kind == 'gpt2' else llama_layout(config)
+    if not config.tie_embeddings:
+        names['lm_head.weight'] = ['lm_head.weight']
+    return names
+
+
+def llama_layout(config):
+    names = {
+        'model.embed_tokens.weight': ['transformer.wte.weight'],
+        'model.norm.weight': ['transformer.ln_f.weight'],
+    }
+    for n in range(config.n_layer):
+        for ours, theirs in BLOCK.items():
+            names[f'model.layers.{n}.{theirs}.weight'] = [f'transformer.h.{n}.{ours}.weight']
+    return names
+
+
+def gpt2_layout(config):
+    modules = ['ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj']
+    blocks = [f'transformer.h.{n}.{module}' for n in range(config.n_layer) for module in modules]
+    names = ['transformer.wte.weight', 'transformer.wpe.weight']
+    for module in ('transformer.ln_f', *blocks):
+        names += [f'{module}.weight', f'{module}.bias']
+    places = {}
+    for theirs in names:
+        parts = PROJECTIONS if 'c_attn' in theirs else ['attn.c_attn']
+        places[theirs] = [theirs.replace('attn.c_attn', part) for part in parts]
+    return places
+
+
+def is_flipped(kind, name):
+    """Whether transformers keeps a weight transposed: GPT-2's linear layers in its blocks."""
+    return kind == 'gpt2' and name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))
+
+
 def main():
     with one_line_errors():
-        _, (settings,) = choose({'export': (ExportConfig,)}, __doc__)
-        check_empty(settings.to)  # before it takes a while
-        model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
-        export(model, tokenizer, settings.to)
+        modes = {'import': (ImportConfig,), 'export': (ExportConfig,)}
+        mode, (settings,) = choose(modes, __doc__, plain='source')
+        refuse(len(settings.source) != 1, f'{mode} takes one source, not {len(settings.source)}')
+        (source,) = settings.source
+        if mode == 'import':
+            import_checkpoint(source, settings.to, settings.tokenizer)
+        else:
+            check_empty(settings.to)  # before it takes a while
+            model, tokenizer, _ = load_run(source, settings.tokenizer)
+            export(model, tokenizer, settings.to)
     print(f'wrote {settings.to}')
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import as_json, first_line, locked, sha256_of, whole_file
+from lib.files import as_json, first_line, locked, whole_file
 from lib.logs import read_log
 from model import SHAPE, GPTConfig
 
@@ -115,7 +115,7 @@ def step_of(path):
 
 
 def no_checkpoint(path):
-    return f'{path} has no checkpoint: nothing to resume or load'
+    return f'{path} has no checkpoint: nothing to resume or load (hub.convert imports a Hugging Face folder)'
 
 
 def save_checkpoint(folder, checkpoint):
@@ -236,18 +236,10 @@ def check_tokenizer(user, sha256, other_sha256, owner):
 
 
 def compare_tokenizers(checkpoint, dataset):
-    """ValueError where a checkpoint was trained with another tokenizer than a dataset's. A Hugging Face
-    folder does not say with which one, unless a tokenizer.json is in it."""
-    path = checkpoint['path']
-    if 'data' in checkpoint:
-        ours = checkpoint['data']['tokenizer']['sha256']
-    else:
-        file, copy = path / 'tokenizer.json', dataset.folder / 'tokenizer.json'
-        if not file.exists() or (copy.exists() and file.read_bytes() == copy.read_bytes()):
-            return
-        ours = sha256_of(file)
-    theirs = dataset.meta['tokenizer']['sha256']
-    check_tokenizer(path, ours, theirs, f'that of {dataset.folder}')
+    """ValueError where a checkpoint was trained with another tokenizer than a dataset's."""
+    ours, theirs = checkpoint['data']['tokenizer'], dataset.meta['tokenizer']
+    owner = f'that of {dataset.folder}'
+    check_tokenizer(checkpoint['path'], ours['sha256'], theirs['sha256'], owner)
 
 
 def compare_data(checkpoint, dataset, advice=''):

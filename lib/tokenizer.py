@@ -203,6 +203,49 @@ class Bytes:
         return json.dumps(file, ensure_ascii=False).encode()
 
 
+class Foreign:
+    """
+    Any other tokenizer.json, by Hugging Face's `tokenizers`, with the special tokens that it adds to a
+    text: of a model that was imported. No dataset is prepared with it.
+
+    Interface as BytePairs; ids are int64. eot: the id that ends a text, which the file does not say.
+    """
+
+    name = 'foreign'
+
+    def __init__(self, path, eot):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise OSError(f'{path} needs tokenizers: pip install tokenizers') from None
+        if eot is None:
+            raise ValueError(
+                'no eos_token_id in config.json: it is unknown which token ends a text'
+            )
+        self.path, self.eot = Path(path), eot
+        self.raw = self.path.read_bytes()
+        self.sha256 = hashlib.sha256(self.raw).hexdigest()
+        try:
+            self.file = Tokenizer.from_str(self.raw.decode())
+        except Exception as error:  # it raises nothing else
+            raise ValueError(f'{path} is no tokenizer.json ({first_line(error)})') from error
+        self.n_vocab = max(self.file.get_vocab().values()) + 1
+
+    as_file = BytePairs.as_file
+
+    def encode(self, text):
+        return np.array(self.file.encode(text).ids, dtype=np.int64)
+
+    def decode(self, ids):
+        # Behind a letter, because some decoders drop a space at the start of a text.
+        letter = self.file.encode('a', add_special_tokens=False).ids
+        start, whole = (
+            self.file.decode(part, skip_special_tokens=False)
+            for part in (letter, [*letter, *map(int, ids)])
+        )
+        return whole.removeprefix(start)
+
+
 def replace_surrogates(text):
     """Pairs of surrogates joined, lone ones (JSON may spell them: "\\ud800") as U+FFFD."""
     if text.isascii():

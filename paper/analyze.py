@@ -1,9 +1,9 @@
 """
-What happens inside a model: the paper's analyses (Figs. 1, 3, 9, 15) of runs, or of a Hugging Face
-checkpoint, and two of our own.
+What happens inside a model: the paper's analyses (Figs. 1, 3, 9, 15) of runs, also of imported ones
+(hub/convert.py), and two of our own.
 
 $ python -m paper.analyze entropy out/vanilla_82m out/resformer_82m out/svformer_82m
-$ python -m paper.analyze similarity --hf=FOLDER_OR_HUB_ID --text=book.txt --sequences=100
+$ python -m paper.analyze similarity out/imported --text=book.txt --sequences=100
 $ python -m paper.analyze spectrum out/vanilla_82m out/resformer_82m --sequences=100
 $ python -m paper.analyze mapping out/vanilla_82m --out=out/fig3
 $ python -m paper.analyze tokens out/vanilla_82m
@@ -49,9 +49,8 @@ from comparison import charts
 from comparison.runs import by_seed, facts, same_but_seeds
 from configurator import choose
 from lib.data import Dataset
-from lib.files import as_json, first_line, one_line_errors, write_json
+from lib.files import as_json, one_line_errors, write_json
 from lib.machine import Machine
-from lib.outside import load_hub
 from lib.rundir import compare_tokenizers, provenance
 from lib.trained import load_run
 from model import attend, attend_cross, to_query_heads
@@ -60,7 +59,6 @@ from model import attend, attend_cross, to_query_heads
 @dataclass
 class AnalyzeConfig:
     runs: tuple = ()  # folders of runs
-    hf: str = ''  # a Hugging Face folder or hub id instead, with its own tokenizer (needs --text)
     text: str = ''  # a text file to read; '': the validation split that a run was trained with
     sequences: int = 1000  # how many, evenly spaced
     length: int = 2048  # tokens of a sequence; at most the model's block_size
@@ -75,10 +73,8 @@ class AnalyzeConfig:
                 f'sequences={self.sequences} and batch_size={self.batch_size} must be at least 1, and '
                 f'length={self.length} at least 2'
             )
-        if bool(self.hf) == bool(self.runs) or (self.hf and not self.text):
-            raise ValueError('name the folders of runs, or give --hf=FOLDER and a --text to read')
-        if self.hf and self.seeds:
-            raise ValueError('a Hugging Face folder has no seed: leave out --seeds')
+        if not self.runs:
+            raise ValueError('name the folders of runs')
 
 
 # --- watching a forward pass ----------------------------------------------------------------------
@@ -343,47 +339,26 @@ def squares(t, known):
 
 
 def model_and_rows(run, settings):
-    """(model, rows, checkpoint) of a run, or of --hf, which has no checkpoint: None.
-
-    rows: the sequences to read, int64 arrays of T ids.
-    """
-    load = open_hub if settings.hf else load_run
-    model, tokenizer, checkpoint = load(run)
+    """(model, rows, checkpoint) of a run. rows: the sequences to read, int64 arrays of T ids."""
+    model, tokenizer, checkpoint = load_run(run)
     T = min(settings.length, model.config.block_size)
+    name = checkpoint['settings']['dataset']
     if settings.text:
         origin = settings.text
         text = Path(origin).read_text('utf-8-sig')
         ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
         count = len(ids) // T
         rows = evenly(ids[: count * T].reshape(count, T), settings.sequences)
-    elif checkpoint is None:
-        raise ValueError(f'{run} is not a run of train.py: say which --text it is to read')
+    elif not name:
+        raise ValueError(f'{run} was imported, and has no dataset: say which --text it is to read')
     else:
-        dataset = Dataset(checkpoint['settings']['dataset'])
+        dataset = Dataset(name)
         origin = dataset.folder
         compare_tokenizers(checkpoint, dataset)
         rows = dataset_rows(dataset, T, settings.sequences)
     if not rows:
         raise ValueError(f'{origin} has not one sequence of {T} tokens; give a shorter --length')
     return model, rows, checkpoint
-
-
-def open_hub(path):
-    """As load_run(), of a Hugging Face folder or hub id with a tokenizer of its own."""
-    model = load_hub(path)
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except ImportError:
-        raise OSError(
-            '--hf takes the tokenizer of transformers: pip install transformers'
-        ) from None
-    except Exception as error:  # each kind of tokenizer raises its own
-        raise ValueError(
-            f'{path} has no tokenizer that transformers can load: {first_line(error)}'
-        ) from error
-    return model, tokenizer, None
 
 
 def dataset_rows(dataset, T, count):
@@ -407,17 +382,17 @@ def analyze(kind, settings, machine):
     """What an analysis says of the runs of an AnalyzeConfig, ready for JSON.
 
     {'analysis': kind, ..., 'runs': {run: {'series': {name: {'mean', 'standard_error'}}, ...}}}; means
-    (layers, ...) and their standard errors are over sequences. A run of train.py has its 'step' and its
-    'settings', too.
+    (layers, ...) and their standard errors are over sequences. A run that was not imported has its
+    'step' and its 'settings', too.
     """
     reports = {}
-    for run in settings.runs or (settings.hf,):
+    for run in settings.runs:
         model, rows, checkpoint = model_and_rows(run, settings)
         model.to(machine.device).eval()
         series = measure(kind, model, rows, settings.batch_size, str(run))
         report = {'series': {name: summary(values) for name, values in series.items()}}
         report |= {'sequences': len(rows), 'length': len(rows[0]), 'config': asdict(model.config)}
-        if checkpoint is not None:
+        if 'seed' in checkpoint['settings']:  # it was not imported
             values = checkpoint['settings'] | checkpoint['model_config']
             values['origin'] = checkpoint.get('origin')
             report |= {'step': checkpoint['step'], 'settings': facts(values)}
@@ -463,7 +438,7 @@ def over_seeds(numbers):
     stated = {}
     for run, report in reports.items():
         if 'settings' not in report:
-            raise ValueError(f'{run} has no seed, for it is no run of train.py: leave out --seeds')
+            raise ValueError(f'{run} has no seed, for it was imported: leave out --seeds')
         # Where a run stopped is among the facts: another step makes another model.
         stated[run] = report['settings'] | {'step': report['step']}
     for run, same in same_but_seeds(stated).items():

@@ -1,6 +1,5 @@
-"""Small checkpoints of transformers in every file format, and what to compare models by."""
+"""Small checkpoints of transformers, and what to compare models by."""
 
-import shutil
 import sys
 
 import pytest
@@ -12,15 +11,8 @@ from runs import assert_same
 
 transformers = pytest.importorskip('transformers')
 
-SCALING = {
-    'rope_type': 'llama3',
-    'factor': 8.0,
-    'low_freq_factor': 1.0,
-    'high_freq_factor': 4.0,
-    'original_max_position_embeddings': 16,
-}
 LLAMA = dict(
-    vocab_size=96,
+    vocab_size=260,
     hidden_size=32,
     intermediate_size=44,
     num_hidden_layers=3,
@@ -28,7 +20,7 @@ LLAMA = dict(
     max_position_embeddings=24,
     rms_norm_eps=1e-5,
 )
-GPT2 = dict(vocab_size=96, n_embd=32, n_layer=3, n_head=4, n_positions=24)
+GPT2 = dict(vocab_size=260, n_embd=32, n_layer=3, n_head=4, n_positions=24)
 MISTRAL = dict(LLAMA, num_key_value_heads=2, sliding_window=None)
 CLASSES = {
     'llama': (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
@@ -56,16 +48,12 @@ def quiet(tmp_path_factory):
             del sys.modules[name]
 
 
-def theirs(kind='llama', **changes):
-    """A model of transformers, none of whose weights is zero, one, or near it by chance."""
-    config, model, size = CLASSES[kind]
-    torch.manual_seed(0)
-    return reference.perturb(model(config(**{**size, **changes}))).eval()
-
-
 def written(folder, kind='llama', **changes):
-    """A checkpoint of transformers in `folder`; returns its model."""
-    model = theirs(kind, **changes)
+    """A checkpoint of transformers in `folder`; returns its model, none of whose weights is zero, one,
+    or near it by chance."""
+    config, kind_of_model, size = CLASSES[kind]
+    torch.manual_seed(0)
+    model = reference.perturb(kind_of_model(config(**{**size, **changes}))).eval()
     model.save_pretrained(folder)
     return model
 
@@ -100,42 +88,3 @@ def assert_same_model(a, b):
     """The same weights, and the same logits."""
     assert_same(a.state_dict(), b.state_dict())
     assert torch.equal(a(tokens())[0], b(tokens())[0])
-
-
-# --- file formats, in place of model.safetensors -------------------------------------------------
-
-
-def sharded_safetensors(folder, model):
-    shutil.rmtree(folder)
-    model.save_pretrained(folder, max_shard_size='20KB')
-
-
-def one_bin(folder, model, **options):
-    (folder / 'model.safetensors').unlink()
-    torch.save(dict(model.state_dict()), folder / 'pytorch_model.bin', **options)
-
-
-def one_old_bin(folder, model):
-    one_bin(folder, model, _use_new_zipfile_serialization=False)
-
-
-def sharded_bin(folder, model, shards=3):
-    (folder / 'model.safetensors').unlink()
-    files = [f'pytorch_model-{i:05}-of-{shards:05}.bin' for i in range(1, shards + 1)]
-    parts = {file: {} for file in files}
-    where = {}
-    for i, (name, t) in enumerate(model.state_dict().items()):
-        where[name] = files[i % shards]
-        parts[where[name]][name] = t
-    for file, part in parts.items():
-        torch.save(part, folder / file)
-    index = {'metadata': {'total_size': 0}, 'weight_map': where}
-    write_json(folder / 'pytorch_model.bin.index.json', index)
-
-
-FORMATS = {
-    'sharded safetensors': sharded_safetensors,
-    'bin': one_bin,
-    'bin from before zip': one_old_bin,
-    'sharded bin': sharded_bin,
-}

@@ -18,6 +18,7 @@ from programs import BYTES, program, run_with
 from runs import model_of, succeed
 from test_analyze import analyzed, assert_close, every_kind
 
+from hub import convert
 from hub.convert import export
 from lib.machine import Machine
 from model import GPT, GPTConfig
@@ -153,22 +154,25 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     assert len(analyze.over_seeds(numbers)['runs']) == 3
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
+# --- texts -----------------------------------------------------------------------------------------
 
 TEXT = 'the theory of the other thing that one has or had of it and that one theory has ' * 3
 
 
-def test_a_folder_of_transformers_is_analyzed_as_the_run_that_it_comes_from(tmp_path):
+def test_an_imported_run_is_analyzed_as_the_run_that_it_comes_from(tmp_path):
     export(run_model('vanilla_seed0'), BYTES, tmp_path / 'hf')
+    convert.import_checkpoint(tmp_path / 'hf', 'out/imported')
     (tmp_path / 'text.txt').write_text(TEXT)
     options = dict(text=str(tmp_path / 'text.txt'), sequences=6)
     (run,) = report('entropy', 'vanilla_seed0', **options)['runs'].values()
-    numbers = report('entropy', hf=str(tmp_path / 'hf'), **options)
-    (folder,) = numbers['runs'].values()
+    numbers = report('entropy', 'imported', **options)
+    (imported,) = numbers['runs'].values()
     with raises_one_line('--seeds'):
         analyze.over_seeds(numbers)
-    assert folder['sequences'] == 6 and folder['length'] == run['length']
-    assert_close(folder['series']['entropy'], run['series']['entropy'])
+    assert imported['sequences'] == 6 and imported['length'] == run['length']
+    assert_close(imported['series']['entropy'], run['series']['entropy'])
+    status, _, _ = program(analyze.main, 'entropy', 'out/imported', '--device=cpu')
+    assert_one_line(status, 'out/imported', '--text')
 
 
 def test_tokens_are_explained_of_each_run(tmp_path):
@@ -188,13 +192,11 @@ def test_tokens_are_explained_of_each_run(tmp_path):
 @pytest.mark.parametrize(
     'kind, arguments, words',
     [
-        ('entropy', [], ['--hf']),
-        ('entropy', ['--hf=folder', '--text=a.txt', 'out/flat'], ['runs', '--hf']),
+        ('entropy', [], ['runs']),
         ('entropy', ['out/flat', '--sequences=0'], ['sequences=0']),
         ('entropy', ['out/none', '--sequences=1'], ['out/none']),
         ('entropy', ['out/flat', '--text=none.txt'], ['none.txt']),
         ('entropy', ['out/flat', '--text=short.txt'], ['short.txt', '32', '--length']),
-        ('entropy', ['--hf=hf', '--text=short.txt'], ['hf']),
         ('mapping', ['out/flat', '--sequences=2'], ['layer']),
         ('tokens', ['out/flat'], ['20 times', '--sequences']),  # but for a single one
     ],

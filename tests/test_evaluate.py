@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from byte_runs import RESFORMER, random_model, write_byte_dataset
+from byte_runs import RESFORMER, write_byte_dataset
 from conftest import assert_one_line, read_json
 from programs import program as call_program
-from programs import small_bpe, table
+from programs import table
 from runs import newest, ranks, run_main, succeed
 
 import evaluate
-from hub.convert import export
 from lib.data import Dataset
 from lib.machine import Machine
 from lib.rundir import checkpoints
@@ -132,17 +131,6 @@ def test_a_lower_precision_changes_the_losses_little(run):
 
 
 # --- which runs, on which data -------------------------------------------------------------------
-
-
-def test_a_hugging_face_folder_is_evaluated_on_the_dataset_that_is_named(run, tmp_path):
-    encoder = small_bpe(tmp_path / 'bpe')
-    folder = str(tmp_path / 'export')
-    write_byte_dataset(Path('data/hub'), {'A': 100, 'B': 50}, encoder)
-    export(random_model(), encoder, folder)
-    domains = compared(folder, dataset='hub')[folder]['domains']
-    for domain, windows in slow_windows(folder, 'hub').items():
-        assert domains[domain]['loss'] == pytest.approx(loss_and_error(windows)[0], abs=1e-5)
-    assert_one_line(program('loss', folder, '--device=cpu')[0], 'export', '--dataset')
 
 
 def test_another_dataset_of_the_same_name_is_refused_unless_it_is_named(run):

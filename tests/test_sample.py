@@ -1,4 +1,4 @@
-"""sample.py: text from runs and from Hugging Face folders, as a person sees it."""
+"""sample.py: text from runs, as a person sees it."""
 
 import io
 import os
@@ -20,7 +20,6 @@ import evaluate
 import sample
 from configurator import configure
 from hub import convert
-from hub.convert import export
 from lib.rundir import checkpoints
 from lib.trained import load_run
 from model import GPT, GPTConfig
@@ -198,16 +197,6 @@ def test_a_seed_says_what_is_sampled(trained):
     assert texts[0] == texts[1] != texts[2] and texts[0].count('def f') == 2
 
 
-# --- a Hugging Face folder -----------------------------------------------------------------------
-
-
-def test_a_hugging_face_folder_is_sampled_with_its_own_tokenizer(tmp_path):
-    known = small_bpe(tmp_path / 'tokenizer')
-    prompt = known.encode('the other').tolist()
-    export(parrot([*known.encode(SAYS).tolist(), known.eot], len(prompt)), known, tmp_path / 'to')
-    assert said(tmp_path / 'to', 'the other') == f'the other{SAYS}\n'
-
-
 # --- refused -------------------------------------------------------------------------------------
 
 
@@ -223,7 +212,7 @@ def test_a_damaged_or_unsafe_checkpoint_is_refused_by_every_program(trained, tmp
             MALICE['torch file'](Evil(marker), path)
         calls = (
             (sample.main, f'--out_dir={folder}', '--device=cpu'),
-            (convert.main, 'export', f'--out_dir={folder}', f'--to={to}'),
+            (convert.main, 'export', folder, f'--to={to}'),
             (evaluate.main, 'loss', folder, '--device=cpu'),
         )
         for main, *words in calls:

@@ -1,0 +1,213 @@
+"""python -m hub.convert import: a checkpoint of transformers becomes an ordinary run, or is refused."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import assert_equal_logits, edit, transformers, written
+from conftest import assert_one_line, write_dataset
+from programs import MALICE, Evil, described, program, small_bpe
+from runs import evaluations, good, refused, succeed
+from safetensors.torch import load_file, save_file
+
+import evaluate
+import sample
+from hub import convert
+from lib.trained import load_run
+
+quiet = checkpoints.quiet
+
+LARGE_BASE = {'rope_type': 'default', 'rope_theta': 500000.0}
+LLAMA3 = {
+    'rope_type': 'llama3',
+    'rope_theta': 500000.0,
+    'factor': 8.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 16,
+}
+NARROW = dict(tie_word_embeddings=False, n_inner=40, layer_norm_epsilon=0.1)
+CHECKPOINTS = {
+    'Llama GQA': ('llama', dict(num_key_value_heads=2, rms_norm_eps=0.1)),
+    'Llama MQA tied': ('llama', dict(num_key_value_heads=1, tie_word_embeddings=True)),
+    'Llama with another base': ('llama', dict(rope_parameters=LARGE_BASE)),
+    'Llama scaled as Llama 3': ('llama', dict(rope_parameters=LLAMA3)),
+    'Mistral': ('mistral', {}),
+    'Mistral with a window': ('mistral', dict(sliding_window=16)),
+    'GPT-2': ('gpt2', {}),
+    'GPT-2 untied, narrow, large epsilon': ('gpt2', NARROW),
+}
+
+
+@pytest.fixture(scope='module')
+def bpe(work):
+    """A tokenizer of GPT-2's kind, with 260 ids."""
+    return small_bpe(work / 'bpe')
+
+
+def imported(source, name, *words):
+    """The folder of a run, imported from the source."""
+    succeed(convert.main, 'import', source, f'--to=out/{name}', *words)
+    return f'out/{name}'
+
+
+def greedy(run, prompt):
+    """What sample.py prints."""
+    words = f'--out_dir={run}', f'--start={prompt}', '--temperature=0', '--device=cpu'
+    status, out, _ = program(sample.main, *words)
+    assert status == 0, status
+    return out.removesuffix('\n')
+
+
+@pytest.mark.parametrize('name', CHECKPOINTS)
+def test_an_import_has_the_logits_and_the_greedy_text_of_transformers(name, bpe):
+    kind, changes = CHECKPOINTS[name]
+    source = Path('from', name)
+    model = written(source, kind, **changes)
+    shutil.copy(bpe.path, source)
+    run = imported(source, name)
+    gpt, encoder, _ = load_run(run)
+    T = gpt.config.block_size
+    assert T == changes.get('sliding_window', 24) and encoder.sha256 == bpe.sha256
+    assert_equal_logits(gpt, model, T)
+    tied = changes.get('tie_word_embeddings', kind == 'gpt2')
+    assert tied == (gpt.lm_head.weight is gpt.transformer.wte.weight)
+
+    ids = torch.tensor([bpe.encode('the other').tolist()])
+    options = dict(do_sample=False, eos_token_id=bpe.eot, max_new_tokens=T - ids.shape[1])
+    (made,) = model.generate(ids, **options).tolist()
+    assert greedy(run, 'the other') == bpe.decode(made).removesuffix('<|endoftext|>')
+
+
+# The shape of runs.TINY.
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+    rope_parameters=LLAMA3,
+)
+
+
+def test_an_imported_run_is_evaluated_and_trained_further(bpe):
+    write_dataset(Path('data/text'), **described(bpe))
+    written(Path('from/tiny'), **TINY)
+    run = imported('from/tiny', 'tiny', '--tokenizer=bpe')
+    out = succeed(evaluate.main, 'loss', run, '--dataset=text', '--device=cpu')
+    loss = float(re.search(r'mean *\| *([\d.]+)', out)[1])
+    assert_one_line(program(evaluate.main, 'loss', run, '--device=cpu')[0], run, '--dataset')
+
+    start = dict(init_from=f'{run}/ckpt_0.pt', dataset='text', vocab_size=260)
+    message = refused(run, '--rope_theta=500000.0', '--rope_scaling=', **start)
+    start |= dict(re.findall(r'--(\w+)=(\([^)]*\)|\S+)', message))
+    good('out/further', **start, max_iters=1, eval_interval=1, eval_iters=0)
+    first, last = [entry['val']['mean'] for entry in evaluations('out/further')]
+    assert first == pytest.approx(loss, abs=1e-4) and last < first
+
+    refused(run, 'another tokenizer', 'data/tiny', **{**start, 'dataset': 'tiny'})
+    refused(run, 'imported', '--init_from', out_dir=run, **{**start, 'init_from': 'resume'})
+    refused('from/tiny', 'no checkpoint', 'hub.convert', **{**start, 'init_from': 'from/tiny'})
+
+
+def test_a_tokenizer_of_another_kind_reads_and_writes_as_its_own_library(work):
+    """Like Llama's: it marks spaces, drops the first one, and begins a text with a token."""
+    hf = pytest.importorskip('tokenizers')
+    theirs = hf.Tokenizer(hf.models.BPE(unk_token='<unk>'))
+    theirs.pre_tokenizer, theirs.decoder = hf.pre_tokenizers.Metaspace(), hf.decoders.Metaspace()
+    special = ['<unk>', '<s>', '</s>']
+    trainer = hf.trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    theirs.train_from_iterator(['the theory of the other thing that one has'], trainer)
+    template = hf.processors.TemplateProcessing
+    theirs.post_processor = template(single='<s> $A', special_tokens=[('<s>', 1)])
+    model = written(Path('from/other'))
+    theirs.save('from/other/tokenizer.json')
+    run = imported('from/other', 'other')
+
+    _, encoder, _ = load_run(run)
+    ids = theirs.encode('the thing').ids
+    assert encoder.encode('the thing').tolist() == ids and (ids[0], encoder.eot) == (1, 2)
+    with torch.no_grad():  # no id beyond the tokenizer's
+        model.lm_head.weight[encoder.n_vocab :] = 0
+        (made,) = model.generate(torch.tensor([ids]), do_sample=False).tolist()
+    expected = theirs.decode(made[: made.index(2)] if 2 in made else made, False)
+    assert greedy(run, 'the thing') == expected.removeprefix('<s>').strip()
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def assert_refused(source, *words):
+    """An import is one line with these words, and leaves nothing."""
+    status, _, _ = program(convert.main, 'import', source, '--to=out/refused', '--tokenizer=bytes')
+    assert_one_line(status, *words)
+    assert not Path('out/refused').exists()
+    assert 'weights_only' not in status  # torch's advice to try it without
+
+
+YARN = dict(rope_parameters={'rope_type': 'yarn', 'factor': 4.0})
+HALF_LLAMA3 = dict(rope_parameters={'rope_type': 'llama3', 'factor': 4.0})
+NOT_COMPUTED = [
+    ('llama', dict(model_type='qwen2'), ['qwen2', 'llama, mistral and gpt2']),
+    ('llama', dict(model_type='nix'), ['nix']),
+    ('llama', YARN, ["'yarn'"]),
+    ('llama', HALF_LLAMA3, ['low_freq_factor']),
+    ('llama', dict(hidden_size='32'), ['hidden_size', '32']),
+    ('llama', dict(num_attention_heads=5), ['5']),
+    ('llama', dict(attention_bias=True), ['attention_bias']),
+    ('llama', dict(head_dim=16), ['q_proj']),
+    ('llama', dict(num_hidden_layers=4), ['model.layers.3']),
+    ('gpt2', dict(scale_attn_weights=False), ['scale_attn_weights']),
+    ('gpt2', dict(activation_function='relu'), ["'relu'"]),
+    ('gpt2', dict(add_cross_attention=True), ['add_cross_attention']),
+]
+
+
+@pytest.mark.parametrize('kind, changes, words', NOT_COMPUTED, ids=str)
+def test_what_gpt_does_not_compute_is_refused_by_its_name(kind, changes, words, work, tmp_path):
+    written(tmp_path, kind)
+    assert_refused(edit(tmp_path, **changes), tmp_path, *words)
+
+
+@pytest.mark.parametrize('name', ['model.layers.2.mlp.up_proj.weight', 'model.norm.bias'])
+def test_weights_that_are_not_the_models_are_refused_by_name(name, work, tmp_path):
+    """transformers draws a weight that the file lacks, and leaves out one that the model lacks."""
+    written(tmp_path)
+    path = tmp_path / 'model.safetensors'
+    state = load_file(path)
+    if name in state:
+        del state[name]
+    else:
+        state[name] = torch.ones(32)
+    save_file(state, path, metadata={'format': 'pt'})
+    assert_refused(tmp_path, tmp_path, name)
+
+
+def test_what_transformers_cannot_read_is_one_line(work, tmp_path, monkeypatch):
+    assert_refused(tmp_path, tmp_path)
+    written(tmp_path)
+    words = 'import', tmp_path, '--to=out/refused'
+    assert_one_line(program(convert.main, *words)[0], tmp_path, 'tokenizer.json')
+    error = OSError('a reason of the hub\nand more')
+    monkeypatch.setattr(transformers.AutoConfig, 'from_pretrained', Mock(side_effect=error))
+    assert_refused('some/where', 'some/where', 'a reason of the hub')
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    assert_refused(tmp_path, 'transformers', 'pip install')
+
+
+@pytest.mark.parametrize('kind', MALICE)
+def test_code_that_lies_beside_weights_is_not_run(kind, work, tmp_path):
+    folder, marker = tmp_path / 'bin', tmp_path / 'marker'
+    written(folder)
+    names = {'AutoConfig': 'code.Config', 'AutoModelForCausalLM': 'code.Model'}
+    edit(folder, auto_map=names)
+    (folder / 'code.py').write_text(f'open({str(marker)!r}, "w")')
+    (folder / 'model.safetensors').unlink()
+    MALICE[kind](Evil(marker), folder / 'pytorch_model.bin')
+    assert_refused(folder, folder)
+    assert not marker.exists()
