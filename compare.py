@@ -194,6 +194,6 @@ def main():
 
 if __name__ == '__main__':
     words = shlex.join(['python', 'compare.py', *sys.argv[1:]])
-    note = f'every run is saved, and the same command goes on:\n{words}'
+    note = f'every run saves itself, and the same command goes on:\n{words}'
     with launch.ends_when_interrupted(note):
         main()

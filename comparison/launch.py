@@ -6,10 +6,8 @@ its reason in <folder>/failed.txt, and the others go on. One that is interrupted
 next start resumes it, because each is started with --init_from=auto.
 """
 
-import bisect
 import contextlib
 import json
-import math
 import os
 import re
 import shlex
@@ -21,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.files import locked, write_whole
+from lib.files import write_whole
 from lib.machine import INTERRUPTED, cores, kind_and_index
 from lib.rundir import failure_file
 
@@ -36,7 +34,7 @@ class Job:
     arguments: list
     folder: Path
     process: subprocess.Popen = field(default=None, repr=False)
-    slot: int = 0  # of find_slots()
+    slot: dict = field(default_factory=dict)  # one of find_slots()
     log_start: int = 0  # where this attempt begins in train.log
 
 
@@ -67,8 +65,8 @@ def ends_when_interrupted(note):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except KeyboardInterrupt as interruption:
-        print(f'interrupted: {str(interruption) or note}', file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f'interrupted: {note}', file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
@@ -114,54 +112,36 @@ def launch(jobs, slots, gpus, tick):
 
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
-    running, attempts, free = [], set(), list(range(len(slots)))
-    last_tick = -math.inf
+    running, attempts, free = [], set(), list(slots)
     queue = list(jobs())
     try:
-        while True:
-            for job in list(queue):
-                if not free:
-                    break
-                if busy_elsewhere(job.folder):
-                    continue
-                queue.remove(job)
-                job.slot = free.pop(0)  # the first, for the first ones are on GPUs of their own
+        while queue or running:
+            while queue and free:
+                job = queue.pop(0)
                 attempts.add(job.name)
+                # The GPU on which the fewest are: there may be more slots than GPUs.
+                job.slot = min(free, key=[other.slot for other in running].count)
+                free.remove(job.slot)
                 running.append(job)  # first, so that it is stopped whenever Ctrl-C comes
-                start(job, slots[job.slot], gpus)
-
+                start(job, gpus)
+            time.sleep(SECONDS)
             ended = [job for job in running if job.process.poll() is not None]
             for job in ended:
                 running.remove(job)
-                bisect.insort(free, job.slot)
+                free.append(job.slot)
                 record(job)
-            if ended or (queue and not running):
+            if ended:
                 queue = [job for job in jobs() if job.name not in attempts]
-            if ended or time.monotonic() - last_tick > 1:
-                tick(running)
-                last_tick = time.monotonic()
-            if not running and not queue:
-                return
-            if not ended:
-                # Without one under way here, what is left is in training elsewhere.
-                time.sleep(0.2 if running else 2)
+            tick(running)
     except BaseException:
         stop(running)
         raise
 
 
-def busy_elsewhere(folder):
-    """Whether another process is training in a folder, such as one left by a killed compare.py."""
-    if not folder.exists():
-        return False
-    try:
-        with locked(folder, 'training in'):
-            return False
-    except OSError:
-        return True
+SECONDS = 1.0  # between two looks at the trainings
 
 
-def start(job, environment, gpus):
+def start(job, gpus):
     job.folder.mkdir(parents=True, exist_ok=True)
     failure_file(job.folder).unlink(missing_ok=True)
     # A file, because a training that writes to a pipe would die with this process. A session of
@@ -170,7 +150,7 @@ def start(job, environment, gpus):
         job.log_start = log.tell()
         job.process = subprocess.Popen(
             command(job.arguments, gpus, sys.executable, str(ROOT / 'train.py')),
-            env=os.environ | environment,
+            env=os.environ | job.slot,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -178,24 +158,12 @@ def start(job, environment, gpus):
 
 
 def stop(running):
-    """Let each training save itself, and wait for it.
-
-    A second Ctrl-C waits no longer: it is raised again with the trainings that still run.
-    """
+    """Let each training save itself, and wait for it."""
     started = [job for job in running if job.process]
     for job in started:
         job.process.terminate()
-    try:
-        for job in started:
-            job.process.wait()
-    except KeyboardInterrupt:
-        folders = [str(job.folder) for job in started if job.process.poll() is None]
-        if not folders:
-            raise
-        raise KeyboardInterrupt(
-            f'not waiting for the trainings in {", ".join(folders)}: each saves itself after its '
-            'step, and then the same command goes on'
-        ) from None
+    for job in started:
+        job.process.wait()
 
 
 def record(job):

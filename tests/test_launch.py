@@ -1,6 +1,5 @@
 """comparison/launch.py: trainings side by side, as processes that start, end, fail and are interrupted."""
 
-import contextlib
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ from conftest import raises_one_line
 
 import compare
 from comparison import launch
-from lib.files import locked
 
 place = comparisons.place
 
@@ -41,37 +39,21 @@ def test_on_a_cpu_each_core_that_this_process_may_use_trains_with_one_thread(mon
         launch.find_slots('cuda')
 
 
-def test_each_slot_has_one_training_at_a_time(tmp_path, monkeypatch):
-    begun, naps = [], []
+def test_a_slot_has_one_training_and_no_gpu_is_shared_while_another_idles(tmp_path, monkeypatch):
+    begun, naps, ends = [], [], {'0': 1, '1': 1, '2': 9}
 
     def start(words, env, **options):
-        begun.append((len(naps), env['CUDA_VISIBLE_DEVICES']))
-        return SimpleNamespace(poll=lambda: 0 if naps else None, returncode=0)
+        gpu, end = env['CUDA_VISIBLE_DEVICES'], ends.get(words[-1], 9)
+        begun.append((len(naps), words[-1], gpu))
+        return SimpleNamespace(poll=lambda: 0 if len(naps) >= end else None, returncode=0)
 
     monkeypatch.setattr(launch.subprocess, 'Popen', start)
     monkeypatch.setattr(launch.time, 'sleep', naps.append)
-    jobs = [launch.Job(str(n), [], tmp_path / str(n)) for n in range(3)]
-    slots = [{'CUDA_VISIBLE_DEVICES': gpu} for gpu in '45']
+    jobs = [launch.Job(name, [name], tmp_path / name) for name in '01234']
+    slots = [{'CUDA_VISIBLE_DEVICES': gpu} for gpu in '454']
     launch.launch(lambda: jobs, slots, 1, lambda running: None)
-    assert begun == [(0, '4'), (0, '5'), (1, '4')]
-
-
-def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
-    """As after a compare.py that was killed, and whose trainings went on."""
-    started, looks = [], []
-    job = launch.Job('mine', [], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
-    monkeypatch.setattr(launch, 'start', lambda job, *more: started.append(len(looks)))
-    with contextlib.ExitStack() as holding:
-        holding.enter_context(locked(tmp_path, 'training in'))
-
-        def wait(seconds):
-            looks.append(seconds)
-            if len(looks) == 3:
-                holding.close()
-
-        monkeypatch.setattr(launch.time, 'sleep', wait)
-        launch.launch(lambda: [] if started else [job], [{}], 1, lambda running: None)
-    assert started == [3] and not launch.failure_file(tmp_path).exists()
+    assert begun[:3] == [(0, '0', '4'), (0, '1', '5'), (0, '2', '4')]
+    assert begun[3:] == [(1, '3', '5'), (1, '4', '4')]
 
 
 def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
@@ -95,53 +77,19 @@ def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
 # --- how they end ---------------------------------------------------------------------------------
 
 
-class Process:
-    """What looks like a training that ends when somebody waits for it, unless Ctrl-C comes first."""
-
-    def __init__(self, waits=True):
-        self.waits = waits
-        self.returncode = None
-        self.terminated = False
-
-    def poll(self):
-        return self.returncode
-
-    def terminate(self):
-        self.terminated = True
-
-    def wait(self):
-        if not self.waits:
-            raise KeyboardInterrupt
-        self.returncode = 75
-
-
 def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatch):
-    def start(job, *more):
-        job.process = Process()
+    calls = []
+
+    def start(job, gpus):
+        terminate, wait = (lambda: calls.append('terminate')), (lambda: calls.append('wait'))
+        job.process = SimpleNamespace(terminate=terminate, wait=wait)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, 'start', start)
-    job = launch.Job('mine', [], tmp_path)
-    never = launch.Job('never', [], tmp_path / 'never')
+    jobs = [launch.Job(name, [], tmp_path / name) for name in ('mine', 'never')]
     with pytest.raises(KeyboardInterrupt):
-        launch.launch(lambda: [job, never], [{}, {}], 1, lambda running: None)
-    assert job.process.terminated and never.process is None
-
-
-def test_a_second_ctrl_c_says_which_trainings_still_run(tmp_path, monkeypatch, capsys):
-    jobs = [launch.Job(name, [], tmp_path / name) for name in ('saved', 'slow', 'slower')]
-    for job in jobs:
-        job.process = Process(waits=job.name == 'saved')
-    monkeypatch.setattr(launch.signal, 'signal', lambda *ignored: None)
-    with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == 'interrupted: every run is saved\n'
-    with pytest.raises(SystemExit), launch.ends_when_interrupted('every run is saved'):
-        launch.stop(jobs)
-    assert all(job.process.terminated for job in jobs)
-    text = capsys.readouterr().err
-    slow = f'{tmp_path / "slow"}, {tmp_path / "slower"}'
-    assert f'not waiting for the trainings in {slow}: ' in text and 'every run' not in text
+        launch.launch(lambda: jobs, [{}, {}], 1, lambda running: None)
+    assert calls == ['terminate', 'wait'] and jobs[1].process is None
 
 
 @pytest.mark.parametrize(
