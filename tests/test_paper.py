@@ -1,13 +1,11 @@
 """paper/README.md: each table and figure of the paper is there, with a command that can be typed."""
 
 import re
-import shlex
-import subprocess
 
 import comparisons
 import pytest
 from conftest import ROOT, read_json
-from test_readme import parse
+from test_readme import parse, typed
 
 import compare
 from configurator import configure
@@ -19,16 +17,6 @@ place = comparisons.place
 PAGE = (ROOT / 'paper/README.md').read_text()
 CODE = re.findall('`([^`]*(?:python|torchrun) [^`]*)`', PAGE)
 START, FULL_SIZE = 'config/start.py', 'config/vanilla_82m.py'
-
-
-def typed(code):
-    """[arguments of python] of each command that a line of bash runs."""
-    stand_in = 'python() { printf "%q " "$@"; echo; }; torchrun() { python "${@:2}"; }; '
-    done = subprocess.run(['bash', '-c', stand_in + code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [shlex.split(line) for line in done.stdout.splitlines()]
-
-
 COMMANDS = [words for code in CODE for words in typed(code)]
 COMPARISONS = {words[2]: words[1:] for words in COMMANDS if words[0] == 'compare.py'}
 OTHERS = [words for words in COMMANDS if words[0] != 'compare.py']
