@@ -31,7 +31,6 @@ from documents import (
     run_prepare,
     settings,
     texts_of,
-    write_records,
     write_rows,
 )
 from runs import call
@@ -382,10 +381,6 @@ def cut_off(train):
     path.write_bytes(data[: len(data) // 2])
 
 
-def other_columns(train):
-    write_records(train / 'z.parquet', [{'content': 'a'}])
-
-
 BAD = {
     'example_2.jsonl: line 2 ... JSON': second_line('{"text": '),
     'example_2.jsonl: line 2 ... "text"': second_line('{"text": "a"}'),
@@ -397,7 +392,6 @@ BAD = {
     'z.jsonl.zst: Truncated': cut_off,
     'z.jsonl.zst: ... empty': lambda train: (train / 'z.jsonl.zst').touch(),
     'z.jsonl.zst: ... ZSTD': lambda train: (train / 'z.jsonl.zst').write_bytes(b'not zstd at all'),
-    'z.parquet: no column text: ... content': other_columns,
 }
 
 
