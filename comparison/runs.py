@@ -134,26 +134,6 @@ def disagreement(ours, theirs, but=(), only=()):
     return f'{words}; {MIXED_CODE}' if found[0] == 'code' else words
 
 
-def same_but_seeds(facts, but=()):
-    """{run: [runs]} of runs that differ in nothing but their seeds and what is in `but`, under the first
-    of them. facts: {run: its facts}."""
-    groups = {}
-    for run, own in facts.items():
-        alike = (one for one in groups if not difference(facts[one], own, ('seed', *but)))
-        groups.setdefault(next(alike, run), []).append(run)
-    return groups
-
-
-def by_seed(runs, facts):
-    """{seed: run} of the runs of one model. Raises ValueError for two of one seed."""
-    seeds = {}
-    for run in runs:
-        other = seeds.setdefault(facts[run]['seed'], run)
-        if other != run:
-            raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
-    return seeds
-
-
 def same_value(a, b):
     """Whether two settings are the same, but for the last bits of a float."""
     if {type(a), type(b)} <= {int, float}:

@@ -31,7 +31,6 @@ Everything is computed per sequence, in float32 without TF32, then averaged over
 import contextlib
 import itertools
 import math
-import re
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +45,8 @@ from tqdm import tqdm
 
 import model as architecture
 from comparison import charts
-from comparison.runs import by_seed, facts, same_but_seeds
+from comparison.assemble import arm_of
+from comparison.runs import difference, facts
 from configurator import choose
 from lib.data import Dataset
 from lib.files import as_json, one_line_errors, write_json
@@ -431,25 +431,36 @@ def over_seeds(numbers):
     """analyze()'s numbers with one report for the runs of a model, which has the first one's name. Means
     are over runs, and so are standard errors, the spread of seeds, not of sequences: a model with one
     run has none.
-
-    Raises ValueError for two runs of one seed, and for checkpoints of different steps.
     """
     reports, pooled = numbers['runs'], {}
-    stated = {}
-    for run, report in reports.items():
-        if 'settings' not in report:
-            raise ValueError(f'{run} has no seed, for it was imported: leave out --seeds')
-        # Where a run stopped is among the facts: another step makes another model.
-        stated[run] = report['settings'] | {'step': report['step']}
-    for run, same in same_but_seeds(stated).items():
-        seeds, series = by_seed(same, stated), {}
-        for name in reports[run]['series']:
-            means = [reports[other]['series'][name]['mean'] for other in seeds.values()]
+    for first, seeds in models_of(reports).items():
+        series = {}
+        for name in reports[first]['series']:
+            means = [reports[run]['series'][name]['mean'] for run in seeds.values()]
             series[name] = summary(torch.tensor(np.array(means, dtype=float)))
             if len(seeds) == 1:
                 series[name]['standard_error'] = np.full_like(means[0], np.nan, dtype=float)
-        pooled[run] = {**reports[run], 'series': series, 'seeds': len(seeds)}
+        pooled[first] = {**reports[first], 'series': series, 'seeds': len(seeds)}
     return {**numbers, 'runs': pooled}
+
+
+def models_of(reports):
+    """{run: {seed: run}} of runs that differ in nothing but their seeds, under the first of them.
+
+    Raises ValueError for two runs of one seed, and for a run without one.
+    """
+    models, stated = {}, {}
+    for run, report in reports.items():
+        if 'settings' not in report:
+            raise ValueError(f'{run} has no seed, for it was imported: leave out --seeds')
+        # Where a run stopped is among its facts: another step makes another model.
+        own = stated[run] = report['settings'] | {'step': report['step']}
+        alike = (first for first in models if not difference(stated[first], own, ('seed',)))
+        seeds = models.setdefault(next(alike, run), {})
+        other = seeds.setdefault(own['seed'], run)
+        if other != run:
+            raise ValueError(f'{run} and {other} are one model with one seed: name one of them')
+    return models
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -532,12 +543,12 @@ def figure_of(numbers):
 
 
 def labels_of(runs):
-    """{run: its name}: its folder's, without rate and seed; where two have one name, the whole paths."""
+    """{run: its arm}; where two are of one arm, {run: run}."""
     labels = {}
     for run in runs:
         path = Path(run)
         folder = path.parent if path.suffix == '.pt' else path
-        labels[run] = re.sub(r'(_lr[\d.e-]+)?(_seed\d+)?$', '', folder.name)
+        labels[run], _ = arm_of(str(folder))
     return labels if len({*labels.values()}) == len(labels) else {run: run for run in runs}
 
 

@@ -144,6 +144,8 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     assert 'sequences' in analyze.figure_of(numbers).get_suptitle()
     figure = analyze.figure_of(pooled)
     assert '2 seeds' in figure.get_suptitle()
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {'vanilla', 'resformer'} <= {*labels}
     curves = [line for line in figure.axes[-1].get_lines() if len(line.get_ydata()) > 2]
     mean = np.array(both['mean'])
     expected = mean[:, 0] if kind == 'spectrum' else mean
@@ -152,6 +154,9 @@ def test_runs_of_several_seeds_are_one_curve_whose_error_is_over_seeds(kind):
     # Another step of a run is another model.
     numbers['runs']['later'] = {**numbers['runs']['out/vanilla_seed1'], 'step': 20}
     assert len(analyze.over_seeds(numbers)['runs']) == 3
+    numbers['runs']['again'] = numbers['runs']['out/resformer']
+    with raises_one_line('one seed'):
+        analyze.over_seeds(numbers)
 
 
 # --- texts -----------------------------------------------------------------------------------------
