@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.files import RESERVED_DOMAINS, first_line
+from lib.files import RESERVED_DOMAINS, first_line, hub_error
 from lib.tokenizer import HUB_ID
 
 # The paper's Table 2, as printed.
@@ -477,7 +477,7 @@ def list_hub(source, revision):
         return {entry.path: entry.size for entry in tree if hasattr(entry, 'size')}, commit
     except Exception as error:
         raise OSError(
-            f'no folder {source} here, and the hub cannot list it ({first_line(error)})'
+            f'no folder {source} here, and the hub cannot list it: {hub_error(error)[0]}'
         ) from error
 
 
@@ -495,7 +495,9 @@ def download_rows(unit, folder):
             )
             return Path(path)
         except Exception as error:  # whatever the hub's client and its HTTP library may raise
-            reason = first_line(error)
+            reason, may_pass = hub_error(error)
+            if not may_pass:
+                raise ConnectionError(f'the hub refuses: {reason}') from error
             if wait is None:
                 message = f'the hub fails, after {len(WAITS)} retries: {reason}'
                 raise ConnectionError(message) from error

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.files import first_line, unreadable
+from lib.files import first_line, hub_error, unreadable
 
 EOT = '<|endoftext|>'
 
@@ -75,7 +75,7 @@ def load(name_or_path):
         path = hf_hub_download(name, 'tokenizer.json')
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
-            f'cannot get tokenizer.json of {name} from the hub ({first_line(error)}): '
+            f'cannot get tokenizer.json of {name} from the hub ({hub_error(error)[0]}): '
             'download it once and give its path, or a folder that holds it'
         ) from error
     return BytePairs(path)

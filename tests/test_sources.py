@@ -22,6 +22,7 @@ from documents import (
 
 from lib import sources
 from lib.data import Dataset
+from lib.files import hub_error
 from lib.sources import TABLE_2
 
 pytestmark = pytest.mark.usefixtures('here')
@@ -278,8 +279,8 @@ class FakeHub:
     """What the hub's own client talks to in place of the network: one repository, some/where, whose
     branch v2 is at `commit`, and which has that commit only.
 
-    failures: what becomes of the next downloads, one number each: an HTTP status from 400 on, or how
-    many bytes are missing.
+    failures: what becomes of the next downloads: an HTTP status from 400 on, how many bytes are missing,
+    or the name of an error of status 403.
     """
 
     def __init__(self, folder):
@@ -312,6 +313,8 @@ class FakeHub:
             )
         self.downloads.append(name)
         failure = self.failures.pop(0) if self.failures else 0
+        if isinstance(failure, str):
+            return httpx2.Response(403, headers={'X-Error-Code': failure})
         if failure >= 400:
             return httpx2.Response(failure, content=b'no')
         return httpx2.Response(200, content=raw[: len(raw) - failure])
@@ -363,11 +366,26 @@ def test_a_hub_that_stays_away_is_given_up_after_the_promised_time(hub, waits):
     assert waits == [1, 2, 4, 8, 16, 32]
 
 
+def test_a_hub_that_refuses_is_not_asked_again_and_its_reason_is_told(hub, waits):
+    make_source(files=1, count=3, validation=False)
+    for failure, words in (('GatedRepo', 'gated'), ('RepoNotFound', 'Not Found'), (410, '410')):
+        hub.failures = [failure]
+        with raises_one_line('example_0.jsonl', words, of=OSError):
+            run_prepare('some/where', revision='v2')
+        assert waits == [] and hub.failures == []
+    for status, may_pass in ((500, True), (429, True), (408, True), (404, False)):
+        error = OSError('why')
+        error.response = types.SimpleNamespace(status_code=status)
+        assert hub_error(error) == ('why', may_pass)
+    assert hub_error(TimeoutError()) == ('TimeoutError', True)
+
+
 def test_a_branch_that_moves_on_is_read_at_the_commit_of_the_start(hub, waits):
     make_source()
-    hub.failures = [0, 0, 0] + [401] * 7
-    with raises_one_line('401', 'the same command goes on', of=OSError):
+    hub.failures = [0, 0, 0] + [503] * 100
+    with raises_one_line('503', 'the same command goes on', of=OSError):
         run_prepare('some/where', revision='v2')
+    hub.failures = []
     answer = hub.answer
     hub.answer = lambda request: 1 / 0 if request.url.path.endswith('/v2') else answer(request)
     run_prepare('some/where', revision='v2')
