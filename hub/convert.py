@@ -195,8 +195,10 @@ def make_config(values, names, **fields):
     """The GPTConfig of a config's values. names: {field: its name there}"""
     hints = typing.get_type_hints(GPTConfig)
     for field, name in names.items():
-        if values[name] is not None:  # it follows from others, as here
-            fields[field] = convert(values[name], hints[field], name)
+        value = values[name]
+        if value is not None:  # it follows from others, as here
+            refuse(isinstance(value, int) and value >= 2**31, f'{name}={value} is too large')
+            fields[field] = convert(value, hints[field], name)
     return GPTConfig(**fields)
 
 

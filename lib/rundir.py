@@ -209,7 +209,7 @@ def name_misfits(path):
         yield
     except torch.OutOfMemoryError:  # a RuntimeError that is not the checkpoint's fault
         raise
-    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         raise ValueError(f'{path} does not fit: {reason}') from error
 

@@ -161,6 +161,7 @@ NOT_COMPUTED = [
     ('llama', dict(num_attention_heads=5), ['5']),
     ('llama', dict(attention_bias=True), ['attention_bias']),
     ('llama', dict(head_dim=16), ['q_proj']),
+    ('mistral', dict(num_hidden_layers=2**70), ['num_hidden_layers', 'too large']),
     ('llama', dict(num_hidden_layers=4), ['model.layers.3']),
     ('gpt2', dict(scale_attn_weights=False), ['scale_attn_weights']),
     ('gpt2', dict(activation_function='relu'), ["'relu'"]),

@@ -239,6 +239,12 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_in_one_line(trained, tmp_
     assert_one_line(sampled(foreign, '')[0], 'data/gone/tokenizer.json', '--tokenizer')
 
 
+def test_a_size_beyond_what_torch_can_count_is_one_line(trained):
+    config = {**newest(trained)['model_config'], 'block_size': 2**70}
+    huge = run_with(ours(), trained, 'out/huge', model_config=config)
+    assert_one_line(sampled(huge, 'abc')[0], huge, 'OverflowError')
+
+
 MISTAKES = [
     (['--out_dir=out/nothing'], 'out/nothing'),
     (['--start=FILE:none.txt'], 'none.txt'),
