@@ -29,7 +29,8 @@ what is in it, and is no domain; so does a file named validation.jsonl or, as on
 validation-00000-of-00001.parquet. What says nothing is for training; test is left out.
 
 Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
-when hash(seed, text) < val_fraction, and each domain's first one always is.
+when hash(seed, text) < val_fraction, and each domain's first one always is (the first whose text is not
+trained on as another domain's), with all its copies.
 
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
 <|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,
@@ -39,6 +40,7 @@ blocks of 64M characters), and each domain is filled up to its share of --tokens
 does not depend on --workers or on interruptions.
 """
 
+import array
 import collections
 import contextlib
 import functools
@@ -78,8 +80,8 @@ from lib.files import (
 BLOCK = 64 * 2**20
 
 # What a piece says of each document, in the order of their ids: the number of its domain, ids, bytes
-# of text, whether it is validation.
-DOCUMENT = np.dtype([('domain', 'i4'), ('tokens', 'i8'), ('bytes', 'i8'), ('validation', '?')])
+# of text, and the text's sources.hash_fraction().
+DOCUMENT = np.dtype([('domain', 'i4'), ('tokens', 'i8'), ('bytes', 'i8'), ('place', 'f8')])
 
 SPLITS = ('train', 'validation')
 
@@ -125,35 +127,37 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
     them, DOCUMENT, to `piece`, whose presence means finished.
 
     room: {domain: training tokens still wanted}, an upper bound, because units before this one may
-    still be on their way. append() decides where a domain ends; the worker stops once every domain
-    certainly has enough. Raises ValueError for a unit that cannot be read.
+    still be on their way. append() decides where a domain ends, and which text of each domain becomes
+    validation, with all its copies; the worker stops once every domain certainly has enough without
+    these. Raises ValueError for a unit that cannot be read.
     """
     if piece.exists():
         return
     encoder = load_tokenizer(tokenizer_path)
     domains = list(room)
-    domains_met = set()
-    validation = unit.split == 'validation'
+    places = set()
+    longest = 0
     table = bytearray()
 
     with open(piece.with_suffix('.ids'), 'wb') as file:
         for domain, text in shuffled_documents(unit, settings.seed, piece.parent):
-            if room.get(domain, 0) <= 0:
+            if room.get(domain, -math.inf) <= -len(domains) * longest:
                 continue
             ids = np.append(encoder.encode(text), np.uint16(encoder.eot)).astype('<u2')
             file.write(ids)
-            if unit.split == 'hash':
-                validation = sources.hash_fraction(settings.seed, text) < settings.val_fraction
+            place = sources.hash_fraction(settings.seed, text)
             size = len(text.encode('utf-8', 'replace'))
-            row = domains.index(domain), len(ids), size, validation
+            row = domains.index(domain), len(ids), size, place
             table += np.array(row, DOCUMENT).tobytes()
 
-            # A domain's first document may become validation, see append().
-            if domain in domains_met and not validation:
-                room[domain] -= len(ids)
-                if max(room.values()) <= 0:
-                    break
-            domains_met.add(domain)
+            validation = unit.split == 'hash' and place < settings.val_fraction
+            if unit.split == 'validation' or validation or place in places:
+                continue
+            places.add(place)
+            longest = max(longest, len(ids))
+            room[domain] -= len(ids)
+            if max(room.values()) <= -len(domains) * longest:
+                break
         file.flush()
         os.fsync(file.fileno())
     write_whole(piece, table)
@@ -351,6 +355,7 @@ def merge_pieces(plan, counts):
     """Write the token files from pieces, in reading order, until every domain is full. Returns the
     pieces."""
     pieces = []
+    trained, held_out = array.array('d'), set()
     total = plan.settings.tokens or None
     with (
         contextlib.ExitStack() as stack,
@@ -371,7 +376,7 @@ def merge_pieces(plan, counts):
                 check_documents(plan, counts, 'validation')
             wait()
             pieces.append(piece)
-            append(plan, counts, files, unit, piece)
+            append(plan, counts, files, unit, piece, trained, held_out)
             bar.update(sum(counts['train', domain]['tokens'] for domain in plan.shares) - bar.n)
         check_documents(plan, counts, 'train')
         for file in files.values():
@@ -399,20 +404,31 @@ def heartbeat(bar, pieces, seconds=10):
         thread.join()
 
 
-def append(plan, counts, files, unit, piece):
+def append(plan, counts, files, unit, piece, trained, held_out):
     """Append the documents of a piece to the token files and to `counts`, each domain's until it is
-    full; the document that crosses the border is kept whole."""
+    full; the document that crosses the border is kept whole.
+
+    trained: the places of texts that are trained on, as long as a domain has no validation document;
+    held_out: of those that became one.
+    """
     domains = list(plan.shares)
+    is_lacking = not all(counts['validation', domain] for domain in domains)
     targets = set()
     with open(piece.with_suffix('.ids'), 'rb') as file:
-        for number, tokens, size, validation in np.fromfile(piece, DOCUMENT).tolist():
+        for number, tokens, size, place in np.fromfile(piece, DOCUMENT).tolist():
             ids = file.read(2 * tokens)
             domain = domains[number]
             if counts['train', domain]['tokens'] >= plan.goals[domain]:
                 continue
-            # At least one document of each domain is validation.
-            first = unit.split == 'hash' and not counts['validation', domain]
-            target = 'validation' if validation or first else 'train', domain
+            validation = unit.split == 'validation'
+            if unit.split == 'hash':
+                # At least one text of each domain is validation, and then all its copies are.
+                if not counts['validation', domain] and place not in trained:
+                    held_out.add(place)
+                validation = place < plan.settings.val_fraction or place in held_out
+            if not validation and is_lacking:
+                trained.append(place)
+            target = 'validation' if validation else 'train', domain
             files[target].write(ids)
             targets.add(target)
             counts[target].update(documents=1, tokens=tokens, bytes=size)

@@ -87,6 +87,7 @@ def recompute(source, weights, tokens, seed=1337, val_fraction=0.005):
     if tokens:
         goals = {domain: tokens * w / sum(weights.values()) for domain, w in weights.items()}
     result = {(split, domain): [] for split in ('train', 'validation') for domain in weights}
+    trained, held_out = set(), set()
     has_validation = any(name.startswith('validation') for name in source)
 
     def place(name):
@@ -102,9 +103,12 @@ def recompute(source, weights, tokens, seed=1337, val_fraction=0.005):
             if split == 'train' and sum(map(len, result['train', domain])) >= goals[domain]:
                 continue
             if not has_validation:
-                first = not result['validation', domain]
-                if first or fraction(seed, text) < val_fraction:
+                if not result['validation', domain] and text not in trained:
+                    held_out.add(text)
+                if text in held_out or fraction(seed, text) < val_fraction:
                     split = 'validation'
+                else:
+                    trained.add(text)
             result[split, domain].append(ids_of(text))
     return result
 

@@ -60,6 +60,24 @@ def test_rows_equal_recomputation(suffix, validation, tmp_path):
         assert_equals(out, recompute(source, weights or TABLE_2, tokens, val_fraction=0.1))
 
 
+@pytest.mark.parametrize('tokens', [0, 500])
+def test_no_validation_document_is_trained_on_in_whatever_file_or_domain_its_copies_are(tokens):
+    weights = {'C4': 1, 'Book': 1, 'ArXiv': 1}
+    source = {}
+    for n in range(9):
+        for domain in weights:
+            documents = [(domain, f'{m} of {n % 3}') for m in range(9)]
+            source[f'train/{n}_{domain}.jsonl'] = documents * 2
+    for name, documents in source.items():
+        write_rows(Path('raw', name), documents)
+    run_prepare(tokens=tokens, weights=weights, val_fraction=0.03)
+    assert_equals(Path('out'), recompute(source, weights, tokens, val_fraction=0.03))
+    texts = {'train': set(), 'validation': set()}
+    for path in Path('out').glob('*/*.bin'):
+        texts[path.parent.name].update(texts_of(path))
+    assert texts['validation'] and texts['validation'].isdisjoint(texts['train'])
+
+
 def test_a_folder_of_plain_text_equals_recomputation():
     root = Path('corpus')
     texts = {'b': [], 'a.1': [], 'corpus': []}
