@@ -40,6 +40,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from configurator import choose, configure
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -47,7 +49,6 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from tqdm import tqdm
 
-from configurator import choose, configure
 from lib.files import first_line, one_line_errors
 from lib.machine import ATTENTION, Machine
 from lib.rundir import provenance
@@ -525,7 +526,7 @@ def turns(rows, settings, machine):
     order = [(row, round_ >= 0) for round_ in rounds for row in rows]
     bars = {'first steps': order[: len(rows)], 'steps': order[len(rows) :]}
     for name, steps in bars.items():
-        bar = tqdm(steps, desc=name, disable=not machine.is_first)
+        bar = tqdm(steps, desc=name, disable=None if machine.is_first else True)
         for row, timed in bar:
             bar.set_postfix_str(row.name)
             yield row, timed

@@ -26,6 +26,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from configurator import configure, sort_arguments
+
 from comparison import charts, launch, report
 from comparison.arms import parse_arms, parse_contrasts
 from comparison.assemble import compare_plan, compare_runs
@@ -33,7 +35,6 @@ from comparison.plan import Plan, check_training
 from comparison.record import write_plan
 from comparison.results import Results, train_plan
 from comparison.verdict import distributions
-from configurator import configure, sort_arguments
 from lib.files import as_json, locked, one_line_errors, write_json, write_whole
 from model import GPTConfig
 from train import TrainConfig

@@ -22,6 +22,12 @@ import runpy
 import sys
 import types
 import typing
+from importlib.util import find_spec
+from pathlib import Path
+
+# Programs import this before what they need, see pyproject.toml.
+if not find_spec('torch'):
+    sys.exit('error: there is no torch here: source .venv/bin/activate (made by `make setup`)')
 
 HELP = {'--help', '-h'}
 
@@ -105,7 +111,7 @@ def choose(modes, doc, argv=None, plain='', ignored=()):
     word = argv[0] if argv else ''
     mode = word if word in modes else ''
     if mode not in modes:
-        print(doc.strip())
+        print((doc or '').strip())
         sys.exit(0 if word in HELP else 2)
     if mode:
         argv = argv[1:]
@@ -120,7 +126,10 @@ def read_settings(path, fields=()):
     parentheses of a call.
     """
     if not os.path.isfile(path):
-        hint = f'; for a setting, write --{path.lstrip("-")}' if '=' in path else ''
+        near = difflib.get_close_matches(path, map(str, Path(path).parent.glob('*.py')), n=1)
+        hint = f'; did you mean {near[0]}?' if near else ''
+        if '=' in path:
+            hint = f'; for a setting, write --{path.lstrip("-")}'
         raise FileNotFoundError(f'no config file {path!r}{hint}')
     try:
         names = runpy.run_path(path)
@@ -210,7 +219,7 @@ def help_text(schemas, doc='', plain='', mode=''):
     program = f'-m {module.name}' if module else os.path.basename(sys.argv[0])
     words = ['usage: python', program, mode, plain and f'[{plain} ...]']
     words += ['[config/file.py ...]', '[--key=value ...]']
-    lines = [doc.strip(), '', ' '.join(filter(None, words))]
+    lines = [(doc or '').strip(), '', ' '.join(filter(None, words))]  # None: python -OO
     for schema in schemas:
         lines += ['', f'{schema.__name__}:']
         meanings = comments(schema)

@@ -16,13 +16,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from configurator import choose
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from configurator import choose
 from lib.data import Dataset, read_windows, windows
 from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
@@ -160,7 +161,9 @@ def domain_losses(model, dataset, settings, machine, label):
         count = windows(dataset, domain, T)
         sums = torch.zeros((2, count), dtype=torch.float64)
         firsts = range(machine.rank * size, count, machine.world_size * size)
-        for first in tqdm(firsts, desc=f'{label}, {domain}', disable=not machine.is_first):
+        for first in tqdm(
+            firsts, desc=f'{label}, {domain}', disable=None if machine.is_first else True
+        ):
             rows = range(first, min(first + size, count))
             x, y = read_windows(dataset, domain, rows, T)
             scores = torch.tensor(score(model, x, y, machine), dtype=torch.float64)
@@ -293,7 +296,7 @@ def make_lm(model, tokenizer, settings, machine):
                 range(len(texts)), key=lambda i: -len(texts[i])
             )  # the largest batch first
             answers = {}
-            for first in tqdm(range(0, len(order), size), disable=disable_tqdm):
+            for first in tqdm(range(0, len(order), size), disable=disable_tqdm or None):
                 batch = order[first : first + size]
                 idx = pad_sequence([texts[i] for i in batch], True)
                 labels = pad_sequence([targets[i] for i in batch], True, padding_value=-1)

@@ -58,10 +58,11 @@ from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from configurator import configure
+
 import numpy as np
 from tqdm import tqdm
 
-from configurator import configure
 from lib import sources, tokenizer
 from lib.files import (
     DATASET_FORMAT,
@@ -360,7 +361,7 @@ def merge_pieces(plan, counts):
     with (
         contextlib.ExitStack() as stack,
         open_workers(plan.workers) as submit,
-        tqdm(total=total, unit='tok', unit_scale=True) as bar,
+        tqdm(total=total, unit='tok', unit_scale=True, disable=None) as bar,
         heartbeat(bar, plan.pieces),
     ):
         files = {}

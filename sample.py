@@ -11,11 +11,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
+from lib.tokenizer import EOT
 from lib.trained import load_run
 
 
@@ -67,6 +69,14 @@ def read_stdin():
     return sys.stdin.read()
 
 
+def prompt_ids(prompt, tokenizer):
+    """The ids of a prompt, in which <|endoftext|> is one token; an empty one is a new document."""
+    ids, *others = (tokenizer.encode(part).tolist() for part in prompt.split(EOT))
+    for part in others:
+        ids += [tokenizer.eot, *part]
+    return ids or [tokenizer.eot]
+
+
 def print_sample(prompt, stream, tokenizer):
     """Print a prompt and its continuation as it comes, up to <|endoftext|>, and never a part of a
     character. Returns the number of steps."""
@@ -92,7 +102,7 @@ def main():
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         model.to(device)
         prompt = read_prompt(settings.start)
-        ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot]
+        ids = prompt_ids(prompt, tokenizer)
         room = model.config.block_size - len(ids)
         if room < 1:
             raise ValueError(

@@ -33,12 +33,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from configurator import configure
+
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import configure
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import mute, one_line_errors, write_json, write_whole
 from lib.logs import Log, read_log

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, fields
 
 from configurator import check_key, configure, read_settings
+
 from model import GPTConfig
 from train import TrainConfig
 

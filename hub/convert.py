@@ -22,9 +22,10 @@ import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from configurator import choose, convert
+
 import torch
 
-from configurator import choose, convert
 from lib import tokenizer as tokenizers
 from lib.files import one_line_errors, write_json
 from lib.machine import Machine

@@ -51,8 +51,10 @@ class Dataset:
         self.advice = f'delete {self.folder} and prepare it again'
         path = self.folder / 'meta.json'
         if not path.exists():
+            others = sorted(other.parent.name for other in Path('data').glob('*/meta.json'))
             raise FileNotFoundError(
-                f'no prepared dataset in {self.folder}; prepare it with: '
+                f'no prepared dataset in {self.folder} (there is {", ".join(others) or "none"} in data); '
+                'prepare it with: '
                 f'python prepare_slimpajama.py --source=... --tokenizer=... --out={self.folder}'
             )
         with unreadable(f'{path} cannot be used', self.advice):

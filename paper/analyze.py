@@ -37,6 +37,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from configurator import choose
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -47,7 +49,6 @@ import model as architecture
 from comparison import charts
 from comparison.assemble import arm_of
 from comparison.runs import difference, facts
-from configurator import choose
 from lib.data import Dataset
 from lib.files import as_json, one_line_errors, write_json
 from lib.machine import Machine
@@ -414,7 +415,7 @@ def measure(kind, model, rows, batch_size, label):
 
 def batches(model, rows, batch_size, label):
     """The rows as (B, T) on the model's device, with a bar of progress."""
-    for first in tqdm(range(0, len(rows), batch_size), desc=label, unit='batch'):
+    for first in tqdm(range(0, len(rows), batch_size), desc=label, unit='batch', disable=None):
         some = np.stack(rows[first : first + batch_size])
         yield torch.from_numpy(some).to(model.lm_head.weight.device)
 

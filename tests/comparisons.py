@@ -2,6 +2,8 @@
 
 import math
 
+from configurator import configure
+
 import numpy as np
 import pytest
 import runs
@@ -14,7 +16,6 @@ from comparison.assemble import compare_plan
 from comparison.plan import Run
 from comparison.record import write_plan
 from comparison.results import Results
-from configurator import configure
 from model import GPTConfig
 from train import TrainConfig
 

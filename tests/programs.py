@@ -34,6 +34,7 @@ def program(main, *words, stdin=''):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
         patch.setattr(sys, 'stdin', io.StringIO(stdin))
         status, out = call(main, *words)
+    assert '\r' not in err.getvalue(), 'a bar of progress is for terminals'
     return status, out, err.getvalue()
 
 

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from configurator import configure
+
 from conftest import ROOT, mount, unmount, write_dataset
 from runs import FORKS, TINY, assert_same, finish, fork, history, newest
 
 from comparison import launch
 from comparison.runs import read_state
-from configurator import configure
 from lib.logs import read_log
 from lib.machine import INTERRUPTED
 from lib.rundir import checkpoints, read_checkpoint, step_of

@@ -67,8 +67,8 @@ def graphs(monkeypatch):
 def test_the_table_and_the_json_have_every_row(work):
     names = ['vanilla', 'svformer', 'gqa+n_kv_head=1+q_residual=True', 'vanilla+mode=default']
     out, err = run(*TINY, EAGER, f'--variants={",".join(names)}', '--out=results/bench.json')
-    # Long before the table, each row's first step is told, and a bar shows how many steps there are.
-    assert re.findall(r'(\S+): [\d.]+ s\n', err) == names and ' 8/8 [' in err
+    # Long before the table, each row's first step is told.
+    assert re.findall(r'(\S+): [\d.]+ s\n', err) == names
     rows = read_rows(work / 'results/bench.json')
     assert [row['name'] for row in rows] == names
     assert all(len(row['seconds']) == 2 and row['tok_per_s'] > 0 for row in rows)
@@ -306,11 +306,6 @@ def test_a_mistake_is_one_line(work, words, named):
     status, _, err = program(bench.main, *mode, *words)
     assert_one_line(status, *named)
     assert err == ''
-
-
-def test_without_a_compiler_a_table_that_needs_one_is_refused(monkeypatch):
-    monkeypatch.setenv('CXX', 'no-such-compiler')
-    assert_one_line(program(bench.main, *TINY)[0], 'no-such-compiler', '--compile=False')
 
 
 # --- what fails ----------------------------------------------------------------------------------

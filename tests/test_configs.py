@@ -1,9 +1,10 @@
 """config/: the paper's sizes (Table 4) and sequence lengths (Table 3), and that every file is read."""
 
+from configurator import configure
+
 import pytest
 from conftest import ROOT
 
-from configurator import configure
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -60,7 +61,7 @@ def test_the_gates_of_others_weigh_as_theirs():
 
 
 def test_every_config_can_be_read():
-    for path in (ROOT / 'config').glob('*.py'):
+    for path in (ROOT / 'config').glob('[!_]*.py'):
         read(path.name)
 
 

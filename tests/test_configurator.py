@@ -1,16 +1,20 @@
 """configurator.py: defaults, then files, then the command line; a mistake is named in one line."""
 
 import dataclasses
+import os
 import re
 import string
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
 
+from configurator import choose, comments, configure, help_text
+
 import pytest
-from conftest import raises_one_line
+from conftest import ROOT, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configurator import choose, comments, configure, help_text
 from model import GPTConfig
 from train import TrainConfig
 
@@ -261,14 +265,43 @@ def test_a_config_that_fails_is_reported_with_file_and_error(write, text, words)
 
 
 def test_a_config_that_is_missing_binary_or_a_folder_is_reported(write, tmp_path):
-    assert "'no.py'" in refusal('no.py')
+    assert refusal('no.py').endswith("'no.py'")
+    write('recipes/tiny.py', '')
+    assert refusal('recipes/tinny.py').endswith('did you mean recipes/tiny.py?')
     (tmp_path / 'binary.py').write_bytes(bytes(range(256)))
     assert 'binary.py' in refusal('binary.py')
     (tmp_path / 'folder').mkdir()
     assert "'folder'" in refusal('folder')
 
 
+def test_a_package_of_others_named_config_does_not_hide_ours(tmp_path):
+    (tmp_path / 'config').mkdir()
+    (tmp_path / 'config' / '__init__.py').touch()
+    done = program('train.py', 'config/svformer_82m.py', '--dataset=nope', PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and 'no prepared dataset in data/nope' in done.stderr
+
+
 # --- help -----------------------------------------------------------------------------------------
+
+
+def program(name, *words, flags=(), **environment):
+    """What a program in the project's folder does with these words, in a Python of its own."""
+    command = [sys.executable, *flags, name, *words]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_help_needs_no_docstrings():
+    done = program('prepare_slimpajama.py', '--help', flags=['-OO'])
+    assert done.returncode == 0 and '--source=' in done.stdout and not done.stderr
+
+
+def test_without_its_packages_a_program_says_in_one_line_what_to_do():
+    """-S leaves out what is installed, as outside the environment."""
+    for name in ('train.py', 'sample.py', 'prepare_slimpajama.py', 'compare.py'):
+        done = program(name, flags=['-S'])
+        assert done.returncode == 1 and done.stderr.count('\n') == 1
+        assert 'source .venv/bin/activate' in done.stderr
 
 
 @pytest.mark.parametrize('schema', [TrainConfig, GPTConfig])

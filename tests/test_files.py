@@ -3,9 +3,11 @@
 import errno
 import fcntl
 import os
+import sys
 
 import pytest
 from conftest import raises_one_line
+from runs import finish, fork
 
 from lib import files
 
@@ -42,3 +44,16 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsy
     with files.locked(tmp_path, 'training in'):
         pass
     assert capsys.readouterr().err.startswith(f'warning: cannot lock {tmp_path} (')
+
+
+def speak_into_a_closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = open(writer, 'w')
+    with files.one_line_errors():
+        print('a line')
+
+
+def test_a_program_whose_output_nobody_reads_ends_without_a_word():
+    """With the status that a shell gives to a death by SIGPIPE."""
+    assert finish(fork(speak_into_a_closed_pipe)) == (141, '', '')

@@ -59,7 +59,7 @@ def test_a_token_file_that_was_changed_is_refused_at_the_start_and_on_resume(wor
 
 
 def test_data_that_does_not_do_for_the_settings_is_refused(work):
-    refused('data/nope', 'prepare_slimpajama.py', dataset='nope')
+    refused('data/nope', 'tiny', 'prepare_slimpajama.py', dataset='nope')
     path = Path('data', data_copy('old'), 'meta.json')
     path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
     refused('data/old', 'format 0', dataset='old')

@@ -2,13 +2,14 @@
 
 import re
 
+from configurator import configure
+
 import comparisons
 import pytest
 from conftest import ROOT, read_json
 from test_readme import parse, typed
 
 import compare
-from configurator import configure
 from model import GPTConfig
 from train import TrainConfig
 

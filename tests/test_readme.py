@@ -7,12 +7,13 @@ import shlex
 import subprocess
 from pathlib import Path
 
+from configurator import configure
+
 import pytest
 import runs
 from conftest import ROOT
 from test_house import PROGRAM, module_name
 
-from configurator import configure
 from model import GPTConfig
 from train import TrainConfig
 

@@ -1,11 +1,12 @@
 """lib/rundir.py: its checkpoints, its log, and what produced a run."""
 
+from configurator import configure
+
 import pytest
 import torch
 from conftest import ROOT
 from runs import command_line
 
-from configurator import configure
 from lib import rundir
 from lib.data import Dataset
 from lib.machine import Machine

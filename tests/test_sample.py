@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from configurator import configure
+
 import programs
 import pytest
 import reference
@@ -18,7 +20,6 @@ from runs import newest, succeed
 
 import evaluate
 import sample
-from configurator import configure
 from hub import convert
 from lib.rundir import checkpoints
 from lib.trained import load_run
@@ -185,8 +186,14 @@ def test_a_prompt_on_the_command_line_is_as_typed_unless_it_is_a_python_string(t
 
 def test_without_a_prompt_a_document_begins(trained):
     out_dir = run_with(parrot(SCRIPT, 1), trained, 'out/empty')
-    for start in ('', '-'):
-        assert said(out_dir, start) == SAYS + '\n'
+    for start in ('', '-', '<|endoftext|>'):
+        assert said(out_dir, start) == start.strip('-') + SAYS + '\n'
+
+
+def test_endoftext_in_a_prompt_is_one_token(trained):
+    out_dir = run_with(parrot(SCRIPT, 4), trained, 'out/two documents')
+    prompt = 'a<|endoftext|>bc'
+    assert said(out_dir, prompt) == prompt + SAYS + '\n'
 
 
 def test_a_seed_says_what_is_sampled(trained):

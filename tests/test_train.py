@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from configurator import configure
+
 import pytest
 import torch
 from conftest import ROOT
@@ -33,7 +35,6 @@ from runs import (
 from variants import config_of, tokens
 
 import train
-from configurator import configure
 from lib.data import Dataset
 from lib.machine import Machine, Signals
 from lib.rundir import FACTS
