@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lib.data import Dataset, read_windows, windows
 from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
-from lib.rundir import check_tokenizer, compare_data, provenance
+from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from lib.tasks import TASKS, harness
 from lib.trained import find_weights, load_run
@@ -127,15 +127,14 @@ def evaluate_losses(runs, settings, machine):
 
 def run_losses(run, settings, machine):
     """The report of a run, a dict for JSON."""
-    model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
+    model, _, checkpoint = load_run(run, settings.tokenizer)
     name = settings.dataset or checkpoint['settings']['dataset']
     refuse(not name, f'{run} was imported, and has no dataset: say on which --dataset')
     dataset = Dataset(name)
-    sha256 = dataset.meta['tokenizer']['sha256']
-    check_tokenizer(run, tokenizer.sha256, sha256, f'that of {dataset.folder}')
+    checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
     if not settings.dataset:
         advice = f'; to evaluate on it nevertheless, give --dataset={dataset.folder.name}'
-        compare_data(checkpoint, dataset, advice)
+        checkpoint.check_data(dataset, advice)
     if machine.local_rank == 0:  # once per machine
         dataset.verify(['validation'])
 

@@ -31,7 +31,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 from configurator import configure
 
@@ -41,27 +40,16 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import mute, one_line_errors, write_json, write_whole
-from lib.logs import Log, read_log
+from lib.files import mute, one_line_errors, unreadable
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.rundir import (
-    check_unused,
+    RunFolder,
     checkpoints,
     code_fingerprint,
-    compare_data,
-    compare_tokenizers,
-    config_differences,
-    failure_file,
     load_checkpoint,
-    load_state,
-    load_weights,
-    locked_run,
-    name_misfits,
     now,
     optimizer_state,
     provenance,
-    prune_checkpoints,
-    save_checkpoint,
 )
 from model import GPT, SHAPE, GPTConfig, refuse
 
@@ -182,27 +170,29 @@ INCIDENTAL = frozenset(
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
-def decisive(settings, config):
-    """{name: value} of the settings that decide a run's numbers."""
-    values = asdict(settings) | asdict(config)
-    return {name: value for name, value in values.items() if name not in INCIDENTAL}
+def decisive(facts):
+    """{name: value} of the facts of a run that decide its numbers."""
+    return {name: value for name, value in facts.items() if name not in INCIDENTAL}
 
 
-def with_defaults(values):
-    """Settings as of a TrainConfig: `values`, {name: value}, and for all others the defaults."""
-    return SimpleNamespace(**{**asdict(TrainConfig()), **values})
+def settings_of(checkpoint):
+    """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default."""
+    with unreadable(f'{checkpoint["path"]} has settings that are none'):
+        # It may have begun with a checkpoint that is gone.
+        argv = ['--init_from=resume']
+        (settings,) = configure(TrainConfig, argv=argv, under=lambda given: checkpoint['settings'])
+    return settings
 
 
-def own_settings(values):
-    """What a run that is carried on was trained with; files and options, `values`, come on top."""
-    settings = with_defaults(values)
-    if settings.init_from != 'resume':
+def own_settings(given):
+    """What a run that is carried on was trained with; files and options, `given`, come on top."""
+    if given.get('init_from') != 'resume':
         return {}
+    out_dir = given.get('out_dir', TrainConfig.out_dir)
     # A damaged file is said when the run is carried on.
-    checkpoint = load_checkpoint(settings.out_dir, warn=lambda message: None)
-    with name_misfits(checkpoint['path']):
-        own = checkpoint['settings'] | checkpoint['model_config']
-        return own | {'out_dir': settings.out_dir}
+    checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
+    own = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)
+    return own | {'out_dir': out_dir}
 
 
 # --- one step ------------------------------------------------------------------------------------
@@ -424,60 +414,52 @@ class Start:
     model: GPT
     optimizers: list
     scaler: torch.amp.GradScaler
+    origin: str  # scratch, or the file or folder that the run's first weights came from
     step: int = 0
     skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
-    origin: str = 'scratch'  # or the file or folder that the run's first weights came from
     wandb_id: str | None = None
-    # Of a run that is carried on: what made the part before, settings that differ from then, and the
-    # entries of its log.
+    # Of a run that is carried on: what made the part before, and settings that differ from then.
     before: dict = field(default_factory=dict)
     changed: dict = field(default_factory=dict)
-    entries: list = field(default_factory=list)
 
-    @property
-    def evaluated(self):
-        """Whether its log has the evaluation of this step."""
-        return any('val' in entry and entry['step'] == self.step for entry in self.entries)
+    def facts(self, settings, config):
+        """{name: value} of all that is known of the run before it is trained."""
+        known = {'origin': self.origin, 'data': self.dataset.fingerprint()}
+        return asdict(settings) | asdict(config) | known
 
 
-def start_run(settings, config, machine, closing):
-    """The Start of a run, once all processes agree that it can start. Locks the run's folder."""
-    with machine.together():
-        if machine.is_first:
-            closing.enter_context(locked_run(Path(settings.out_dir)))
-
+def start_run(settings, config, machine, folder):
+    """The Start of a run in this folder, once all processes agree that it can start."""
     with machine.together():
         if settings.init_from == 'auto':
-            settings.init_from = 'resume' if checkpoints(settings.out_dir) else 'scratch'
-        dataset, rows = open_dataset(settings, config, machine)
-        checkpoint = open_checkpoint(settings, machine)
-        if settings.init_from != 'resume':
-            facts = {'origin': settings.init_from, 'data': dataset.fingerprint()}
-            run = decisive(settings, config) | facts
-            check_unused(Path(settings.out_dir), run, settings.first_save)
-        check_memory(config, machine)
-        model = GPT(config, settings.seed).to(machine.device)
-        optimizers = make_optimizers(model, settings)
-        start = Start(dataset, rows, model, optimizers, machine.scaler())
-        if checkpoint:
-            take_over(checkpoint, start, settings, config, machine.warn)
+            settings.init_from = 'resume' if checkpoints(folder.path) else 'scratch'
+        start = fresh_start(settings, config, machine)
+        if settings.init_from == 'resume':
+            carry_on(folder.newest(machine.warn), start, settings, config, machine.warn)
+        else:
+            folder.check_unused(decisive(start.facts(settings, config)), settings.first_save)
+            if settings.init_from != 'scratch':
+                take_weights(load_checkpoint(settings.init_from, machine.warn), start, machine.warn)
         plan = {
             'code': code_fingerprint(),
             'step': start.step,
-            'evaluated': start.evaluated,
-            **asdict(settings),
-            **asdict(config),
-            'dataset': dataset.fingerprint(),
+            'evaluated': folder.has_evaluation(start.step),
+            **start.facts(settings, config),
         }
         del plan['out_dir']  # which may be spelled in two ways
     plans = machine.gather(plan)
     with machine.together():
         check_alike(plans)
-
-    if machine.is_first and settings.init_from == 'resume':
-        for path in checkpoint['damaged']:
-            path.rename(f'{path}.damaged')
     return start
+
+
+def fresh_start(settings, config, machine):
+    """The Start of a run at its first step."""
+    dataset, rows = open_dataset(settings, config, machine)
+    check_memory(config, machine)
+    model = GPT(config, settings.seed).to(machine.device)
+    optimizers = make_optimizers(model, settings)
+    return Start(dataset, rows, model, optimizers, machine.scaler(), settings.init_from)
 
 
 def check_alike(plans):
@@ -514,14 +496,6 @@ def open_dataset(settings, config, machine):
     return dataset, rows
 
 
-def open_checkpoint(settings, machine):
-    """The checkpoint that init_from names; None for scratch."""
-    if settings.init_from == 'scratch':
-        return None
-    path = Path(settings.out_dir if settings.init_from == 'resume' else settings.init_from)
-    return load_checkpoint(path, machine.warn)
-
-
 def check_memory(config, machine):
     """Refuse a model whose weights alone do not fit, before torch tries for a minute."""
     size = math.inf
@@ -536,44 +510,40 @@ def check_memory(config, machine):
     )
 
 
-def take_over(checkpoint, start, settings, config, warn):
-    """Fill `start` from a checkpoint: its weights and, where its run goes on, everything else."""
-    start.origin = settings.init_from
-    with name_misfits(checkpoint['path']):
-        compare_tokenizers(checkpoint, start.dataset)
-        if settings.init_from == 'resume':
-            carry_on(checkpoint, start, settings, config, warn)
-        else:
-            load_weights(start.model, checkpoint)
-    # Settings without which the same weights compute something else, changed on purpose. A run that goes
-    # on has changed none.
-    for name, (before, new) in config_differences(checkpoint, config).items():
+def take_weights(checkpoint, start, warn):
+    """Begin a run with the weights of another one's checkpoint."""
+    dataset, config = start.dataset, start.model.config
+    checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
+    checkpoint.load_weights(start.model)
+    # Settings without which the same weights compute something else, changed on purpose.
+    for name, (before, new) in checkpoint.differences(config).items():
         if name not in (*SHAPE, 'dropout'):
             warn(f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {new!r}')
 
 
-def check_same_run(checkpoint, settings, config, dataset):
-    """Refuse to go on as another run. Returns the settings that changed, {name: [old, new]}."""
+def check_same_run(checkpoint, old, settings, config, dataset):
+    """Refuse to go on as another run, with other settings than the `old` ones, but for some. Returns
+    those that changed, {name: [old, new]}."""
     path, step = checkpoint['path'], checkpoint['step']
     refuse(
         not checkpoint['data']['sha256'],
         f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
     )
-    old = vars(with_defaults(checkpoint['settings']))
-    forbidden = config_differences(checkpoint, config)
+    forbidden = checkpoint.differences(config)
     # Of these, the optimizer has a state, and the others decide the data order.
     for name in ('optimizer', 'seed', 'domain_weights'):
-        forbidden[name] = old[name], getattr(settings, name)
+        forbidden[name] = getattr(old, name), getattr(settings, name)
     # They may be shared out otherwise.
-    rows = old['gradient_accumulation_steps'] * old['batch_size']
-    forbidden['gradient_accumulation_steps * batch_size'] = rows, settings.rows_per_step
+    rows = 'gradient_accumulation_steps * batch_size'
+    forbidden[rows] = old.rows_per_step, settings.rows_per_step
     for name, (before, new) in forbidden.items():
         refuse(
             before != new,
             f'{path} is a run with {name}={before!r}, not {new!r}; carry it on with its own settings, '
             'or start another out_dir',
         )
-    compare_data(checkpoint, dataset)
+    checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
+    checkpoint.check_data(dataset)
     refuse(
         step > settings.max_iters,
         f'{path} is at step {step}, past max_iters={settings.max_iters}; raise max_iters',
@@ -581,8 +551,8 @@ def check_same_run(checkpoint, settings, config, dataset):
 
     changed = {}
     for name, value in asdict(settings).items():
-        if old[name] != value and name != 'init_from':
-            changed[name] = [old[name], value]
+        if getattr(old, name) != value:
+            changed[name] = [getattr(old, name), value]
     is_over = step == settings.max_iters
     for name in changed.keys() - HARMLESS - {'max_iters'}:
         refuse(
@@ -595,27 +565,25 @@ def check_same_run(checkpoint, settings, config, dataset):
 
 def carry_on(checkpoint, start, settings, config, warn):
     """Fill `start` with what a run's checkpoint and its log say, or refuse to go on as another run."""
-    told = with_defaults(checkpoint['settings'])
+    old, step = settings_of(checkpoint), checkpoint['step']
     # What it was told to keep it keeps.
-    passed = {step for step in told.save_steps if step <= checkpoint['step']}
+    passed = {kept for kept in old.save_steps if kept <= step}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
-    start.changed = check_same_run(checkpoint, settings, config, start.dataset)
-    load_weights(start.model, checkpoint)
-    load_state(start.model, start.optimizers, start.scaler, checkpoint)
-    start.step = checkpoint['step']
-    start.entries = read_log(checkpoint['path'].parent / 'log.jsonl', start.step, warn)
+    start.changed = check_same_run(checkpoint, old, settings, config, start.dataset)
+    checkpoint.load_weights(start.model)
+    checkpoint.load_state(start.model, start.optimizers, start.scaler)
+    start.step, start.skipped = step, checkpoint['skipped']
+    start.origin, start.before = checkpoint['origin'], checkpoint['provenance']
     # To wandb, a run in another folder is one of its own: of a copy, the first one may go on, too.
-    is_elsewhere = Path(told.out_dir).resolve() != Path(settings.out_dir).resolve()
-    start.wandb_id = None if is_elsewhere else checkpoint.get('wandb_id')
-    start.skipped = checkpoint['skipped']
-    start.origin = checkpoint['origin']
-    start.before = checkpoint['provenance']
+    if Path(old.out_dir).resolve() == Path(settings.out_dir).resolve():
+        start.wandb_id = checkpoint['wandb_id']
     # Where a finished run is extended, the rate may jump.
-    old = learning_rate(start.step, told)
-    new = learning_rate(start.step, settings)
-    if old != new:
-        start.changed['lr'] = [old, new]
-        warn(f'note: the learning rate at step {start.step} changes from {old:.1e} to {new:.1e}')
+    rates = [learning_rate(step, each) for each in (old, settings)]
+    if rates[0] != rates[1]:
+        start.changed['lr'] = rates
+        warn(
+            'note: the learning rate at step {} changes from {:.1e} to {:.1e}'.format(step, *rates)
+        )
 
 
 # --- what a run says and writes, on its first process ---------------------------------------------
@@ -624,25 +592,20 @@ def carry_on(checkpoint, start, settings, config, warn):
 class Reporter:
     """The terminal, the log, the checkpoints and wandb."""
 
-    def __init__(self, settings, config, machine, start, signals):
-        self.signals = signals
+    def __init__(self, settings, config, machine, folder, start, signals):
         self.settings = settings
         self.config = config
         self.machine = machine
+        self.folder = folder
         self.start = start
+        self.signals = signals
         self.provenance = provenance(machine)
         self.provenance['attention_kernel'] = machine.attention_kernel(
             config.n_head, config.kv_heads, config.head_size, config.block_size
         )
         self.peak_flops = machine.peak_flops()
         self.flops_per_token = start.model.flops_per_token(config.block_size)
-        everything = {
-            **asdict(settings),
-            **asdict(config),
-            'origin': start.origin,
-            'data': start.dataset.fingerprint(),
-            **self.provenance,
-        }
+        everything = start.facts(settings, config) | self.provenance
         for name, value in everything.items():
             self.say(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
@@ -650,19 +613,17 @@ class Reporter:
         if start.changed:
             self.say(f'resumed with other settings: {start.changed}')
 
-        self.folder = Path(settings.out_dir)
-        failure_file(self.folder).unlink(missing_ok=True)
-        self.log = Log(self.folder / 'log.jsonl', start.entries)
+        folder.begin()
         # A finished run that is resumed has no new part, but it may be one that was shortened.
-        is_finished = start.step == settings.max_iters and start.evaluated
+        is_finished = start.step == settings.max_iters and folder.has_evaluation(start.step)
         self.facts = {}
         if not is_finished or 'max_iters' in start.changed:
             # config.json holds what the newest part of a run was made with, the log of all others.
             self.facts = everything
-            write_json(self.folder / 'config.json', everything)
+            folder.describe(everything)
             if start.before:  # the run goes on
                 parts = {'before': start.before, 'provenance': self.provenance}
-                self.log.write({'step': start.step, 'changed': start.changed, **parts})
+                folder.log.write({'step': start.step, 'changed': start.changed, **parts})
         self.tracker = self.start_wandb(everything) if settings.wandb_log else None
 
     def start_wandb(self, everything):
@@ -672,7 +633,7 @@ class Reporter:
 
             run = wandb.init(
                 project=self.settings.wandb_project,
-                name=self.settings.wandb_run_name or self.folder.name,
+                name=self.settings.wandb_run_name or self.folder.path.name,
                 config=everything,
                 id=self.start.wandb_id,
                 resume='allow',
@@ -693,7 +654,7 @@ class Reporter:
             self.signals.stop = True
 
     def write(self, entry):
-        self.log.write(entry)
+        self.folder.log.write(entry)
         if self.tracker:
             values = {f'val/{domain}': loss for domain, loss in entry.get('val', {}).items()}
             with contextlib.suppress(Exception):  # never fatal
@@ -740,10 +701,8 @@ class Reporter:
 
     def checkpoint(self, step, skipped):
         """Write the checkpoint of a step. skipped: [steps in all, the last ones in a row]."""
-        # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
-        self.log.flush()
         start = self.start
-        checkpoint = {
+        parts = {
             'model': start.model.state_dict(),
             'optimizer': {'state': optimizer_state(start.model, start.optimizers)},
             'scaler': start.scaler.state_dict(),
@@ -760,14 +719,13 @@ class Reporter:
             'wandb_id': self.tracker.id if self.tracker else start.wandb_id,
             'provenance': self.provenance,
         }
-        save_checkpoint(self.folder, checkpoint)
-        prune_checkpoints(self.folder, self.settings)
+        self.folder.save(parts)
 
     def finish(self, step, interrupted):
         # The last evaluation may have found a better checkpoint.
-        prune_checkpoints(self.folder, self.settings)
+        self.folder.prune(**asdict(self.settings))
         if self.facts:
-            write_json(self.folder / 'config.json', self.facts | {'ended': now()})
+            self.folder.describe(self.facts | {'ended': now()})
         if interrupted:
             self.say(f'interrupted at step {step}; the run is saved')
         else:
@@ -782,14 +740,20 @@ def train(settings, config, machine, micro_steps, closing):
 
     micro_steps: this process's share of gradient_accumulation_steps.
     """
-    start = start_run(settings, config, machine, closing)
+    folder = RunFolder(settings.out_dir)
+    with machine.together():
+        if machine.is_first:
+            closing.enter_context(folder.held())
+    start = start_run(settings, config, machine, folder)
     model, optimizers, scaler = start.model, start.optimizers, start.scaler
     if settings.activation_checkpointing:
         checkpoint_blocks(model)
     compiled = compile_model(model, settings)
     wrapped = distribute(compiled, machine)
     signals = Signals(closing)
-    reporter = Reporter(settings, config, machine, start, signals) if machine.is_first else None
+    reporter = None
+    if machine.is_first:
+        reporter = Reporter(settings, config, machine, folder, start, signals)
     loader = Loader(start.rows, settings, machine, start.step)
     step = start.step
     saved = step if settings.init_from == 'resume' else None
@@ -809,7 +773,7 @@ def train(settings, config, machine, micro_steps, closing):
             break
 
         evaluates = last or at_interval(step, settings.eval_interval)
-        if evaluates and not (step == start.step and start.evaluated):
+        if evaluates and not folder.has_evaluation(step):
             began = time.perf_counter()
             losses = evaluate(compiled, start.dataset, settings, machine, signals)
             if losses is None:
@@ -845,7 +809,7 @@ def train(settings, config, machine, micro_steps, closing):
             error = gave_up(step, in_a_row, settings)
             with machine.together():
                 if reporter:
-                    write_whole(failure_file(reporter.folder), f'{error}\n')
+                    folder.give_up(error)
                 raise error
         step += 1
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from comparison.logs import entries_of, read_run_config, text_of_run
 from lib.files import as_json, first_line
-from lib.rundir import FACTS, build_config, failure_file, name_misfits
+from lib.rundir import FACTS, build_config, failure_file
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
 
@@ -71,7 +71,7 @@ def unknown_settings(values):
 @functools.cache
 def default_settings():
     """{name: value} of the settings that decide a run's numbers, in a run without any arguments."""
-    return decisive(TrainConfig(), GPTConfig())
+    return decisive(asdict(TrainConfig()) | asdict(GPTConfig()))
 
 
 def origin_of(values):
@@ -196,9 +196,7 @@ class State:
             return None
         names = asdict(GPTConfig())
         fields = {name: value for name, value in self.config.items() if name in names}
-        path = self.folder / 'config.json'
-        with name_misfits(path):
-            return build_config(fields, path)
+        return build_config(fields, self.folder / 'config.json')
 
     def training(self):
         """{step: training loss}, where it is finite."""

@@ -2,10 +2,9 @@
 A run's folder: what train.py writes there and resumes from.
 
 ckpt_<step>.pt   checkpoints
-failed.txt       why training was given up, if it was; compare.py writes other reasons there
-log.jsonl        one JSON object per line: training steps, evaluations; where the run was resumed, the
-                 changed settings and the provenance, before and after
+log.jsonl        what lib/logs.py says
 config.json      settings, GPTConfig, origin (scratch, or whose weights came first) and provenance
+failed.txt       why training was given up, if it was; compare.py writes other reasons there
 
 For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.py reads its log.
 """
@@ -20,90 +19,149 @@ import re
 import subprocess
 import sys
 import textwrap
+import typing
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
+from configurator import convert
+
 import numpy as np
 import torch
 
-from lib.files import as_json, first_line, locked, whole_file
-from lib.logs import read_log
-from model import SHAPE, GPTConfig
-
-# Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
-# these, even its embeddings and projections would mean something else.
-BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
+from lib.files import (
+    as_json,
+    check_types,
+    first_line,
+    locked,
+    unreadable,
+    whole_file,
+    write_json,
+    write_whole,
+)
+from lib.logs import Log, read_log
+from model import GPT, SHAPE, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 
 # --- the folder ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def locked_run(folder):
-    """Hold a run's folder, which is made if it is missing. Raises OSError if another process holds it.
+class RunFolder:
+    """The folder of a run that is trained. Its first process holds it, and alone writes to it.
 
-    Nothing in it may be read before: the other process may be about to write its last checkpoint.
-    A folder that was made and is still empty at the end is removed.
+    entries: those of its log that stay when the run goes on. log: a Log, as soon as it has begun.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise OSError(f'out_dir={folder} is a file, or a link that leads nowhere') from None
-    with locked(folder, 'training in'):
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.entries = []
+        self.damaged = []
+        self.log = None
+
+    @contextlib.contextmanager
+    def held(self):
+        """Hold the folder, which is made if it is missing. Raises OSError if another process holds it.
+
+        Nothing in it may be read before: the other process may be about to write its last checkpoint.
+        A folder that was made and is still empty at the end is removed.
+        """
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
-            yield
-        finally:
-            for path in made:
-                with contextlib.suppress(OSError):  # it is not empty
-                    path.rmdir()
+            self.path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise OSError(f'out_dir={self.path} is a file, or a link that leads nowhere') from None
+        with locked(self.path, 'training in'):
+            try:
+                yield
+            finally:
+                for path in made:
+                    with contextlib.suppress(OSError):  # it is not empty
+                        path.rmdir()
+
+    def newest(self, warn):
+        """The newest Checkpoint that is whole. Newer files are set aside as soon as the run goes on."""
+        checkpoint = load_checkpoint(self.path, warn)
+        self.damaged = checkpoint['damaged']
+        self.entries = read_log(self.path / 'log.jsonl', checkpoint['step'], warn)
+        return checkpoint
+
+    def has_evaluation(self, step):
+        return any('val' in entry and entry['step'] == step for entry in self.entries)
+
+    def check_unused(self, run, first_save):
+        """ValueError where a new run would write over results, whatever else the folder lacks.
+
+        A run that died in its first step, perhaps for lack of memory, left none, nor did the same run
+        when it died before its first checkpoint. run: {name: value} of all in its config.json that
+        decides its numbers. first_save: the step of its first checkpoint.
+        """
+        advice = 'choose another --out_dir, or delete it'
+        if checkpoints(self.path):
+            raise ValueError(
+                f'{self.path} already holds a run; continue it with --init_from=resume, {advice}'
+            )
+        path, log = self.path / 'config.json', self.path / 'log.jsonl'
+        entries = read_log(log)
+        lines = log.read_bytes().splitlines() if log.exists() else []
+        took_no_step = len(lines) == sum('val' in entry for entry in entries)
+        if took_no_step and (log.exists() or not path.exists()):
+            return
+        theirs = {}
+        with contextlib.suppress(ValueError, TypeError, OSError):
+            theirs = dict(json.loads(path.read_text()))
+        for name, value in as_json(run).items():
+            if theirs.get(name) != value:
+                raise ValueError(
+                    f'{self.path} holds the config.json or the log.jsonl of something else, with '
+                    f'{name}={theirs.get(name)!r}, not {value!r}; {advice}'
+                )
+        if any(entry['step'] >= first_save for entry in entries):
+            raise ValueError(
+                f'{self.path} holds the log of a run whose checkpoints are gone, and which would begin '
+                f'again; {advice}'
+            )
+
+    def begin(self):
+        """Let the run begin, or go on."""
+        for path in self.damaged:
+            path.rename(f'{path}.damaged')
+        failure_file(self.path).unlink(missing_ok=True)
+        self.log = Log(self.path / 'log.jsonl', self.entries)
+
+    def describe(self, facts):
+        """Write config.json."""
+        write_json(self.path / 'config.json', facts)
+
+    def save(self, parts):
+        """Write a checkpoint, PARTS, and delete those that its settings do not keep."""
+        # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
+        self.log.flush()
+        save_checkpoint(self.path, parts)
+        self.prune(**parts['settings'])
+
+    def prune(self, keep_checkpoints, save_steps, **settings):
+        """Delete checkpoints but for the newest keep_checkpoints, those of save_steps, and the one with
+        the lowest validation loss in the log."""
+        entries = read_log(self.path / 'log.jsonl')
+        losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
+        paths = checkpoints(self.path)
+        evaluated = [step for step in map(step_of, paths) if losses.get(step) is not None]
+        best = min(evaluated, key=losses.get, default=None)
+        for path in paths[keep_checkpoints:]:
+            if step_of(path) not in (*save_steps, best):
+                path.unlink()
+
+    def give_up(self, error):
+        write_whole(failure_file(self.path), f'{error}\n')
 
 
 def failure_file(folder):
     return folder / 'failed.txt'
 
 
-def check_unused(folder, run, first_save):
-    """ValueError where a new run would write over results, whatever else its folder lacks.
-
-    A run that died in its first step, perhaps for lack of memory, left none, nor did the same run when
-    it died before its first checkpoint. run: {name: value} of all in its config.json that decides its
-    numbers. first_save: the step of its first checkpoint.
-    """
-    advice = 'choose another --out_dir, or delete it'
-    if checkpoints(folder):
-        raise ValueError(
-            f'{folder} already holds a run; continue it with --init_from=resume, {advice}'
-        )
-    path, log = folder / 'config.json', folder / 'log.jsonl'
-    entries = read_log(log)
-    lines = log.read_bytes().splitlines() if log.exists() else []
-    took_no_step = len(lines) == sum('val' in entry for entry in entries)
-    if took_no_step and (log.exists() or not path.exists()):
-        return
-    theirs = {}
-    with contextlib.suppress(ValueError, TypeError, OSError):
-        theirs = dict(json.loads(path.read_text()))
-    for name, value in as_json(run).items():
-        if theirs.get(name) != value:
-            raise ValueError(
-                f'{folder} holds the config.json or the log.jsonl of something else, with '
-                f'{name}={theirs.get(name)!r}, not {value!r}; {advice}'
-            )
-    if any(entry['step'] >= first_save for entry in entries):
-        raise ValueError(
-            f'{folder} holds the log of a run whose checkpoints are gone, and which would begin again; '
-            f'{advice}'
-        )
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
 def checkpoints(folder):
-    """The checkpoints of a run, the highest step first."""
+    """The checkpoint files of a run, the highest step first."""
     paths = [path for path in Path(folder).glob('ckpt*.pt') if step_of(path) is not None]
     return sorted(paths, key=step_of, reverse=True)
 
@@ -118,37 +176,40 @@ def no_checkpoint(path):
     return f'{path} has no checkpoint: nothing to resume or load (hub.convert imports a Hugging Face folder)'
 
 
-def save_checkpoint(folder, checkpoint):
+# --- checkpoint files ----------------------------------------------------------------------------
+
+# What a checkpoint holds.
+PARTS = {
+    'model': {str: torch.Tensor},
+    'optimizer': {'state': {str: {str: torch.Tensor}}},  # by the parameter's name
+    'scaler': dict,  # empty where the run is not in float16
+    'step': int,
+    'settings': {'dataset': str},  # and all others of TrainConfig
+    'model_config': dict,
+    'data': {'row': int, 'sha256': dict, 'tokenizer': {'name': str, 'sha256': str}},
+    'skipped': [int, int],  # steps without a finite gradient: in all, and the last ones in a row
+    'origin': str,  # scratch, or whose weights came first
+    'wandb_id': str | None,
+    'provenance': dict,
+}
+
+
+def save_checkpoint(folder, parts):
     """Write ckpt_<step>.pt whole or not at all. Raises OSError if it cannot be written."""
-    path = folder / f'ckpt_{checkpoint["step"]}.pt'
+    path = folder / f'ckpt_{parts["step"]}.pt'
     try:
         for left in folder.glob('ckpt_*.tmp'):  # by a killed process
             left.unlink()
         with whole_file(path) as file:
-            torch.save(checkpoint, file)
+            torch.save(parts, file)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         reason = error if isinstance(error, OSError) else error.__context__ or error
         raise OSError(f'cannot write {path}: {first_line(reason)}') from error
 
 
-def prune_checkpoints(folder, settings):
-    """Delete a run's checkpoints but for the newest keep_checkpoints, those of save_steps, and the one
-    with the lowest validation loss in its log."""
-    entries = read_log(folder / 'log.jsonl')
-    losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
-    paths = checkpoints(folder)
-    evaluated = [step for step in map(step_of, paths) if losses.get(step) is not None]
-    best = min(evaluated, key=losses.get, default=None)
-    for path in paths[settings.keep_checkpoints :]:
-        if step_of(path) not in (*settings.save_steps, best):
-            path.unlink()
-
-
 def load_checkpoint(path, warn=print):
-    """A checkpoint's dict, with the file that it is from under 'path' and, under 'damaged', the newer
-    files that are damaged.
+    """The Checkpoint in a file or, of a run's folder, in its newest file that is whole.
 
-    path: a checkpoint file, or a run's folder, of which the newest whole checkpoint is loaded.
     Raises FileNotFoundError or ValueError where there is none, and OSError where the newest one
     cannot be read.
     """
@@ -160,122 +221,175 @@ def load_checkpoint(path, warn=print):
     damaged = {}
     for candidate in candidates:
         try:
-            checkpoint = read_checkpoint(candidate)
-        except FileNotFoundError:
-            damaged[candidate] = f'{candidate} is a link that leads nowhere'
+            parts = read_checkpoint(candidate)
+        except ValueError as error:
+            damaged[candidate] = error
             continue
-        except (OSError, MemoryError):
-            # The file may be whole: no permission, a network disk that fails, too little memory.
-            raise
-        except Exception as error:  # zip, pickle and torch each raise their own
-            # torch's own advice, to trust the file, is bad advice.
-            damaged[candidate] = (
-                f'{candidate} is not a checkpoint of train.py, or damaged ({type(error).__name__})'
-            )
-            continue
-        if step_of(candidate) not in (None, checkpoint['step']):
+        if step_of(candidate) not in (None, parts['step']):
             raise ValueError(
-                f'{candidate} holds step {checkpoint["step"]}; name it ckpt_{checkpoint["step"]}.pt, or '
-                'delete it'
+                f'{candidate} holds step {parts["step"]}; name it ckpt_{parts["step"]}.pt, or delete it'
             )
-        weights = checkpoint.get('model')
-        if isinstance(weights, dict) and any('.attn.c_attn.' in str(name) for name in weights):
+        if any('.attn.c_attn.' in name for name in parts['model']):
             raise ValueError(
                 f'{candidate} has the weights of an older model.py, whose q, k and v are one matrix; '
                 'commit 01bd433 reads it'
             )
-        for message in damaged.values():
-            warn(f'warning: {message}; going on from {candidate}, step {checkpoint["step"]}')
-        return {**checkpoint, 'path': candidate, 'damaged': list(damaged)}
-    raise ValueError(damaged[candidates[0]])
+        for error in damaged.values():
+            warn(f'warning: {error}; going on from {candidate}, step {parts["step"]}')
+        return Checkpoint(parts, path=candidate, damaged=list(damaged))
+    raise damaged[candidates[0]]
 
 
 def read_checkpoint(path):
-    """The dict in a checkpoint file. A damaged or foreign file may raise any exception."""
-    # torch.load does not look at the checksums.
-    if zipfile.ZipFile(path).testzip():
-        raise ValueError
-    # weights_only: a file from a stranger must not run code.
-    checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    if type(checkpoint['step']) is not int or checkpoint['step'] < 0:
-        raise ValueError
-    return checkpoint
+    """The PARTS in a checkpoint file. Raises ValueError if it is damaged or foreign.
 
-
-@contextlib.contextmanager
-def name_misfits(path):
-    """Turn any error from a checkpoint that does not fit into a ValueError that names its file."""
+    OSError and MemoryError say nothing of the file, which may be whole: no permission, a network disk
+    that fails, too little memory.
+    """
+    if not path.is_file():
+        raise ValueError(f'{path} is no file, or a link that leads nowhere')
     try:
-        yield
-    except torch.OutOfMemoryError:  # a RuntimeError that is not the checkpoint's fault
+        # torch.load does not look at the checksums.
+        if zipfile.ZipFile(path).testzip():
+            raise zipfile.BadZipFile
+        # weights_only: a file from a stranger must not run code.
+        parts = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    except (OSError, MemoryError):
         raise
-    except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-        raise ValueError(f'{path} does not fit: {reason}') from error
+    except Exception as error:  # zip, pickle and torch each raise their own
+        # torch's own advice, to trust the file, is bad advice.
+        reason = type(error).__name__
+        raise ValueError(f'{path} is damaged, or no checkpoint of train.py ({reason})') from None
+    with unreadable(f'{path} is no checkpoint of train.py'):
+        check_types(parts, PARTS)
+        if parts['step'] < 0:
+            raise ValueError(f'step is {parts["step"]}')
+        for name, weight in parts['model'].items():
+            if not weight.is_floating_point():
+                raise TypeError(f'{name} is of {weight.dtype}')
+    return parts
 
 
 # --- from a checkpoint into a run ----------------------------------------------------------------
 
+# Fields that, with the shape, a checkpoint's weights cannot be used without: with other values of
+# these, even its embeddings and projections would mean something else.
+BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embeddings')
 
-def config_differences(checkpoint, config):
-    """{field of GPTConfig: (a checkpoint's value, another one's)}, where they differ."""
-    theirs = spelled_out(build_config(checkpoint['model_config'], checkpoint['path']))
-    ours = spelled_out(config)
-    return {name: (value, ours[name]) for name, value in theirs.items() if value != ours[name]}
+
+class Checkpoint(dict):
+    """PARTS, the 'path' of their file, and under 'damaged' the newer files that are damaged. Its methods
+    raise a ValueError that names the file where something does not fit."""
+
+    @property
+    def config(self):
+        return build_config(self['model_config'], self['path'])
+
+    def differences(self, config):
+        """{field of GPTConfig: (the checkpoint's value, another one's)}, where they differ."""
+        theirs, ours = spelled_out(self.config), spelled_out(config)
+        return {name: (value, ours[name]) for name, value in theirs.items() if value != ours[name]}
+
+    def check_tokenizer(self, sha256, owner):
+        """Refuse another tokenizer than that of training. owner: whose it is."""
+        if self['data']['tokenizer']['sha256'] != sha256:
+            raise ValueError(
+                f'{self["path"]} was trained with another tokenizer than that of {owner}'
+            )
+
+    def check_data(self, dataset, advice=''):
+        """Refuse a dataset of other token files."""
+        if self['data']['sha256'] != dataset.hashes():
+            raise ValueError(
+                f'{self["path"]} was trained on other data than {dataset.folder} now holds{advice}'
+            )
+
+    def build(self):
+        """The model, with its weights."""
+        with name_misfits(self['path']):
+            model = GPT(self.config)
+            model.load_state_dict(self['model'])
+        return model
+
+    def load_weights(self, model):
+        """Take over the weights; mixing weights that the checkpoint lacks keep their initial values.
+
+        Refuses those that would mean something else in this model, which the shapes of the tensors
+        alone do not show.
+        """
+        # block_size only limits positions; wpe, where there is one, has a shape.
+        needed = self.differences(model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
+        # Where they are not given, these follow from the width and the heads.
+        for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
+            if name in needed:
+                needed.add(follows)
+        theirs = spelled_out(self.config)
+        flags = [f'--{name}={value}' for name, value in theirs.items() if name in needed]
+        if flags:
+            raise ValueError(
+                f'{self["path"]} does not fit this model; its weights need {" ".join(flags)}'
+            )
+
+        with name_misfits(self['path']):
+            missing, unexpected = model.load_state_dict(self['model'], strict=False)
+        wrong = unexpected + [name for name in missing if not model.needs[name].optional]
+        if wrong:
+            names = textwrap.shorten(', '.join(wrong), 200, placeholder=' ...')
+            raise ValueError(
+                f'{self["path"]} does not fit this model: {names} (a weight may be missing where '
+                'model.py makes it with optional=True)'
+            )
+
+    def load_state(self, model, optimizers, scaler):
+        """Take over the optimizers' moments and the loss scale. weight_decay and the betas stay those of
+        the settings, which may have changed."""
+        with name_misfits(self['path']):
+            named = owners(model, optimizers)
+            for name, state in self['optimizer']['state'].items():
+                p, owner = named[name]
+                shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
+                if isinstance(owner, torch.optim.Muon):
+                    shapes = {'momentum_buffer': p.shape}
+                # Without this check, AdamW would write past the end of moments that are too small.
+                if shapes != {kind: tensor.shape for kind, tensor in state.items()}:
+                    raise ValueError(
+                        f'{self["path"]} has optimizer moments that do not match its weights'
+                    )
+                # Copies: the checkpoint's own are its file's, which would stay on the disk when it is
+                # deleted.
+                owner.state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
+            if self['scaler']:
+                scaler.load_state_dict(self['scaler'])
+
+
+@contextlib.contextmanager
+def name_misfits(path):
+    """Turn any error from weights that do not fit their settings into a ValueError that names their
+    file."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # a RuntimeError that is not the checkpoint's fault
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        raise ValueError(f'{path} does not fit: {reason}') from error
+
+
+def build_config(fields, path):
+    """The GPTConfig of these fields. ValueError names `path`, where they are from."""
+    hints = typing.get_type_hints(GPTConfig)
+    try:
+        typed = {
+            name: convert(value, hints.get(name, object), name) for name, value in fields.items()
+        }
+        return GPTConfig.saved(typed)
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
 
 
 def spelled_out(config):
     """{field: value}, where 0 does not stand for what follows from other fields."""
     return {**asdict(config), 'n_inner': config.ffn_width, 'n_kv_head': config.kv_heads}
-
-
-def check_tokenizer(user, sha256, other_sha256, owner):
-    """ValueError where `user`, trained with one tokenizer, meets another, that of `owner`."""
-    if sha256 != other_sha256:
-        raise ValueError(f'{user} was trained with another tokenizer than {owner}')
-
-
-def compare_tokenizers(checkpoint, dataset):
-    """ValueError where a checkpoint was trained with another tokenizer than a dataset's."""
-    ours, theirs = checkpoint['data']['tokenizer'], dataset.meta['tokenizer']
-    owner = f'that of {dataset.folder}'
-    check_tokenizer(checkpoint['path'], ours['sha256'], theirs['sha256'], owner)
-
-
-def compare_data(checkpoint, dataset, advice=''):
-    """ValueError where a checkpoint was trained on other token files than a dataset's."""
-    if checkpoint['data']['sha256'] != dataset.hashes():
-        raise ValueError(
-            f'{checkpoint["path"]} was trained on other data than {dataset.folder} now holds{advice}'
-        )
-
-
-def load_weights(model, checkpoint):
-    """Take over a checkpoint's weights; mixing weights that it lacks keep their initial values.
-
-    Raises ValueError if they do not fit, or if they would mean something else in this model, which
-    the shapes of the tensors alone do not show.
-    """
-    path = checkpoint['path']
-    # block_size only limits positions; wpe, where there is one, has a shape.
-    needed = config_differences(checkpoint, model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
-    # Where they are not given, these follow from the width and the heads.
-    for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
-        if name in needed:
-            needed.add(follows)
-    theirs = spelled_out(build_config(checkpoint['model_config'], path))
-    flags = [f'--{name}={value}' for name, value in theirs.items() if name in needed]
-    if flags:
-        raise ValueError(f'{path} does not fit this model; its weights need {" ".join(flags)}')
-
-    missing, unexpected = model.load_state_dict(checkpoint['model'], strict=False)
-    wrong = unexpected + [name for name in missing if not model.needs[name].optional]
-    if wrong:
-        names = textwrap.shorten(', '.join(wrong), 200, placeholder=' ...')
-        raise ValueError(
-            f'{path} does not fit this model: {names} (a weight may be missing where model.py makes it '
-            'with optional=True)'
-        )
 
 
 def optimizer_state(model, optimizers):
@@ -293,38 +407,7 @@ def owners(model, optimizers):
     return {name: (p, by_parameter[p]) for name, p in model.named_parameters()}
 
 
-def load_state(model, optimizers, scaler, checkpoint):
-    """The optimizers' moments and the loss scale.
-
-    weight_decay and the betas stay those of the settings, which may have changed.
-    """
-    named = owners(model, optimizers)
-    for name, state in checkpoint['optimizer']['state'].items():
-        p, owner = named[name]
-        shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
-        if isinstance(owner, torch.optim.Muon):
-            shapes = {'momentum_buffer': p.shape}
-        # Without this check, AdamW would write past the end of moments that are too small.
-        if shapes != {kind: tensor.shape for kind, tensor in state.items()}:
-            raise ValueError(
-                f'{checkpoint["path"]} has optimizer moments that do not match its weights'
-            )
-        # Copies: the checkpoint's own are its file's, which would stay on the disk when it is deleted.
-        owner.state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
-    if checkpoint['scaler']:  # empty where the run was not in float16
-        scaler.load_state_dict(checkpoint['scaler'])
-
-
-# --- provenance ---------------------------------------------------------------------------------
-
-
-def build_config(fields, path):
-    """The GPTConfig of these fields. ValueError names `path`, where they are from."""
-    try:
-        return GPTConfig.saved(fields)
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
-
+# --- provenance ----------------------------------------------------------------------------------
 
 # What a config.json holds beside the settings of a run: provenance(), and what training found out.
 FACTS = frozenset(

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from lib import tokenizer as tokenizers
 from lib.data import dataset_folder
-from lib.rundir import (
-    build_config,
-    check_tokenizer,
-    checkpoints,
-    load_checkpoint,
-    name_misfits,
-    no_checkpoint,
-)
-from model import GPT
+from lib.rundir import checkpoints, load_checkpoint, no_checkpoint
 
 
 def load_run(path, tokenizer=''):
@@ -26,13 +18,9 @@ def load_run(path, tokenizer=''):
     Raises ValueError or OSError if something is missing, or if the tokenizer is not the one that the
     model was trained with.
     """
-    weights = find_weights(path)
-    checkpoint = load_checkpoint(weights)
-    with name_misfits(path):
-        encoder = load_tokenizer(path, checkpoint, tokenizer)
-        model = GPT(build_config(checkpoint['model_config'], weights))
-        model.load_state_dict(checkpoint['model'])
-
+    checkpoint = load_checkpoint(find_weights(path))
+    encoder = load_tokenizer(checkpoint, tokenizer)
+    model = checkpoint.build()
     if encoder.n_vocab > model.config.vocab_size:
         raise ValueError(
             f'{path}: its tokenizer has {encoder.n_vocab:,} ids, '
@@ -52,7 +40,7 @@ def find_weights(path):
     raise FileNotFoundError(no_checkpoint(path))
 
 
-def load_tokenizer(path, checkpoint, where):
+def load_tokenizer(checkpoint, where):
     """The tokenizer that a checkpoint was trained with, from `where`; '': from where it is kept."""
     trained = checkpoint['data']['tokenizer']
     where = where or kept_tokenizer(checkpoint)
@@ -60,7 +48,7 @@ def load_tokenizer(path, checkpoint, where):
         encoder = tokenizers.Foreign(where, trained['eot'])
     else:
         encoder = tokenizers.load(where)
-    check_tokenizer(path, trained['sha256'], encoder.sha256, encoder.path)
+    checkpoint.check_tokenizer(encoder.sha256, encoder.path)
     return encoder
 
 

@@ -52,7 +52,7 @@ from comparison.runs import difference, facts
 from lib.data import Dataset
 from lib.files import as_json, one_line_errors, write_json
 from lib.machine import Machine
-from lib.rundir import compare_tokenizers, provenance
+from lib.rundir import provenance
 from lib.trained import load_run
 from model import attend, attend_cross, to_query_heads
 
@@ -355,7 +355,7 @@ def model_and_rows(run, settings):
     else:
         dataset = Dataset(name)
         origin = dataset.folder
-        compare_tokenizers(checkpoint, dataset)
+        checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
         rows = dataset_rows(dataset, T, settings.sequences)
     if not rows:
         raise ValueError(f'{origin} has not one sequence of {T} tokens; give a shorter --length')

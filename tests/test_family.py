@@ -6,7 +6,7 @@ from conftest import raises_one_line
 from runs import assert_same
 from variants import RES, SIZE, SV, config_of, make, tokens
 
-from lib.rundir import load_state, optimizer_state
+from lib.rundir import Checkpoint, optimizer_state
 from model import GPT, GPTConfig
 from train import TrainConfig, check_rates, make_optimizers
 
@@ -106,18 +106,17 @@ def test_an_optimizers_state_must_be_whole_and_its_settings_are_those_of_now(kin
     others = muon(again, optimizer=kind, weight_decay=0.7)
     step(model, optimizers)
     state = optimizer_state(model, optimizers)
-    checkpoint = {'path': 'x', 'optimizer': {'state': state}, 'scaler': {}}
-    load_state(again, others, None, checkpoint)
+    checkpoint = Checkpoint(path='x', optimizer={'state': state}, scaler={})
+    checkpoint.load_state(again, others, None)
     assert len(state) == len(list(model.parameters()))
     assert_same(optimizer_state(again, others), state)
     name, moments = next(iter(state.items()))
     for kind in moments:  # AdamW would write past the end of one that is too small
         lacking = {key: t for key, t in moments.items() if key != kind}
         for wrong in (lacking, moments | {kind: torch.ones(2)}):
+            checkpoint['optimizer'] = {'state': {name: wrong}}
             with raises_one_line('moments'):
-                load_state(
-                    again, others, None, checkpoint | {'optimizer': {'state': {name: wrong}}}
-                )
+                checkpoint.load_state(again, others, None)
     # What the settings say now, not what they said when the checkpoint was written.
     groups = [group for optimizer in others for group in optimizer.param_groups]
     assert {group['weight_decay'] for group in groups} == {0.7, 0.0}

@@ -203,7 +203,7 @@ def test_machines_that_would_train_different_runs_are_refused(half):
     assert 'learning_rate is 0.01 and 0.02;' in one_line_apart('mine.py', *words)
 
     write_dataset(Path('apart/data/tiny'), seed=1)
-    assert 'dataset is' in one_line_apart(*words)
+    assert 'data is' in one_line_apart(*words)
 
 
 def test_a_folder_that_another_process_holds_is_refused_and_no_process_waits(whole):

@@ -33,6 +33,7 @@ from runs import (
 
 import train
 from comparison.runs import read_state
+from lib import rundir
 from lib.files import locked
 from lib.logs import Log
 from lib.machine import INTERRUPTED
@@ -440,7 +441,7 @@ def test_a_log_that_cannot_grow_is_one_line_and_what_was_saved_goes_on(half, who
 
     name = half('out/full log')
     with monkeypatch.context() as patch:
-        patch.setattr(train, 'Log', FullLog)
+        patch.setattr(rundir, 'Log', FullLog)
         status, _ = here(name, init_from='resume')
     assert status == f"error: [Errno 28] No space left on device: '{name}/log.jsonl'"
     good(name, init_from='resume')
