@@ -17,7 +17,6 @@ import os
 import pickle
 import shutil
 import tempfile
-import textwrap
 import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from configurator import choose, convert
 import torch
 
 from lib import tokenizer as tokenizers
-from lib.files import one_line_errors, write_json
+from lib.files import hub_error, one_line_errors, write_json
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
 from lib.trained import load_run
@@ -40,17 +39,10 @@ TRIED_WITH = ['transformers 4.57.6', 'transformers 5.23.0', 'transformers 5.24.0
 
 
 @dataclass
-class ImportConfig:
-    source: tuple = ()  # a folder or a hub id: a plain argument
-    to: str = ''  # the run's folder to write, a new or an empty one
-    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the tokenizer.json of the source
-
-
-@dataclass
-class ExportConfig:
-    source: tuple = ('out/run',)  # a run's folder, or one checkpoint file: a plain argument
+class ConvertConfig:
+    source: tuple = ()  # to import: a folder or a hub id; to export: a run or a checkpoint file
     to: str = ''  # the folder to write, a new or an empty one
-    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run
+    tokenizer: str = ''  # as in prepare_slimpajama.py; '': that of the source
 
 
 @contextlib.contextmanager
@@ -116,8 +108,13 @@ def import_checkpoint(source, to, tokenizer=''):
 def read_transformers(source):
     """(GPTConfig, {our name: tensor in fp32}, id of the token that ends a text) of a checkpoint."""
     with said_of(source):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+        kind = PretrainedConfig.get_config_dict(source)[0].get('model_type')
+        refuse(
+            kind not in ('llama', 'mistral', 'gpt2'),
+            f'model_type={kind!r}; only llama, mistral and gpt2 are imported',
+        )
         theirs = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config = read_config(theirs.to_dict())
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -133,7 +130,7 @@ def read_transformers(source):
         odd |= {name for name, *shapes in info['mismatched_keys']}
         odd = sorted(name for name in odd if not name.endswith('.attn.masked_bias'))
         refuse(odd, f'config.json and the weights differ in {", ".join(odd[:3])}')
-        weights = our_weights(model.state_dict(), theirs.model_type, config)
+        weights = our_weights(model.state_dict(), kind, config)
     eot = theirs.eos_token_id
     return config, weights, eot[0] if isinstance(eot, list) else eot
 
@@ -146,18 +143,14 @@ def said_of(source):
     except ModuleNotFoundError as error:
         raise OSError(f'import needs {error.name}: pip install -r requirements-dev.txt') from error
     except ValueError as error:
-        raise ValueError(f'{source}: {one_line(error)}') from error
+        raise ValueError(f'{source}: {hub_error(error)[0]}') from error
     except pickle.UnpicklingError as error:  # torch's own advice, to trust the file, is bad advice
         raise ValueError(
             f'{source}: a file is damaged, or holds other things than weights'
         ) from error
     except Exception as error:  # the libraries below transformers each raise their own
-        reason = f'{type(error).__name__}: {one_line(error)}'
-        raise OSError(f'transformers cannot read {source} ({reason})') from error
-
-
-def one_line(error):
-    return textwrap.shorten(str(error), 300, placeholder=' ...')
+        reason = f'{type(error).__name__}: {hub_error(error)[0]}'
+        raise OSError(f'{source} cannot be imported ({reason})') from error
 
 
 def own_tokenizer(source, eot):
@@ -174,16 +167,11 @@ def own_tokenizer(source, eot):
 
 def read_config(values):
     """The GPTConfig of a config of transformers, as a dict. ValueError for what GPT does not compute."""
-    kind = values['model_type']
-    refuse(
-        kind not in ('llama', 'mistral', 'gpt2'),
-        f'model_type={kind!r}; only llama, mistral and gpt2 are imported',
-    )
     for name, allowed in COMPUTED.items():
         value = values.get(name, allowed[0])
         choice = ' or '.join(map(repr, allowed))
         refuse(value not in allowed, f'{name}={value!r}, but GPT computes only {choice}')
-    if kind == 'gpt2':
+    if values['model_type'] == 'gpt2':
         return make_config(values, GPT2, arch='gpt2')
     config = make_config(values | read_rope(values), LLAMA)
     window = values.get('sliding_window')
@@ -219,23 +207,16 @@ def read_rope(values):
 
 def our_weights(theirs, kind, config):
     """{our name: tensor} of the weights of a model of transformers, {their name: tensor}."""
-    wanted = GPT.without_weights(config).state_dict()
-    places = layout(kind, config)
-    if config.tie_embeddings:
-        del theirs['lm_head.weight']
-    odd = sorted(theirs.keys() ^ places.keys())
-    refuse(odd, f'it has other weights than GPT: {", ".join(odd[:3])}')
-
     weights = {}
-    for name, ours in places.items():
-        weight = theirs[name].t() if is_flipped(kind, name) else theirs[name]
-        rows = [len(wanted[our]) for our in ours]
-        shape = sum(rows), *wanted[ours[0]].shape[1:]
-        refuse(weight.shape != shape, f'{name} is {tuple(weight.shape)}, where GPT has {shape}')
-        for our, part in zip(ours, weight.split(rows), strict=True):
+    for name, ours in layout(kind, config).items():
+        weight = theirs.pop(name)
+        weight = weight.t() if is_flipped(kind, name) else weight
+        for our, part in zip(ours, weight.chunk(len(ours)), strict=True):
             weights[our] = part.contiguous()
     if config.tie_embeddings:
-        weights['lm_head.weight'] = weights['transformer.wte.weight']
+        weights['lm_head.weight'] = theirs.pop('lm_head.weight')
+    refuse(theirs, f'it has weights that GPT has not: {", ".join(theirs)[:200]}')
+    GPT.without_weights(config).load_state_dict(weights, assign=True)  # their shapes fit
     return weights
 
 
@@ -489,7 +470,7 @@ def is_flipped(kind, name):
 
 def main():
     with one_line_errors():
-        modes = {'import': (ImportConfig,), 'export': (ExportConfig,)}
+        modes = dict.fromkeys(('import', 'export'), (ConvertConfig,))
         mode, (settings,) = choose(modes, __doc__, plain='source')
         refuse(len(settings.source) != 1, f'{mode} takes one source, not {len(settings.source)}')
         (source,) = settings.source
