@@ -35,7 +35,7 @@ from comparison.plan import Plan, check_training
 from comparison.record import write_plan
 from comparison.results import Results, train_plan
 from comparison.verdict import distributions
-from lib.files import as_json, locked, one_line_errors, write_json, write_whole
+from lib.files import as_json, is_plain, json_text, locked, one_line_errors, write_together
 from model import GPTConfig
 from train import TrainConfig
 
@@ -69,8 +69,8 @@ class CompareConfig:
 def folder_of(name):
     """The folder of a comparison, which lies in out/compare."""
     path = Path(name)
-    if path.is_absolute() or '..' in path.parts or not path.parts:
-        raise ValueError(f'name={name!r} must be a folder in {COMPARISONS}')
+    if '..' in path.parts or not path.parts or not all(map(is_plain, path.parts)):
+        raise ValueError(f'name={name!r} must be a folder in {COMPARISONS} that any page can show')
     return COMPARISONS / path
 
 
@@ -156,22 +156,23 @@ def compare_existing(options, argv):
     )
     if (folder / 'plan.json').exists():
         raise ValueError(f'{folder} holds a planned comparison; give another --name')
-    write_report(folder, comparison)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, 'comparing in', '--name'):
+        write_report(folder, comparison)
     return comparison, folder
 
 
 def write_report(folder, comparison):
     """Write report.md, .html and .json, and its plots."""
     numbers = {name: value for name, value in comparison.items() if name != 'curves'}
-    write_json(folder / 'report.json', as_json(numbers))
     plots = report.draw(comparison)
     texts = {
+        'report.json': json_text(as_json(numbers)),
         'report.md': report.markdown(comparison),
         'report.html': report.html(comparison, plots),
     }
     texts |= {f'{name}.svg': plot for name, plot in plots.items()}
-    for name, text in texts.items():
-        write_whole(folder / name, text)
+    write_together({folder / name: text for name, text in texts.items()})
 
 
 def main():

@@ -40,7 +40,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import mute, one_line_errors, unreadable
+from lib.files import is_plain, mute, one_line_errors, unreadable
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.rundir import (
     RunFolder,
@@ -109,9 +109,9 @@ class TrainConfig:
                 refuse(not low <= value <= high, f'{name}={value} is not between {low} and {high}')
         refuse(not self.out_dir, "out_dir='' names no folder; leave it out, or name one")
         refuse(
-            self.out_dir != self.out_dir.encode(errors='replace').decode(),
-            f'out_dir={self.out_dir!r} is not UTF-8, and torch would not read its checkpoints; name '
-            'another folder',
+            not (self.out_dir.isprintable() and is_plain(Path(self.out_dir).name)),
+            f'out_dir={self.out_dir!r} is not UTF-8, or a log or a picture cannot show it; name another '
+            'folder',
         )
         refuse(
             self.optimizer not in ('adamw', 'muon'),

@@ -249,7 +249,6 @@ def compare_runs(words, title, contrasts='', tuning_seeds=(), mixed_code=False, 
     by_arm = {}
     for word in words:
         name, folder = arm_of(word)
-        check_name(name)
         state = read_state(folder, but=['code'] if mixed_code else ())
         if not state.config:
             raise ValueError(f'{folder} is not a run: {state.reason}')
@@ -283,10 +282,11 @@ def arm_of(word):
     """(arm, folder) of a run as it is named: NAME=FOLDER, or FOLDER, whose name without `_lr<rate>` and
     `_seed<n>` is then that of the arm."""
     name, equals, folder = word.partition('=')
-    if equals and '/' not in name:
-        return name, folder
-    name = Path(word).resolve().name
-    return re.sub(r'(_lr[\d.e+-]+)?(_seed\d+)?$', '', name), word
+    if not equals or '/' in name:
+        folder = word
+        name = re.sub(r'(_lr[\d.e+-]+)?(_seed\d+)?$', '', Path(word).resolve().name)
+    check_name(name)
+    return name, folder
 
 
 def existing_arm(states, tuning_seeds):

@@ -108,6 +108,10 @@ class Plan:
         """facts() of an arm's example()."""
         return self.facts(self.example(arm))
 
+    def is_of_this_code(self):
+        """Whether the code on the disk is still what it was, or may be another one."""
+        return self.mixed_code or code_fingerprint() == self.code
+
     def run_folder(self, run):
         return self.folder / run.name
 

@@ -239,7 +239,10 @@ def how_made(comparison):
         lines.append(f'plan: {plan["hash"]}, written {plan["date"]}, in plan.json')
         length = len(plan['diff'].splitlines())
         work_tree = f'with a diff of {length:,} lines, in plan.json' if length else 'unchanged'
-        lines.append(f'code: commit {plan["commit"][:12]}, {work_tree}')
+        lines.append(f'code of the plan: commit {plan["commit"][:12]}, {work_tree}')
+        others = set(comparison['code']) - {contents['settings']['code']}
+        if others:
+            lines.append(f'code of some runs: another one, {listed(sorted(others))}')
     lines += [f'{name}: {listed(values)}' for name, values in comparison['provenance'].items()]
     total = datetime.timedelta(seconds=round(comparison['seconds']))
     return [*lines, f'training and evaluation took: {total}, all runs together']

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from comparison import launch
 from comparison.plan import Run
-from comparison.runs import read_state
+from comparison.runs import MIXED_CODE, read_state
 
 
 class Results:
@@ -166,7 +166,7 @@ def train_plan(results, jobs=0, gpus=1):
 
     jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. If one fails, the
     others are still trained: ask results.problems(). KeyboardInterrupt lets every training save
-    itself, and is raised again.
+    itself, and is raised again. ValueError where the code was edited before all had started.
     """
     plan = results.plan
     slots = launch.find_slots(plan.settings.device, jobs, gpus)
@@ -181,7 +181,8 @@ def train_plan(results, jobs=0, gpus=1):
     def jobs_left():
         expected[:] = planned_steps(results)
         bar.total = sum(expected)
-        return results.jobs()
+        # Who edits the code lets those under way end, and starts no other.
+        return results.jobs() if plan.is_of_this_code() else []
 
     def tick(running):
         finished = [state.config['max_iters'] for state in results.finished.values()]
@@ -191,6 +192,12 @@ def train_plan(results, jobs=0, gpus=1):
 
     with bar:
         launch.launch(jobs_left, slots, gpus, tick)
+    left = len(results.jobs())
+    if left and not plan.is_of_this_code():
+        raise ValueError(
+            f'the code was edited, and {left} runs were not started; restore it, give another --name, or: '
+            f'{MIXED_CODE}'
+        )
 
 
 def planned_steps(results):

@@ -20,8 +20,8 @@ import torch
 
 from lib.files import (
     DATASET_FORMAT,
-    RESERVED_DOMAINS,
     check_types,
+    is_domain,
     sha256_of,
     unreadable,
     write_whole,
@@ -69,8 +69,10 @@ class Dataset:
             raise ValueError(f'format {self.meta["format"]}, this program reads {DATASET_FORMAT}')
         check_types(self.meta, META)
         for path, entry in self.files():
-            if path.stem in RESERVED_DOMAINS:
-                raise ValueError(f'{path}: logs use its name for something else')
+            if not is_domain(path.stem):
+                raise ValueError(
+                    f'{str(path)!r}: logs use its name for something else, or cannot show it'
+                )
             if path.parent.name == 'validation' and (entry['tokens'] < 2 or entry['bytes'] < 1):
                 raise ValueError(
                     f'{path} has {entry["tokens"]} tokens of {entry["bytes"]} bytes, and none to predict'

@@ -16,8 +16,15 @@ from pathlib import Path
 # prepare_slimpajama.py, which imports no torch, writes them, and lib/data.py reads them.
 DATASET_FORMAT = 1
 
-# What stands beside the domains in logs and results: no domain is called so.
-RESERVED_DOMAINS = ('mean',)
+
+def is_plain(name):
+    """Whether a name can stand in a file's name, a terminal, a table, a page and a picture."""
+    return name.isprintable() and not set(name) & set('/\\|$<>')
+
+
+def is_domain(name):
+    """Whether a domain can be called so: `mean` stands beside the domains in logs and results."""
+    return is_plain(name) and name != 'mean'
 
 
 @contextlib.contextmanager
@@ -61,14 +68,29 @@ def write_whole(path, data):
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+def write_together(texts):
+    """write_whole() several files, {path: text}: all of them or, where the disk is full, none."""
+    with contextlib.ExitStack() as files:
+        for path, text in texts.items():
+            file = files.enter_context(whole_file(path))
+            with named(path):
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())  # some file systems say only now that they are full
+
+
 def as_json(value):
     """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
+def json_text(value):
+    """A value as JSON for people to read, too."""
+    return json.dumps(value, indent=1) + '\n'
+
+
 def write_json(path, value):
-    """write_whole() a value as JSON, for people to read, too."""
-    write_whole(path, json.dumps(value, indent=1) + '\n')
+    write_whole(path, json_text(value))
 
 
 def sync_folder(folder):

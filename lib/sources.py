@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.files import RESERVED_DOMAINS, first_line, hub_error
+from lib.files import first_line, hub_error, is_domain
 from lib.tokenizer import HUB_ID
 
 # The paper's Table 2, as printed.
@@ -248,10 +248,10 @@ def by_domain(source, names):
                 f'{folder!r} and another folder of {source} would both be the domain {domain!r}: '
                 'rename one'
             )
-        if domain in RESERVED_DOMAINS:
+        if not is_domain(domain):
             raise ValueError(
                 f'{folder!r} of {source} would be the domain {domain!r}, a name that logs use for '
-                'something else: rename the folder'
+                'something else or cannot show: rename the folder'
             )
         domains[name] = domain
     return domains

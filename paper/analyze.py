@@ -550,7 +550,9 @@ def labels_of(runs):
         path = Path(run)
         folder = path.parent if path.suffix == '.pt' else path
         labels[run], _ = arm_of(str(folder))
-    return labels if len({*labels.values()}) == len(labels) else {run: run for run in runs}
+    if len({*labels.values()}) == len(labels):
+        return labels
+    return {run: run.replace('$', r'\$') for run in runs}
 
 
 def curve_of(panel, series):
@@ -569,6 +571,7 @@ def main():
     with one_line_errors():
         modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
+        labels_of(settings.runs)  # a name that no picture can show is refused before any work
         numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
         write_json(out.with_name(f'{out.name}.json'), numbers)

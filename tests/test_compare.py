@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -25,7 +26,7 @@ from comparisons import (
     pretend_all,
     scatter,
 )
-from conftest import assert_one_line, raises_one_line, read_json, write_json
+from conftest import assert_one_line, contents, raises_one_line, read_json, write_json
 
 import compare
 import train
@@ -264,6 +265,25 @@ def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, mon
     for name in ('report.md', 'report.html'):
         page = Path('out/compare/small', name).read_text()
         assert page.index('3 of edited') < page.index('against vanilla')
+        assert 'code of some runs: another one, edited' in page
+
+
+def test_runs_are_not_started_once_the_code_was_edited(place, monkeypatch):
+    main = train.main
+
+    def train_and_edit():
+        main()
+        edited(monkeypatch)
+
+    monkeypatch.setattr(train, 'main', train_and_edit)
+    words = (ARMS, '--seeds=1')
+    assert_one_line(compare_command(*words)[0], 'edited', '2 runs', '--mixed_code=True')
+    plan = make_plan(*words)
+    assert [Path(name).name for name in folders_of(plan)] == ['vanilla_lr0.02_seed1']
+    assert read_json(plan.folder / 'report.json')['problems'].keys() == {
+        'resformer_lr0.02_seed1',
+        'svformer_lr0.02_seed1',
+    }
 
 
 def test_a_run_of_other_code_is_foreign_to_its_plan(place):
@@ -531,7 +551,7 @@ def test_a_setting_that_the_code_has_learned_since_joins_a_plan_only_at_its_defa
         ('out/window_512', 'window_512', 'out/window_512'),
         ('out/a_10M_lr7.5e-05_seed3/', 'a_10M', 'out/a_10M_lr7.5e-05_seed3/'),
         ('mine=out/x_seed3', 'mine', 'out/x_seed3'),
-        ('out/a=b_seed3', 'a=b', 'out/a=b_seed3'),
+        ('out/x=1/b_seed3', 'b', 'out/x=1/b_seed3'),
     ],
 )
 def test_the_arm_of_an_existing_run_is_its_folders_name_unless_it_is_given(word, arm, folder):
@@ -580,6 +600,8 @@ def test_existing_runs_that_cannot_be_compared_are_refused(place):
         ([folders[3], f'a={folders[0]}', f'a={folders[4]}'], 'arm a: '),
         ([*folders, '--tuning_seeds=(1, 2, 3)'], 'arm resformer: all of its runs'),
         ([folders[0], f'a b={folders[3]}'], 'a b'),
+        ([folders[0], f'{folders[3]}/../x$\\frac$_seed1'], r'x$\\frac$'),
+        ([*folders, '--name=a\nb'], 'name='),
         ([*folders, '--judgement=dunnett'], 'resformer and svformer share seeds'),
     ):
         assert_one_line(runs.call(compare.main, *words)[0], message)
@@ -792,6 +814,27 @@ def test_no_two_arms_look_alike_and_one_named_after_another_has_its_color():
     assert look['mine_norm'] == look['mine'] | {'linestyle': '--'}
     names = [f'a{"_b" * n}' for n in range(6)] + [f'c{n}' for n in range(20)]
     assert len({tuple(one.values()) for one in charts.looks(names).values()}) == len(names)
+
+
+def test_a_disk_that_is_full_keeps_the_report_that_was_there_and_two_do_not_mix(place, monkeypatch):
+    first, second = finished(ARMS, '--seeds=3'), finished(ARMS, '--seeds=4', '--name=b')
+    runs.succeed(compare.main, *folders_of(first))
+    folder = Path('out/compare/runs')
+    before, sync = contents(folder), os.fsync
+
+    def full(handle):
+        if len(list(folder.glob('*.tmp'))) == 3:
+            raise OSError(28, 'No space left on device')
+        sync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr('lib.files.os.fsync', full)
+        assert_one_line(runs.call(compare.main, *folders_of(second))[0], 'No space', folder)
+    with locked(folder, 'comparing in'):
+        assert_one_line(
+            runs.call(compare.main, *folders_of(second))[0], 'another process', '--name'
+        )
+    assert contents(folder) == before
 
 
 def test_there_is_a_report_at_every_stage(place):

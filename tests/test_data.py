@@ -146,6 +146,7 @@ def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens
         ({'val': {'A': 50}}, ['train and validation', 'names val']),
         ({'val': {}}, ['none']),
         ({'train': {'mean': 50}, 'validation': {'A': 50}}, ['train/mean.bin', 'name']),
+        ({'train': {'a\x1b[2Jb': 50}, 'validation': {'A': 50}}, ['a\\x1b[2Jb.bin', 'name']),
     ],
 )
 def test_a_dataset_made_by_hand_without_what_training_needs_is_refused(prepared, splits, words):

@@ -190,6 +190,8 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(init_from='scrach'), ["init_from='scrach'", "'resume'"]),
         (dict(out_dir=''), ["out_dir=''"]),
         (dict(out_dir='out/caf\udce9'), ['out_dir', 'UTF-8']),
+        (dict(out_dir='out/a\x1b[0mb'), ['out_dir', 'log']),
+        (dict(out_dir='out/r$\\frac$_seed1'), ['out_dir', 'picture']),
         (dict(n_embd=10_000_000), ['n_embd=10000000', 'memory']),
         (dict(n_embd=2 * 10**30), ['n_embd=2000000000', 'memory']),
         (dict(n_inner=10**17), ['n_inner=100000000000000000', 'memory']),

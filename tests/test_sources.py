@@ -127,6 +127,7 @@ def test_a_domain_without_a_file_for_validation_gives_some_documents():
     [
         (['de/a.txt', 'en/b.txt', 'valid.txt'], ['domain raw', 'valid.txt', 'move them']),
         (['mean/a.jsonl', 'en/b.jsonl'], ["'mean' of raw", 'rename']),
+        (['one\u2028two/a.jsonl', 'en/b.jsonl'], ['one\\u2028two', 'rename']),
         (['en/b.txt', 'train/mean/a.txt'], ["'mean' of raw", 'rename']),
     ],
 )
