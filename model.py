@@ -27,7 +27,6 @@ raw. *Attended*: what attention reads, and borrowers: mixed, and q and k rotated
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
 
-import collections
 import copy
 import functools
 import hashlib
@@ -101,6 +100,10 @@ class GPTConfig:
         }
 
     @property
+    def has_biases(self):
+        return self.arch == 'gpt2'
+
+    @property
     def head_size(self):
         return self.n_embd // self.n_head
 
@@ -139,34 +142,33 @@ class Part(nn.Module):
         super().__init__()
         self.config, self.wiring = config, wiring
         if wiring.projects:
-            C, hs = config.n_embd, config.head_size
-            self.proj = make_matrix(config, C, wiring.heads * hs, rows=config.kv_heads * hs)
+            width = wiring.heads * config.head_size
+            self.proj = nn.Linear(config.n_embd, width, config.has_biases)
         if config.qk_norm and wiring.name == 'q' and wiring.heads:
-            parameter(self, 'gain', torch.full((config.n_head,), 1.44))
+            self.gain = nn.Parameter(torch.full((config.n_head,), 1.44))
         if wiring.sources:
-            add_mixing_weights(self)
+            WEIGHTINGS[wiring.weighting].make(self)
+
+    def project(self, x, raw):
+        """x (B, T, C) -> (B, heads, T, hs), raw; behind its own heads those that are lent."""
+        return append_lent_heads(to_heads(self.config, self.proj(x)), raw, self.wiring.lenders)
 
     def forward(self, x, raw, attended, rope, cache):
-        """x (B, T, C) -> what the layer attends with, (B, heads, T, hs). attended gets it, too, and raw
-        what was projected, before it is mixed. Arguments as in Attention.forward()."""
-        wiring, key = self.wiring, self.wiring.key
+        """What the layer attends with, (B, heads, T, hs). Arguments as in Attention.forward()."""
+        wiring = self.wiring
         if not wiring.heads:
-            return attended[wiring.name, wiring.owner]  # borrowed
-
-        # Project, and mix the sources in.
-        own = None
-        if wiring.projects:
-            own = to_heads(self.config, self.proj(x))  # (B, nh or n_kv_head, T, hs)
-            raw[key] = join(own, raw, wiring.joins)
-        t = self.mix(own, [raw[source] for source in wiring.sources], x) if wiring.sources else own
-
+            return attended[wiring.reads[-1]]  # borrowed
+        t = raw.get(wiring.key)  # None where the layer projects none
+        if wiring.lenders:
+            t = t[:, : wiring.heads]  # without those that are lent
+        if wiring.sources:
+            t = self.mix(t, [raw[key] for key in wiring.sources], x)
         if wiring.name != 'v':
             t = self.norm(t)
             t = rotate(t, *rope) if rope else t
         if cache is not None:
-            cache.append(key, t)
-        attended[key] = join(t, attended, wiring.joins)
-        return attended[key]
+            cache.append(wiring.key, t)
+        return append_lent_heads(t, attended, wiring.lenders)
 
     def mix(self, own, sources, x):
         """The weighted sum (Eq. 7, Eq. 5) of the sources and the layer's own projection, (B, heads, T,
@@ -176,42 +178,10 @@ class Part(nn.Module):
         # positions, would overflow long before any other. So whatever has weights is multiplied in
         # their type.
         with torch.autocast(x.device.type, enabled=False):
-            weights = self.weights(x)[: len(tensors)]
+            weights = WEIGHTINGS[self.wiring.weighting].weights(self, x)[: len(tensors)]
             first, *others = [w * t for w, t in zip(weights, tensors, strict=True)]
             mixed = sum(others, first)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
-
-    def weights(self, x):
-        """One weight per source, then the layer's own: numbers, or tensors that broadcast to
-        (B, heads, T, hs). x (B, T, C): what the layer projects. By default, all are equal, and their
-        sum is 1: 1/2 and 1/2 in Eq. 7. mixture() computes them."""
-        kind = self.wiring.residual_weights
-        if kind == 'learned':
-            return self.residual_lambda[:, None]  # a 0-d weight would not widen what it multiplies
-        if kind in GATES:
-            return self.gated(x)
-        return self.wiring.weights
-
-    def gated(self, x):
-        """The weights of v from a gate g of each token, between 0 and 1.
-
-        head: g = sigmoid(W x + b) for each KV head. The sources' mean has g and the layer's own value
-        1 - g, or, with residual_lambda (s, o), each source s g and the layer's own value o.
-        channel: g = sigmoid(b + (x A) B) for each channel, of the one source; 1 - g for its own.
-        """
-        if self.wiring.residual_weights == 'head':
-            x = x.to(self.gate.weight.dtype)  # autocast is off
-            logits = self.gate(x[..., : self.gate.in_features])
-        else:
-            x = x.to(self.gate_down.weight.dtype)
-            logits = self.gate_up(self.gate_down(x)) + self.gate_bias
-        gates = logits.sigmoid().unflatten(2, (self.config.kv_heads, -1))
-        g = gates.transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
-        if self.wiring.weights:
-            *of_sources, of_own = self.wiring.weights
-            return [weight * g for weight in of_sources] + [of_own]
-        count = len(self.wiring.sources)
-        return [g / count] * count + [1 - g]
 
     def norm(self, t):
         """q or k (B, heads, T, hs) with qk_norm, where it is on."""
@@ -230,40 +200,37 @@ class Attention(nn.Module):
         self.q = Part(config, wiring.q)
         self.k = Part(config, wiring.k)
         self.v = Part(config, wiring.v)
-        self.c_proj = make_c_proj(config, config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.has_biases)
 
     def forward(self, x, raw, attended, rope, cache, mask):
-        """x (B, T, C) -> (B, T, C), and raw and attended as the next layer gets them.
+        """x (B, T, C) -> (B, T, C), and raw and attended with what this layer made.
 
         raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file. rope: (cos, sin),
         (T, hs) each, or () for gpt2. cache: a KVCache or None. mask: attend()'s.
         """
         B, T, C = x.size()
-        # Activation checkpointing calls twice with the same ones.
-        raw, attended = dict(raw), dict(attended)
-        q = self.q(x, raw, attended, rope, cache)
-        self.k(x, raw, attended, rope, cache)  # into attended, from where they are read below
-        v = self.v(x, raw, attended, rope, cache)
+        parts = self.q, self.k, self.v
+        raw = raw | {p.wiring.key: p.project(x, raw) for p in parts if p.wiring.projects}
+        made = {p.wiring.key: p(x, raw, attended, rope, cache) for p in parts}
+        attended = attended | made
+        q, _, v = made.values()
 
         # What it attends to: its keys and values, also of the tokens in the cache, and with the cross
         # map those of its sources.
         kv = attended if cache is None else cache
-        keys, values = ([kv[key] for key in self.wiring.reads[part]] for part in 'kv')
+        keys, values = ([kv[key] for key in p.wiring.reads] for p in (self.k, self.v))
         dropout = self.config.dropout if self.training else 0.0
         y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
 
         y = self.after(y, raw, v).transpose(1, 2).reshape(B, T, C)
-        y = F.dropout(self.c_proj(y), self.config.dropout, self.training)
-        raw = {key: t for key, t in raw.items() if key in self.wiring.raw_later}
-        attended = {key: t for key, t in attended.items() if key in self.wiring.attended_later}
-        return y, raw, attended
+        return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
 
     def after(self, y, raw, v):
         """What else happens to attention's output y (B, nh, T, hs). v: the values of this call's tokens
         that the layer attended with."""
         wiring = self.wiring
         if self.config.exclusive:
-            y = without(y, to_query_heads(v, y))
+            y = remove_along(y, to_query_heads(v, y))
         # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
         # values that this layer attended with (Eq. 8).
         if wiring.added:
@@ -280,11 +247,11 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        C, width = config.n_embd, config.ffn_width
+        C, width, has_biases = config.n_embd, config.ffn_width, config.has_biases
         if config.arch == 'llama':
-            self.c_gate = make_matrix(config, C, width)
-        self.c_fc = make_matrix(config, C, width)
-        self.c_proj = make_c_proj(config, width)
+            self.c_gate = nn.Linear(C, width, has_biases)
+        self.c_fc = nn.Linear(C, width, has_biases)
+        self.c_proj = nn.Linear(width, C, has_biases)
 
     def forward(self, x):
         if self.config.arch == 'llama':
@@ -297,27 +264,31 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, wiring):
         super().__init__()
+        self.wiring = wiring
         self.ln_1 = make_norm(config)
         self.attn = Attention(config, wiring)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x, *others):
-        """As Attention.forward()."""
+        """As Attention.forward(), but what no later layer reads is dropped."""
         y, raw, attended = self.attn(self.ln_1(x), *others)
         x = x + y
         x = x + self.mlp(self.ln_2(x))
+        raw = {key: t for key, t in raw.items() if key in self.wiring.raw_later}
+        attended = {key: t for key, t in attended.items() if key in self.wiring.attended_later}
         return x, raw, attended
 
 
 class GPT(nn.Module):
+    @torch.random.fork_rng(devices=[])  # modules draw weights that init_weights() replaces
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
         self.wiring = wire(config)
         self.transformer = nn.ModuleDict(
             {
-                'wte': make(nn.Embedding, config.vocab_size, config.n_embd),
+                'wte': nn.Embedding(config.vocab_size, config.n_embd),
                 'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
                 've': nn.ModuleDict(),
                 'vx': nn.ModuleDict(),
@@ -326,24 +297,25 @@ class GPT(nn.Module):
         )
         # The sources that are no layers, by their names in `transformer`.
         of_values = {name for layer in self.wiring for _, name in layer.v.sources}
-        self.outer_sources = sorted(name for name in of_values if isinstance(name, str))
+        self.outer_sources = sorted(of_values - {*range(config.n_layer)})
         for name in self.outer_sources:
             self.transformer.set_submodule(name, make_outer_source(config, name))
         if config.arch == 'gpt2':
-            self.transformer.wpe = make(nn.Embedding, config.block_size, config.n_embd)
+            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
             for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
                 self.register_buffer(name, table, persistent=False)
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
-            averages = [[0.0] * (n + 1) + [1.0] for n in range(config.n_layer)]
-            self.transformer.dwa = make_weights(averages)
+            averages = [torch.eye(n + 2)[-1] for n in range(config.n_layer)]
+            self.transformer.dwa = nn.ParameterList(averages)
         if config.x0_residual:
-            self.transformer.x0 = make_weights([[1.0, 0.0]] * config.n_layer)  # r, s
-        self.lm_head = make(nn.Linear, config.n_embd, config.vocab_size, False)
+            weights = [torch.tensor([1.0, 0.0]) for _ in range(config.n_layer)]  # r, s
+            self.transformer.x0 = nn.ParameterList(weights)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        self.needs = needs_of(self)
+        self.needs = {name: needs_of(config, name, p) for name, p in self.named_parameters()}
         self.init_weights(seed)
 
     @classmethod
@@ -354,25 +326,26 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Draw what starts random; everything else is as its module made it.
+        """Draw each matrix, of which needs_of() says how, and set biases to 0. Norms, and what is no
+        `weight`, such as lambdas, are as they were made.
 
-        wte, wpe, lm_head, proj, c_gate, c_fc, c_proj, vx, anchor   N(0, 0.02)
-        c_proj of gpt2                                     N(0, 0.02 / sqrt(2 n_layer))
-        their biases, gates                                zero; a channel gate as RWKV-7's
-        ve                                                 N(0, 1 / sqrt(n_embd))
-        norms, residual_lambda, dwa, x0                    one, the given weights, the last block's output
-
-        Each parameter has a generator of its own, seeded by (seed, name). So variants of one size start
-        with the same shared weights; a matrix of fewer rows has the first ones.
+        Each has a generator of its own, seeded by (seed, name). So variants of one size start with the
+        same shared weights; a matrix of fewer rows has the first ones.
         """
         for name, p in self.named_parameters():
-            needs = self.needs[name]
-            if needs.draw is None:
+            if name.endswith('.bias'):
+                p.zero_()
+            if p.dim() == 1 or not name.endswith('.weight'):
                 continue
+            needs = self.needs[name]
             digest = hashlib.sha256(f'{seed}/{name}'.encode()).digest()
             number = int.from_bytes(digest[:8], 'little', signed=True)
+            generator = torch.Generator().manual_seed(number)
             whole = torch.empty(max(needs.rows, len(p)), *p.shape[1:])
-            needs.draw(whole, generator=torch.Generator().manual_seed(number))
+            if needs.is_orthogonal:
+                nn.init.orthogonal_(whole, needs.std, generator)
+            else:
+                whole.normal_(0.0, needs.std, generator=generator)
             p.copy_(whole[: len(p)])
 
     def forward(self, idx, targets=None, cache=None, last_only=False):
@@ -452,38 +425,17 @@ class GPT(nn.Module):
         return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, cache=None, n_vocab=None, **how):
-        """Yield the tokens (B, 1) that continue idx (B, T), of the first n_vocab ids (None: of all).
-        how: the options of sample().
+    def generate(self, idx, max_new_tokens, choose, cache=None):
+        """Yield the tokens (B, 1) that continue idx (B, T). choose: last logits (B, V) -> tokens (B, 1).
 
-        Without a cache (slow), each token is computed from the last block_size tokens. Raises
-        ValueError where the first logits are not finite.
+        Without a cache (slow), each token is computed from the last block_size tokens.
         """
-        for i in range(max_new_tokens):
-            context = idx if cache else idx[:, -self.config.block_size :]
+        for _ in range(max_new_tokens):
+            context = idx[:, -self.config.block_size :] if cache is None else idx
             logits, _ = self(context, cache=cache, last_only=True)
-            if i == 0:  # once, because a GPU has to be waited for
-                is_broken = not logits.isfinite().all()
-                refuse(is_broken, 'the logits are not finite: the weights are damaged, or overflow')
-            new = sample(logits[:, -1, :n_vocab].float(), **how)
-            idx = new if cache else torch.cat((idx, new), dim=1)
+            new = choose(logits[:, -1])
+            idx = torch.cat((idx, new), dim=1) if cache is None else new
             yield new
-
-    def generate(
-        self,
-        idx,
-        max_new_tokens,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        use_cache=True,
-        generator=None,
-    ):
-        """Continue idx (B, T) as stream() does. Returns (B, T + max_new_tokens)."""
-        B, T = idx.size()
-        cache = self.new_cache(B, T + max_new_tokens) if use_cache else None
-        how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, cache, **how)), dim=1)
 
     def num_params(self, non_embedding=True):
         """Number of weights; non_embedding leaves out embedding tables (wte, wpe, ve) and lm_head."""
@@ -500,29 +452,27 @@ class GPT(nn.Module):
         that residual_map='cross' computes and discards are not counted.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        keys = sum(len(layer.reads['v']) * seq_len for layer in self.wiring)
+        keys = sum(len(layer.v.reads) * seq_len for layer in self.wiring)
         return 3 * (2 * weights + 4 * keys * self.config.n_embd)
 
 
 # --- the wiring ----------------------------------------------------------------------------------
 
-# The sources of layer n (0-based) in a model of L layers: layers before it, or modules of `transformer`
-# that are no layers (see make_outer_source()), by their names.
+# The sources of layer n (0-based) in a model of L layers.
 SOURCES = {
     'first': lambda n, L: range(n)[:1],  # Eq. 7
     'previous': lambda n, L: range(n)[-1:],  # Fig. 8
     'all': lambda n, L: range(n),  # Eq. 5
+}
+# Sources of v that are no layers, or not only: modules of `transformer` by their names, of which
+# make_outer_source() makes each. The layers that have such sources are named, in residual_layers.
+OUTER_SOURCES = {
     # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
     'token': lambda n, L: [f've.{n}'],
     'first+token': lambda n, L: [*range(n)[:1], f've.{n}'],
     'x0': lambda n, L: [f'vx.{n}'],  # the layer's own projection of x_0 (slowrun)
     'anchor': lambda n, L: ['anchor'],  # one projection of x_0 for all layers (2601.08131)
 }
-
-# residual_weights: those that a gate computes, and the gate's settings. They are of v alone: q and k have
-# fixed weights then.
-GATES = {'head': ('gate_inputs', 'gate_bias'), 'channel': ('gate_rank',)}
-WEIGHTS = ('fixed', 'learned', *GATES)
 
 
 @dataclass
@@ -531,13 +481,13 @@ class PartWiring:
 
     name: str  # q, k or v
     n: int
-    owner: int  # the layer whose tensor it attends with; vanilla: itself
     heads: int  # the number of heads that it has itself; 0: it borrows them
-    joins: list = ()  # the key of the tensor whose last heads it borrows beside its own, if it does
+    reads: list  # keys of what is attended to: with the cross map the sources', then its own or its owner's
+    lenders: list = ()  # key of the tensor whose last heads it borrows beside its own, if it does
     sources: list = ()  # keys of the raw tensors that are mixed in
-    residual_weights: str = ''  # how they are weighted; '': nothing is mixed in
+    weighting: str = ''  # how they are weighted, see WEIGHTINGS; '': nothing is mixed in
     weights: list = ()  # of each source, then its own; empty: a gate has them
-    gate: list = ()  # the values of a gate's settings, which acts() compares
+    gate: list = ()  # the values of a gate's settings
 
     @property
     def key(self):
@@ -546,7 +496,7 @@ class PartWiring:
     @property
     def projects(self):
         """Whether it has a projection: a borrower has none, nor has a layer that never reads its own."""
-        is_read = not self.weights or self.weights[-1] != 0 or self.residual_weights == 'learned'
+        is_read = not self.weights or self.weights[-1] != 0 or self.weighting == 'learned'
         return self.heads > 0 and is_read
 
 
@@ -554,12 +504,9 @@ class PartWiring:
 class LayerWiring:
     """How layer n is wired."""
 
-    n: int
     q: PartWiring
     k: PartWiring
     v: PartWiring
-    sources: dict  # {part: all its sources, whatever residual_map does with them}
-    reads: dict  # {k, v: keys of what it attends to}: with the cross map its sources', then its own
     added: list  # keys of the raw values whose mean is added to attention's output
     neutreno: float = 0.0  # how much of V_1 - V'_n is added to it
     raw_later: list = ()  # keys of the raw tensors that later layers read
@@ -572,101 +519,161 @@ class LayerWiring:
 
 def wire(config):
     """The wiring of a model as data: a LayerWiring for each layer."""
-    owners = {part: owners_of(getattr(config, f'share_{part}'), config.n_layer) for part in 'qkv'}
-    layers = [wire_layer(config, owners, n) for n in range(config.n_layer)]
+    layers = [wire_layer(config, n) for n in range(config.n_layer)]
     raw, attended = set(), set()  # what the layers from here on read
     for layer in reversed(layers):
         layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
         layer.attended_later = sorted(attended)
         # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
-        if config.neutreno and (layer.v.owner != 0 or layers[0].v.sources):
+        if config.neutreno and (layer.v.reads[-1] != ('v', 0) or layers[0].v.sources):
             layer.neutreno = config.neutreno
             raw.add(('v', 0))
         raw.update(layer.added)
-        attended.update(*layer.reads.values())
         for part in layer.parts:
-            raw.update(part.sources, part.joins)
-            attended.update([(part.name, part.owner)], part.joins)
+            raw.update(part.sources, part.lenders)
+            attended.update(part.reads, part.lenders)
     return layers
 
 
-def wire_layer(config, owners, n):
-    """Layer n, but for what other layers decide. owners: {part: owners_of() it}."""
-    sources = {part: sources_of(config, part, owners[part][n], n) for part in 'qkv'}
-    # Values may be mapped in another way than mixed before attention.
-    of_values = collections.defaultdict(list, {config.residual_map: sources['v']})
-    mixed_in = sources | {'v': of_values['current']}
-    lenders = owners
-    if config.share_v_heads:  # a borrower, too, attends with values of its own
-        owners = owners | {'v': {}}
-    parts = [
-        wire_part(config, part, lenders[part][n], n, keys(part, owners, mixed_in[part]))
-        for part in 'qkv'
-    ]
-    return LayerWiring(
-        n,
-        *parts,
-        sources,
-        reads={part: keys(part, owners, [*of_values['cross'], n]) for part in 'kv'},
-        added=keys('v', owners, of_values['identity']),
+def wire_layer(config, n):
+    """Layer n, but for what other layers decide."""
+    of_values = sources_of(config, 'v', n)
+    crossed = of_values if config.residual_map == 'cross' else []
+    added = of_values if config.residual_map == 'identity' else []
+    q = wire_part(config, 'q', n, [n])
+    k, v = (wire_part(config, part, n, [*crossed, n]) for part in 'kv')
+    return LayerWiring(q, k, v, keys_of(config, 'v', added))
+
+
+def wire_part(config, part, n, attends_to):
+    """A part of layer n, which attends to those of these layers."""
+    wiring = PartWiring(part, n, heads=0, reads=keys_of(config, part, attends_to))
+    heads = config.n_head if part == 'q' else config.kv_heads
+    owner = owner_of(config, part, n)
+    if owner == n:
+        wiring.heads = heads
+        if part != 'v' or config.residual_map == 'current':  # other maps do not mix
+            mix_sources(config, wiring, sources_of(config, part, n))
+    elif part == 'v' and config.share_v_heads:
+        wiring.heads = heads - config.share_v_heads
+        wiring.lenders = [(part, owner)]
+    return wiring
+
+
+def mix_sources(config, wiring, sources):
+    """Say how these layers are mixed into a part."""
+    if not sources:
+        return
+    wiring.sources = keys_of(config, wiring.name, sources)
+    wiring.weighting = config.residual_weights
+    if WEIGHTINGS[config.residual_weights].is_gate and wiring.name != 'v':
+        wiring.weighting = 'fixed'
+    weighting = WEIGHTINGS[wiring.weighting]
+    wiring.gate = [getattr(config, name) for name in weighting.settings]
+    if config.residual_lambda or not weighting.is_gate:
+        uniform = 1 / (len(sources) + 1)
+        source, own = config.residual_lambda or (uniform, uniform)
+        wiring.weights = [float(source)] * len(sources) + [float(own)]
+
+
+@functools.cache
+def owners_of(share, n_layer):
+    """The layer whose q, k or v each layer uses: itself, if it borrows none."""
+    if isinstance(share, tuple):
+        return share
+    period = n_layer if share is True else share or 1
+    return [n - n % period for n in range(n_layer)]
+
+
+def owner_of(config, part, n):
+    return owners_of(getattr(config, f'share_{part}'), config.n_layer)[n]
+
+
+def keys_of(config, part, sources):
+    """[(part, the layer that has the tensor)]; a source that is no layer has its own."""
+    if part == 'v' and config.share_v_heads:  # a borrower, too, has values of its own
+        return [(part, n) for n in sources]
+    return [(part, n if isinstance(n, str) else owner_of(config, part, n)) for n in sources]
+
+
+def sources_of(config, part, n):
+    """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
+    residual = getattr(config, f'{part}_residual')
+    every = () if residual in OUTER_SOURCES else range(config.n_layer)
+    is_named = n in (config.residual_layers or every)
+    if not residual or not is_named or owner_of(config, part, n) != n:
+        return []
+    name = 'first' if residual is True else residual
+    return list((SOURCES | OUTER_SOURCES)[name](n, config.n_layer))
+
+
+# --- the weights of a mixture ---------------------------------------------------------------------
+
+
+@dataclass
+class Weighting:
+    """A value of residual_weights."""
+
+    # Of a Part and of x (B, T, C), what the layer projects: a weight per source, then the layer's own,
+    # numbers or tensors that broadcast to (B, heads, T, hs).
+    weights: Callable
+    make: Callable = lambda part: None  # gives a Part its parameters
+    settings: tuple = ()  # that it alone reads
+    excludes: tuple = ()  # settings that may not be on with it
+    is_gate: bool = (
+        False  # its weights follow from x. It is of v alone: q and k have fixed ones then
     )
 
 
-def keys(part, owners, layers):
-    """[(part, the owner of a layer)]; a source that is no layer has no owner."""
-    return [(part, owners[part].get(layer, layer)) for layer in layers]
+def make_lambdas(part):
+    part.residual_lambda = nn.Parameter(torch.tensor(part.wiring.weights))
 
 
-def wire_part(config, part, owner, n, sources):
-    """A part of layer n, into which the tensors with these keys are mixed."""
-    heads = config.n_head if part == 'q' else config.kv_heads
-    if owner == n:
-        weighted = mixture(config, part, len(sources))
-        return PartWiring(part, n, n, heads, sources=sources, **weighted)
-    if part == 'v' and config.share_v_heads:
-        return PartWiring(part, n, n, heads - config.share_v_heads, joins=[('v', owner)])
-    return PartWiring(part, n, owner, heads=0)
+def make_head_gate(part):
+    config = part.config
+    inputs = config.gate_inputs or config.n_embd
+    part.gate = nn.Linear(inputs, config.kv_heads, config.gate_bias)
 
 
-def mixture(config, part, count):
-    """{field of PartWiring: value} of how so many sources are weighted."""
-    if not count:
-        return {}
-    kind = config.residual_weights
-    if kind in GATES and part != 'v':
-        kind = 'fixed'
-    uniform = 1 / (count + 1)
-    source, own = config.residual_lambda or (uniform, uniform)
-    weights = [float(source)] * count + [float(own)]
-    if kind in GATES and not config.residual_lambda:
-        weights = []
-    gate = [getattr(config, name) for name in GATES.get(kind, ())]
-    return {'residual_weights': kind, 'weights': weights, 'gate': gate}
+def head_gate(part, x):
+    """g = sigmoid(W x + b) for each token and KV head."""
+    x = x.to(part.gate.weight.dtype)  # autocast is off
+    return gated(part, part.gate(x[..., : part.gate.in_features]).sigmoid())
 
 
-def owners_of(share, n_layer):
-    """{layer: the one whose q, k or v it borrows; itself if it borrows none}."""
-    layers = range(n_layer)
-    if isinstance(share, tuple):
-        return dict(enumerate(layers)) | dict(enumerate(share))
-    period = {True: n_layer, False: 1}[share] if isinstance(share, bool) else share
-    return {n: n - n % period for n in layers}
+def make_channel_gate(part):
+    config, width = part.config, part.config.kv_heads * part.config.head_size
+    part.gate_down = nn.Linear(config.n_embd, config.gate_rank, bias=False)
+    part.gate_up = nn.Linear(config.gate_rank, width, bias=False)
+    part.gate_bias = nn.Parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
 
 
-def sources_of(config, part, owner, n):
-    """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
-    residual = getattr(config, f'{part}_residual')
-    # Its sources' weight is 0 for ever.
-    is_idle = config.residual_lambda == (0, 1) and config.residual_weights != 'learned'
-    every = () if is_outer(residual) else range(config.n_layer)  # such layers are named
-    if not residual or owner != n or is_idle or n not in (config.residual_layers or every):
-        return []
-    return list(SOURCES.get(residual, SOURCES['first'])(n, config.n_layer))
+def channel_gate(part, x):
+    """g = sigmoid(b + (x A) B) for each token and channel, of one source."""
+    x = x.to(part.gate_down.weight.dtype)
+    return gated(part, (part.gate_up(part.gate_down(x)) + part.gate_bias).sigmoid())
 
 
-def is_outer(residual):
-    """Whether a value of v_residual names a source that is no layer."""
-    return residual in SOURCES and any(isinstance(x, str) for x in SOURCES[residual](1, 2))
+def gated(part, g):
+    """The weights of v by a gate g (B, T, n_kv_head or all channels): the sources' mean has g and the
+    layer's own value 1 - g, or, with residual_lambda (s, o), each source s g and its own value o."""
+    g = g.unflatten(2, (part.config.kv_heads, -1)).transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
+    if part.wiring.weights:
+        *of_sources, of_own = part.wiring.weights
+        return [weight * g for weight in of_sources] + [of_own]
+    count = len(part.wiring.sources)
+    return [g / count] * count + [1 - g]
+
+
+WEIGHTINGS = {
+    'fixed': Weighting(lambda part, x: part.wiring.weights),  # uniform, or residual_lambda
+    # A 0-d weight would not widen what it multiplies.
+    'learned': Weighting(lambda part, x: part.residual_lambda[:, None], make_lambdas),
+    'head': Weighting(head_gate, make_head_gate, ('gate_inputs', 'gate_bias'), is_gate=True),
+    'channel': Weighting(  # RWKV-7
+        channel_gate, make_channel_gate, ('gate_rank',), ('residual_lambda',), is_gate=True
+    ),
+}
 
 
 # --- parameters ----------------------------------------------------------------------------------
@@ -674,9 +681,10 @@ def is_outer(residual):
 
 @dataclass
 class Needs:
-    """What a parameter needs, said where it is made; GPT.needs has it by the parameter's name."""
+    """What a parameter needs; GPT.needs has it by the parameter's name."""
 
-    draw: Callable | None = None  # called with a tensor and generator= it fills it; None: as made
+    std: float = 0.02  # it starts at N(0, std)
+    is_orthogonal: bool = False  # with std as its gain
     rows: int = 0  # it is the first rows of a matrix of so many, if it has fewer (share_v_heads)
     decay: bool = False  # weight decay pulls it to zero
     muon: bool = False  # a matrix that Muon updates, if it is chosen
@@ -685,78 +693,37 @@ class Needs:
     optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
 
 
-NEUTRAL = dict(logged=True, optional=True)  # a few weights that start where nothing changes
-
-
-def parameter(module, name, data, **needs):
-    """Give a module an nn.Parameter, and say what it needs."""
-    module.register_parameter(name, nn.Parameter(data))
-    # Not an attribute of the parameter, which other libraries may make again without it.
-    module.__dict__.setdefault('needs', {})[name] = Needs(**needs)
-
-
-def needs_of(model):
-    """{parameter: its Needs} of all modules of a model."""
-    needs = collections.defaultdict(Needs)
-    for path, module in model.named_modules():
-        for name, own in getattr(module, 'needs', {}).items():
-            needs[f'{path}.{name}'] = own
-    return needs
-
-
-def make(kind, *shape, std=0.02, decay=True, muon=False, **needs):
-    """An nn.Linear or an nn.Embedding and what its weight needs. It starts at N(0, std), a bias at
-    zero."""
-    module = kind(*shape, device='meta')  # else torch would draw values that nobody uses
-    weight, bias = module.weight, getattr(module, 'bias', None)
-    ways = dict(draw=functools.partial(nn.init.normal_, std=std), decay=decay, muon=muon)
-    parameter(module, 'weight', torch.zeros(weight.shape), **ways, **needs)
-    if bias is not None:
-        parameter(module, 'bias', torch.zeros(bias.shape), **needs)
-    return module
-
-
-def make_matrix(config, inputs, outputs, **needs):
-    """A matrix of a block."""
-    return make(nn.Linear, inputs, outputs, config.arch == 'gpt2', muon=True, **needs)
-
-
-def make_c_proj(config, width):
-    std = 0.02 / math.sqrt(2 * config.n_layer) if config.arch == 'gpt2' else 0.02
-    return make_matrix(config, width, config.n_embd, std=std)
+def needs_of(config, name, p):
+    """The Needs of a parameter. By default a matrix starts at N(0, 0.02) and decays, and in blocks is
+    Muon's, and no vector decays. What needs something else is listed here by a part of its name."""
+    is_matrix = p.dim() > 1
+    needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
+    neutral = dict(logged=True, optional=True)  # a few weights that start where nothing changes
+    gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
+    special = {
+        'c_proj': dict(std=gpt2_std if config.arch == 'gpt2' else 0.02),
+        'v.proj': dict(rows=config.kv_heads * config.head_size),
+        '.ve.': dict(std=config.n_embd**-0.5, decay=False, rate='table_rate'),
+        '.vx.': dict(muon=True),
+        '.anchor.': dict(muon=True),
+        '.gate': dict(std=0.0, decay=False, muon=False),
+        '.gate_up.': dict(std=0.1, is_orthogonal=True),
+        'residual_lambda': neutral,
+        '.dwa.': neutral,
+        '.x0.': neutral,
+    }
+    for words, others in special.items():
+        if words in name:
+            needs |= others
+    return Needs(**needs)
 
 
 def make_outer_source(config, name):
     """A source that is no layer: a table, (vocab_size, n_kv_head * hs), or a projection of x_0."""
     width = config.kv_heads * config.head_size
     if name.startswith('ve.'):
-        std = config.n_embd**-0.5
-        return make(nn.Embedding, config.vocab_size, width, std=std, decay=False, rate='table_rate')
-    return make(nn.Linear, config.n_embd, width, False, muon=True)
-
-
-def add_mixing_weights(part):
-    """The parameters of a Part's weights: see Part.weights()."""
-    config, kind = part.config, part.wiring.residual_weights
-    C, width = config.n_embd, config.kv_heads * config.head_size
-    if kind == 'learned':
-        parameter(part, 'residual_lambda', torch.tensor(part.wiring.weights), **NEUTRAL)
-    zero = dict(std=0.0, decay=False)
-    if kind == 'head':
-        inputs = config.gate_inputs or C
-        part.gate = make(nn.Linear, inputs, config.kv_heads, config.gate_bias, **zero)
-    if kind == 'channel':
-        part.gate_down = make(nn.Linear, C, config.gate_rank, False, **zero)
-        part.gate_up = make(nn.Linear, config.gate_rank, width, False, **zero)
-        part.gate_up.needs['weight'].draw = functools.partial(nn.init.orthogonal_, gain=0.1)
-        parameter(part, 'gate_bias', 0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
-
-
-def make_weights(starts):
-    """Lists of a few numbers, as parameters."""
-    weights = nn.ParameterList(torch.tensor(start) for start in starts)
-    weights.needs = {str(n): Needs(**NEUTRAL) for n in range(len(starts))}
-    return weights
+        return nn.Embedding(config.vocab_size, width)
+    return nn.Linear(config.n_embd, width, bias=False)
 
 
 def make_norm(config):
@@ -821,14 +788,14 @@ def attend_cross(q, keys, values, dropout=0.0, mask=None):
     return attend(q.repeat_interleave(P, dim=2), k, v, dropout)[:, :, P - 1 :: P]
 
 
-def without(y, v):
+def remove_along(y, v):
     """y less its component along v, (B, nh, T, hs) each, computed in fp32 at least."""
     wide = torch.promote_types(y.dtype, torch.float32)
     own, unit = y.to(wide), F.normalize(v.to(wide), dim=-1, eps=1e-6)
     return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
-def join(t, tensors, lenders):
+def append_lent_heads(t, tensors, lenders):
     """t (B, heads, T, hs), and behind its heads the further ones of the tensor with this key, if any."""
     for key in lenders:
         t = torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
@@ -893,14 +860,13 @@ class KVCache:
             'only without a cache can generation go on, with the last block_size tokens',
         )
         self.max_len = self.end = max_len
-        self.tensors, self.joins = {}, {}
+        self.parts = {part.key: part for layer in model.wiring for part in (layer.k, layer.v)}
         zeros = model.lm_head.weight.new_zeros
-        for layer in model.wiring:
-            for part in (layer.k, layer.v):
-                self.joins[part.key] = part.joins
+        self.tensors = {}
+        for key, part in self.parts.items():
+            if part.heads:
                 shape = batch_size, part.heads, max_len, model.config.head_size
-                if part.heads:
-                    self.tensors[part.key] = zeros(shape, dtype=dtype)
+                self.tensors[key] = zeros(shape, dtype=dtype)
         self.position = zeros(1, dtype=torch.int64)  # tokens so far
         for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -938,35 +904,8 @@ class KVCache:
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
     def __getitem__(self, key):
-        return join(self.tensors[key][:, :, : self.end], self, self.joins[key])
-
-
-def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One token per row of logits (B, V) -> (B, 1).
-
-    It is drawn from the top_k likeliest (None or 0: all), and among these from the fewest that have top_p of
-    the probability. At temperature 0, it is the likeliest.
-    """
-    top_k = top_k or 0
-    top_p = 1.0 if top_p is None else top_p
-    refuse(not temperature >= 0, f'temperature={temperature} must be 0 or more')
-    refuse(top_k < 0, f'top_k={top_k} must be 0 or more')
-    refuse(not 0 < top_p <= 1, f'top_p={top_p} must be above 0 and at most 1')
-    if temperature < 1e-6:  # logits divided by less may overflow
-        return logits.argmax(dim=-1, keepdim=True)
-    probs = F.softmax(logits / temperature, dim=-1)
-    if not top_k and top_p == 1:
-        return torch.multinomial(probs, 1, generator=generator)
-
-    V = probs.size(-1)
-    probs, order = probs.topk(min(top_k or V, V))
-    if top_p < 1:
-        # A token stays if the likelier ones together have less than top_p, and the likeliest one even
-        # where top_p rounds to 0.
-        before = probs.cumsum(dim=-1) - probs
-        total = probs.sum(dim=-1, keepdim=True)
-        probs = probs.masked_fill((before > 0) & (before >= top_p * total), 0.0)
-    return order.gather(1, torch.multinomial(probs, 1, generator=generator))
+        t = self.tensors[key][:, :, : self.end]
+        return append_lent_heads(t, self, self.parts[key].lenders)
 
 
 # --- the loss ------------------------------------------------------------------------------------
@@ -1038,23 +977,32 @@ class LinearCrossEntropy(torch.autograd.Function):
 # --- what is refused -----------------------------------------------------------------------------
 
 RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
+# {value of residual_map: settings that may not be on with it}
+MAPS = {
+    'current': (),
+    'identity': ('residual_lambda', 'residual_weights'),
+    'cross': ('residual_lambda', 'residual_weights', 'share_v_heads'),
+}
 # The least value of a setting.
 LEAST = {f.name: min(f.default, 1) for f in fields(GPTConfig) if type(f.default) is int}
 LEAST |= dict(rope_theta=1, norm_eps=0, dropout=0)
-# Read by wire() alone: what they change is what they change in the wiring.
-WIRED = {*RESIDUALS, 'neutreno'} | {
-    f.name for f in fields(GPTConfig) if f.name.startswith(('residual_', 'gate_', 'share_'))
+# Settings that count for what they change in the wiring; every other setting counts for its value.
+WIRED = {
+    *RESIDUALS,
+    *'residual_weights residual_lambda residual_layers residual_map'.split(),
+    *(name for weighting in WEIGHTINGS.values() for name in weighting.settings),
+    *'share_q share_k share_v share_v_heads neutreno'.split(),
 }
 
 
 def choices(name):
     """All values of a setting that is one of a few; None for another setting."""
     if name in RESIDUALS:
-        return False, True, *(s for s in SOURCES if name == 'v_residual' or not is_outer(s))
+        return False, True, *SOURCES, *(OUTER_SOURCES if name == 'v_residual' else ())
     return {
         'arch': ('llama', 'gpt2'),
-        'residual_map': ('current', 'identity', 'cross'),
-        'residual_weights': WEIGHTS,
+        'residual_map': tuple(MAPS),
+        'residual_weights': tuple(WEIGHTINGS),
     }.get(name)
 
 
@@ -1067,7 +1015,7 @@ def normalize(config):
     check_ranges(config)
     for part in 'qkv':
         residual, share = f'{part}_residual', f'share_{part}'
-        if getattr(config, residual) in ('first', True):
+        if getattr(config, residual) == 'first':
             setattr(config, residual, True)
         setattr(config, share, spelled(getattr(config, share), config.n_layer))
     check_contradictions(config)
@@ -1077,50 +1025,46 @@ def normalize(config):
         config.gate_inputs = 0
     has_residual = any(getattr(config, name) for name in RESIDUALS)
     for name in ('residual_lambda', 'residual_layers'):
-        if has_residual and not acts(config, name):
+        if has_residual and not changes_the_model(config, name):
             setattr(config, name, ())
 
 
 def spelled(share, n_layer):
-    """share_q, share_k or share_v, in the one spelling of its owners."""
+    """share_q, share_k or share_v, in the simplest spelling of its owners."""
     if not share:
         return share
+    owners = list(owners_of(share, n_layer))
     simple = (True, *range(2, n_layer))
-    owners = owners_of(share, n_layer)
     return next((other for other in simple if owners_of(other, n_layer) == owners), share)
 
 
 def check(config):
     """The one rule: a setting that is on changes what a model is made of."""
-    is_trained = is_outer(config.v_residual) or config.residual_weights in GATES
+    weights = config.residual_lambda
+    gets_no_gradient = (
+        config.v_residual in OUTER_SOURCES or WEIGHTINGS[config.residual_weights].is_gate
+    )
     refuse(
-        is_trained and config.residual_lambda[:1] == (0,) and config.residual_weights != 'learned',
-        f'residual_lambda={config.residual_lambda} gives the sources of v_residual={config.v_residual!r} '
-        'the weight 0 for ever; give them another',
+        weights[:1] == (0,)
+        and config.residual_weights != 'learned'
+        and (gets_no_gradient or weights[1] == 1),
+        f'residual_lambda={weights} gives the sources of v_residual={config.v_residual!r} the weight 0 '
+        'for ever; give them another',
     )
     for name, value in config.variant().items():
-        if acts(config, name):
-            continue
-        idle = f'{name}={value!r} does nothing'
-        for other, blamed in (config.variant() | config.shape()).items():
-            plain = change(config, other, getattr(type(config), other))
-            refuse(acts(plain, name), f'{idle} with {other}={blamed!r}; drop one of them')
-        switches = [
-            f.name
-            for f in fields(config)
-            if f.default is False and acts(change(config, f.name, True), name)
-        ]
-        advice = f'turn on {" or ".join(switches)}, or drop it' if switches else 'drop it'
-        raise ValueError(f'{idle}: {advice}')
+        refuse(
+            not changes_the_model(config, name),
+            f'{name}={value!r} does nothing beside the other settings; drop it',
+        )
 
 
-def acts(config, name):
+def changes_the_model(config, name):
     """Whether a setting changes what a model is made of, compared with its default."""
-    plain = change(config, name, getattr(type(config), name))
-    return ingredients(config) != ingredients(plain)
+    plain = with_value(config, name, getattr(type(config), name))
+    return signature(config) != signature(plain)
 
 
-def ingredients(config):
+def signature(config):
     """All that a model is made of: its wiring, and the other fields that are read."""
     unread = WIRED
     if config.arch == 'gpt2':
@@ -1128,7 +1072,7 @@ def ingredients(config):
     return wire(config), {name: getattr(config, name) for name in vars(config).keys() - unread}
 
 
-def change(config, name, value):
+def with_value(config, name, value):
     """The config with another value, which is not checked."""
     config = copy.copy(config)
     setattr(config, name, value)
@@ -1136,29 +1080,24 @@ def change(config, name, value):
 
 
 def check_ranges(config):
+    below = {
+        'dropout': 1,
+        'n_layer': 1001,
+        'gate_inputs': config.n_embd + 1,
+        'share_v_heads': config.kv_heads,
+    }
     for name, value in vars(config).items():
         allowed = choices(name)
         refuse(allowed and value not in allowed, f'{name}={value!r} is not one of {allowed}')
-        is_broken = isinstance(value, float) and not math.isfinite(value)
-        refuse(is_broken, f'{name}={value} must be finite')
-        is_low = name in LEAST and value < LEAST[name]
-        refuse(is_low, f'{name}={value} must be at least {LEAST.get(name)}')
-    refuse(config.dropout >= 1, f'dropout={config.dropout} must be less than 1')
-    refuse(config.n_layer > 1000, f'n_layer={config.n_layer} must be at most 1000')
+        if isinstance(value, int | float):
+            low, high = LEAST.get(name, -1e300), below.get(name, math.inf)
+            refuse(not low <= value < high, f'{name}={value} must be {low} or more, below {high}')
 
     n_embd, n_head, n_kv_head = config.n_embd, config.n_head, config.kv_heads
     refuse(n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}')
     refuse(n_head % n_kv_head, f'n_head={n_head} is not divisible by n_kv_head={n_kv_head}')
     is_odd = config.arch == 'llama' and config.head_size % 2
     refuse(is_odd, f'n_embd={n_embd} / n_head={n_head} is odd, but RoPE rotates pairs')
-    refuse(
-        config.gate_inputs > n_embd,
-        f'gate_inputs={config.gate_inputs} are more than n_embd={n_embd}',
-    )
-    refuse(
-        config.share_v_heads >= n_kv_head,
-        f'share_v_heads={config.share_v_heads} must be fewer than {n_kv_head} value heads',
-    )
     for part in 'qkv':
         share = getattr(config, f'share_{part}')
         refuse(
@@ -1190,56 +1129,46 @@ def are_numbers(values, count):
     return all(are_finite) and len(values) == count
 
 
-# {value of residual_map or residual_weights: what may not be on with it}
-EXCLUDED = {
-    'identity': ('residual_lambda', 'residual_weights'),
-    'cross': ('residual_lambda', 'residual_weights', 'share_v_heads'),
-    'channel': ('residual_lambda',),
-}
-
-
 def check_contradictions(config):
     """Refuse what wire() has no answer to."""
-    on = config.variant()
-    for name in ('residual_map', 'residual_weights'):
-        value = getattr(config, name)
-        for other in EXCLUDED.get(value, ()):
-            refuse(other in on, f'{name}={value} and {other} exclude each other; drop one')
-    layers = config.residual_layers
-    if is_outer(config.v_residual):
-        residual = f'v_residual={config.v_residual!r}'
-        refuse(not layers, f'{residual} needs residual_layers: the layers that have such a source')
+    for name in (*MAPS[config.residual_map], *WEIGHTINGS[config.residual_weights].excludes):
         refuse(
-            config.residual_map != 'current',
-            f'{residual} is no layer, and goes with residual_map=current alone; drop one of them',
+            name in config.variant(),
+            f'residual_map={config.residual_map} with residual_weights={config.residual_weights} '
+            f'excludes {name}; drop one of them',
         )
+    refuse(
+        config.v_residual in OUTER_SOURCES and config.residual_map != 'current',
+        f'v_residual={config.v_residual!r} is no layer, and goes with residual_map=current alone; drop '
+        'one of them',
+    )
     wiring = wire(config)
     read = {*wiring[0].raw_later}
     if config.neutreno:
         read.add(('v', 0))
-    for layer in wiring:
+    for n, layer in enumerate(wiring):
         refuse(
             not any(part.projects for part in layer.parts),
-            f'layer {layer.n} would project none of q, k, v; turn off share_q, share_k or share_v',
-        )
-        refuse(
-            layer.v.residual_weights == 'channel' and len(layer.v.sources) > 1,
-            f'residual_weights=channel is for one source, and layer {layer.n} has '
-            f'{len(layer.v.sources)} with v_residual={config.v_residual!r}',
+            f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v',
         )
         for part in layer.parts:
             refuse(
                 part.key in read and not part.projects,
-                f'with residual_lambda={config.residual_lambda}, layer {layer.n} has no {part.name} of '
+                f'with residual_lambda={config.residual_lambda}, layer {n} has no {part.name} of '
                 'its own, which would be read; name other sources or residual_layers',
             )
+        refuse(
+            layer.v.weighting == 'channel' and len(layer.v.sources) > 1,
+            f'residual_weights=channel is for one source, and layer {n} has '
+            f'{len(layer.v.sources)} with v_residual={config.v_residual!r}',
+        )
+    layers = config.residual_layers
     for n in layers:
         is_layer = type(n) is int and n in range(config.n_layer) and layers.count(n) == 1
         for part in 'qkv':
             residual = getattr(config, f'{part}_residual')
-            has_source = is_layer and wiring[n].sources[part]
             refuse(
-                residual and not has_source,
+                residual and not (is_layer and sources_of(config, part, n)),
                 f'residual_layers={layers} names {n!r}; name, once each, layers that project their own '
                 f'{part} (share_{part}) and get a source ({part}_residual={residual!r})',
             )

@@ -14,11 +14,13 @@ from pathlib import Path
 from configurator import configure
 
 import torch
+import torch.nn.functional as F
 
 from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
 from lib.tokenizer import EOT
 from lib.trained import load_run
+from model import refuse
 
 
 @dataclass
@@ -37,6 +39,12 @@ class SampleConfig:
     def __post_init__(self):
         if self.num_samples < 1 or self.max_new_tokens < 1:
             raise ValueError('num_samples and max_new_tokens must be at least 1')
+        for name, allowed in (
+            ('temperature', self.temperature >= 0),
+            ('top_k', self.top_k >= 0),
+            ('top_p', 0 < self.top_p <= 1),
+        ):
+            refuse(not allowed, f'{name}={getattr(self, name)} is out of range; see --help')
         for name in ('top_k', 'top_p', 'seed'):
             if self.temperature == 0 and getattr(self, name) != getattr(SampleConfig, name):
                 raise ValueError(
@@ -77,11 +85,36 @@ def prompt_ids(prompt, tokenizer):
     return ids or [tokenizer.eot]
 
 
-def print_sample(prompt, stream, tokenizer):
+def draw_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """One token per row of logits (B, V) -> (B, 1).
+
+    It is drawn from the top_k likeliest (0: all), and among these from the fewest that have top_p of the
+    probability. At temperature 0, it is the likeliest.
+    """
+    is_broken = not logits.isfinite().all()
+    refuse(is_broken, 'the logits are not finite: the weights are damaged, or overflow')
+    if temperature < 1e-6:  # logits divided by less may overflow
+        return logits.argmax(dim=-1, keepdim=True)
+    probs = F.softmax(logits / temperature, dim=-1)
+    if not top_k and top_p == 1:
+        return torch.multinomial(probs, 1, generator=generator)
+
+    V = probs.size(-1)
+    probs, order = probs.topk(min(top_k or V, V))
+    if top_p < 1:
+        # A token stays if the likelier ones together have less than top_p, and the likeliest one even
+        # where top_p rounds to 0.
+        before = probs.cumsum(dim=-1) - probs
+        total = probs.sum(dim=-1, keepdim=True)
+        probs = probs.masked_fill((before > 0) & (before >= top_p * total), 0.0)
+    return order.gather(1, torch.multinomial(probs, 1, generator=generator))
+
+
+def print_sample(prompt, new_tokens, tokenizer):
     """Print a prompt and its continuation as it comes, up to <|endoftext|>, and never a part of a
     character. Returns the number of steps."""
     tokens, shown, steps = [], 0, 0
-    for steps, new in enumerate(stream, 1):
+    for steps, new in enumerate(new_tokens, 1):
         if steps == 1:  # nothing was refused
             print(prompt, end='', flush=True)
         if new.item() == tokenizer.eot:
@@ -112,23 +145,21 @@ def main():
         new_tokens = min(settings.max_new_tokens, room)
         generator = torch.Generator(device).manual_seed(settings.seed % 2**63)
 
+        def choose_known(logits):
+            """Of the ids that the tokenizer has: the vocabulary may be padded."""
+            logits = logits[:, : tokenizer.n_vocab].float()
+            how = settings.temperature, settings.top_k, settings.top_p
+            return draw_token(logits, *how, generator)
+
         began = time.perf_counter()
         count = 0
         for number in range(settings.num_samples):
             cache = model.new_cache(1, len(ids) + new_tokens)
-            stream = model.stream(
-                torch.tensor([ids], device=device),
-                new_tokens,
-                cache,
-                tokenizer.n_vocab,
-                temperature=settings.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
-                generator=generator,
-            )
+            idx = torch.tensor([ids], device=device)
+            tokens = model.generate(idx, new_tokens, choose_known, cache)
             if number:
                 print('-' * 80)
-            count += print_sample(prompt, stream, tokenizer)
+            count += print_sample(prompt, tokens, tokenizer)
         speed = count / (time.perf_counter() - began)
         print(
             f'{speed:,.0f} tokens/s, cache {cache.nbytes:,} bytes for {cache.max_len} tokens',

@@ -30,7 +30,7 @@ from lib.files import hub_error, one_line_errors, write_json
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
 from lib.trained import load_run
-from model import GPT, GPTConfig, acts, change, refuse
+from model import GPT, GPTConfig, changes_the_model, refuse, with_value
 
 # What a variant takes along, as it stands here.
 HERE = Path(__file__).parent
@@ -250,8 +250,8 @@ def export(model, tokenizer, to):
 def without_idle(config):
     """The config without what does nothing, which an older checkpoint may hold and no reader accepts."""
     for name in config.variant():
-        if not acts(config, name):
-            config = change(config, name, getattr(GPTConfig, name))
+        if not changes_the_model(config, name):
+            config = with_value(config, name, getattr(GPTConfig, name))
     return config
 
 

@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import reference
 import torch
 import variants
-from conftest import ROOT, SHARED, write_dataset
+from conftest import SHARED, write_dataset
 from runs import call, good, newest
 
 from lib import tokenizer
@@ -51,15 +50,6 @@ def import_file(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def patched_model(name, folder):
-    """A copy of model.py with a patch of tests/patches, as a module."""
-    (folder / 'model.py').write_text((ROOT / 'model.py').read_text())
-    patch = ROOT / f'tests/patches/{name}.patch'
-    done = subprocess.run(['git', 'apply', patch], cwd=folder, capture_output=True, text=True)
-    assert not done.returncode, f'renew {patch}, for it no longer applies: {done.stderr}'
-    return import_file(folder / 'model.py')
 
 
 # --- models and tokenizers -----------------------------------------------------------------------

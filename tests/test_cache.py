@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import raises_one_line
-from variants import SIZE, in_chunks, make, tokens
+from variants import SIZE, greedy, in_chunks, make, tokens
 
 from model import GPT, GPTConfig
+from sample import SampleConfig, draw_token
 
 B, T = 3, 24
 few_variants = pytest.mark.parametrize('name', ['NeuTRENO on CLA', 'gpt2 CLA GQA', 'everything'])
@@ -169,9 +170,9 @@ def test_without_a_cache_the_last_block_size_tokens_are_the_context(name):
     for _ in range(8):
         likeliest = model(text[:, -32:])[0][:, -1].argmax(dim=-1, keepdim=True)
         text = torch.cat((text, likeliest), dim=1)
-    assert torch.equal(model.generate(idx, 8, temperature=0, use_cache=False), text)
+    assert torch.equal(greedy(model, idx, 8), text)
     with raises_one_line('max_len=36 is more than block_size=32'):
-        model.generate(idx, 8, temperature=0)
+        model.new_cache(B, 36)
 
 
 def nucleus_of(logits, temperature=1.0, top_k=None, top_p=None):
@@ -210,16 +211,15 @@ def nucleus_of(logits, temperature=1.0, top_k=None, top_p=None):
 )
 def test_samples_follow_temperature_top_k_and_top_p_and_the_generators_seed(options):
     """4,000 of each of two texts: none from outside the nucleus, and each as often as it should."""
-    model = make(n_layer=1)
-    texts = tokens(2, 5)
+    logits = make(n_layer=1)(tokens(2, 5))[0][:, -1]
     n = 4000
-    many = texts.repeat_interleave(n, dim=0)
-    new = model.generate(many, 1, generator=generator(), **options)
+    many = logits.repeat_interleave(n, dim=0)
+    new = draw_token(many, generator=generator(), **options)
     torch.manual_seed(3)
-    assert torch.equal(new, model.generate(many, 1, generator=generator(), **options))
-    assert not torch.equal(new, model.generate(many, 1, generator=generator(1), **options))
-    nuclei = [nucleus_of(logits, **options) for logits in model(texts)[0][:, -1]]
-    for samples, expected in zip(new[:, -1].view(2, n).tolist(), nuclei, strict=True):
+    assert torch.equal(new, draw_token(many, generator=generator(), **options))
+    assert not torch.equal(new, draw_token(many, generator=generator(1), **options))
+    nuclei = [nucleus_of(row, **options) for row in logits]
+    for samples, expected in zip(new.view(2, n).tolist(), nuclei, strict=True):
         counts = Counter(samples)
         assert counts.keys() <= expected.keys()
         for token, p in expected.items():
@@ -238,9 +238,8 @@ def test_samples_follow_temperature_top_k_and_top_p_and_the_generators_seed(opti
     ids=str,
 )
 def test_the_limits_of_sampling_are_greedy(options):
-    model = make()
-    idx = tokens(20, 5)
-    assert torch.equal(model.generate(idx, 10, **options), model.generate(idx, 10, temperature=0))
+    logits = make()(tokens(20, 15))[0][:, -1]
+    assert torch.equal(draw_token(logits, **options), draw_token(logits, temperature=0))
 
 
 @pytest.mark.parametrize(
@@ -254,5 +253,5 @@ def test_the_limits_of_sampling_are_greedy(options):
     ],
 )
 def test_ways_to_sample_that_make_no_sense_are_refused(name, value):
-    with pytest.raises(ValueError, match=f'{name}={value}'):
-        make(n_layer=1).generate(tokens(B, 5), 4, **{name: value})
+    with raises_one_line(f'{name}={value}', of=ValueError):
+        SampleConfig(**{name: value})

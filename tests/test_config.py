@@ -18,16 +18,16 @@ NEUTRAL = dict(residual_lambda=(0.0, 1.0))
 # Settings, and words of the message that refuses them.
 REFUSED = [
     # What does nothing: a few, for their words; the rule has a test of its own.
-    (dict(residual_layers=(1,)), 'residual_layers v_residual q_residual k_residual'),
-    (dict(q_residual=True, residual_map='identity'), 'residual_map v_residual'),
+    (dict(residual_layers=(1,)), 'residual_layers'),
+    (dict(q_residual=True, residual_map='identity'), 'residual_map'),
     (
         dict(RES, k_residual=True, residual_map='cross', residual_lambda=(2.0, 1.0)),
         'residual_map residual_lambda',
     ),
-    (dict(RES, share_v=3), 'v_residual share_v'),
-    (dict(RES, **NEUTRAL), 'v_residual residual_lambda'),
+    (dict(RES, share_v=3), 'v_residual'),
+    (dict(RES, **NEUTRAL), 'residual_lambda'),
     (dict(RES, residual_layers=(1,), residual_weights='channel', gate_bias=True), 'gate_bias'),
-    (dict(arch='gpt2', rope_theta=500.0), 'rope_theta arch'),
+    (dict(arch='gpt2', rope_theta=500.0), 'rope_theta'),
     # contradictions
     (dict(RES, gate_inputs=4), 'gate_inputs'),
     (dict(RES, residual_weights='head', gate_rank=4), 'gate_rank'),
@@ -53,8 +53,8 @@ REFUSED = [
         dict(RES, share_v=(0, 1, 1), share_v_heads=1, residual_map='cross'),
         'residual_map share_v_heads',
     ),
-    (dict(v_residual='token'), 'residual_layers'),
-    (dict(v_residual='anchor'), 'residual_layers'),
+    (dict(v_residual='token'), 'v_residual'),
+    (dict(v_residual='anchor'), 'v_residual'),
     (dict(k_residual='token', residual_layers=(1,)), 'k_residual token'),
     (dict(q_residual='x0', residual_layers=(1,)), 'q_residual x0'),
     (
@@ -94,7 +94,7 @@ REFUSED = [
         ),
         'residual_lambda v_residual',
     ),
-    (dict(RES, residual_weights='head', gate_inputs=33), 'gate_inputs 32'),
+    (dict(RES, residual_weights='head', gate_inputs=33), 'gate_inputs 33'),
     # out of range
     (dict(n_embd=30), 'n_embd n_head'),
     (dict(n_embd=36), 'n_embd n_head'),

@@ -1,38 +1,29 @@
-"""What a fork of model.py relies on: a source, weights and an idea after attention are a few lines each."""
+"""What a fork of model.py relies on: the source that the README adds, and the list of variants."""
 
+import re
+import subprocess
 from dataclasses import dataclass
 
 import pytest
 import reference
 import torch
 import variants
-from conftest import raises_one_line
-from programs import patched_model
-from variants import RES, SIZE, in_chunks, tokens
+from conftest import ROOT
+from programs import import_file
+from variants import SIZE, SV2, in_chunks, tokens
 
 from model import GPTConfig
 
 B, T = 2, 11
 
 
-# --- three ideas, each a patch of model.py ---------------------------------------------------------
-
-
-def trained_and_decoded(patched, **settings):
-    """A model of a patch, after the checks that hold for each of them."""
-    model = patched.GPT(patched.GPTConfig(**{**SIZE, 'n_layer': 5, **settings}))
-    idx = tokens(B, T)
-    # Twice: in a product that starts neutral, one factor waits for the other's first step.
-    for _ in range(2):
-        model.zero_grad()
-        model(idx, idx)[1].backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p += 0.1 * torch.randn_like(p)
-    assert all(p.grad.count_nonzero() for p in model.parameters())
-    decoded = in_chunks(model, idx, (5, 1, 5), model.new_cache(B, T))
-    torch.testing.assert_close(decoded, model(idx)[0], atol=1e-4, rtol=1e-4)
-    return model
+@pytest.fixture
+def patched(tmp_path):
+    """A copy of model.py with the README's patch."""
+    (tmp_path / 'model.py').write_text((ROOT / 'model.py').read_text())
+    (patch,) = re.findall(r'```diff\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
+    subprocess.run(['git', 'apply'], cwd=tmp_path, input=patch, text=True, check=True)
+    return import_file(tmp_path / 'model.py')
 
 
 @pytest.mark.parametrize(
@@ -40,47 +31,24 @@ def trained_and_decoded(patched, **settings):
     [
         dict(v_residual='mirror', residual_weights='learned'),
         dict(v_residual='mirror', residual_map='cross'),
-        dict(variants.SV2, v_residual='mirror'),
+        dict(SV2, v_residual='mirror'),
         dict(q_residual='mirror', k_residual='mirror', residual_lambda=(0.4, 0.7)),
     ],
     ids=str,
 )
-def test_a_source_is_one_line(settings, tmp_path, monkeypatch):
-    patched = patched_model('source', tmp_path)
+def test_the_source_of_the_readme_is_one_line(settings, patched, monkeypatch):
     monkeypatch.setitem(reference.SOURCES, 'mirror', patched.SOURCES['mirror'])
-    model = trained_and_decoded(patched, **settings)
-    weights = {key: p.detach().double() for key, p in model.named_parameters()}
-    expected = reference.logits(model.config, weights, tokens(B, T))
-    torch.testing.assert_close(model(tokens(B, T))[0].double(), expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize('source', [True, 'all'])
-def test_weights_per_head_start_neutral_and_are_refused_where_they_weigh_nothing(source, tmp_path):
-    patched = patched_model('heads', tmp_path)
+    model = patched.GPT(patched.GPTConfig(**{**SIZE, 'n_layer': 5, **settings}))
+    reference.perturb(model)
     idx = tokens(B, T)
-    plain, weighed = (
-        patched.GPT(patched.GPTConfig(**SIZE, v_residual=source, residual_weights=kind))
-        for kind in ('fixed', 'heads')
-    )
-    assert torch.equal(plain(idx)[0], weighed(idx)[0])
-    trained_and_decoded(patched, v_residual=source, n_kv_head=2, residual_weights='heads')
-    with torch.autocast('cpu', dtype=torch.float16):
-        weighed(idx, idx)[1].backward()
-    for settings, name in (({}, 'v_residual'), (dict(RES, residual_map='cross'), 'residual_map')):
-        with raises_one_line(name, of=ValueError):
-            patched.GPTConfig(**SIZE, **settings, residual_weights='heads')
-
-
-def test_an_idea_after_attention(tmp_path):
-    model = trained_and_decoded(patched_model('centered', tmp_path), centered=True, n_kv_head=2)
-    seen = {}
-    attention = model.transformer.h[2].attn
-    attention.c_proj.register_forward_pre_hook(lambda module, args: seen.update(y=args[0]))
-    model(tokens(B, T))
-    assert seen['y'].view(B, T, 4, 8).mean(dim=2).abs().max() < 1e-5
-
-
-# --- the list of variants says what is missing -----------------------------------------------------
+    weights = {key: p.detach().double() for key, p in model.named_parameters()}
+    expected = reference.logits(model.config, weights, idx)
+    logits = model(idx)[0]
+    torch.testing.assert_close(logits.double(), expected, atol=2e-4, rtol=1e-4)
+    decoded = in_chunks(model, idx, (5, 1, 5), model.new_cache(B, T))
+    torch.testing.assert_close(decoded, logits, atol=1e-4, rtol=1e-4)
+    model(idx, idx)[1].backward()
+    assert all(p.grad.count_nonzero() for p in model.parameters())
 
 
 def test_a_setting_without_a_variant_is_told_where_to_add_one(opposite, monkeypatch):

@@ -54,6 +54,30 @@ def test_a_rate_of_tables_is_for_tables():
         assert rates[id(p)] == (2.0 if '.ve.' in name else 1.0), name
 
 
+def test_what_decays_what_is_logged_and_what_is_muons():
+    """A sample of each kind of parameter; bare numbers and vectors do not decay."""
+    model = GPT(
+        config_of(
+            'V_1 and tables, learned', x0_residual=True, denseformer=True, qk_norm=True, arch='gpt2'
+        )
+    )
+    gates = [GPT(config_of(name)) for name in ('head gate from all GQA', 'channel gate')]
+    anchors = [GPT(config_of(name)) for name in ('anchor', 'projections of x0')]
+    needs = {}
+    for each in (model, *gates, *anchors):
+        needs |= each.needs
+    decaying = {name for name in needs if needs[name].decay}
+    tables = {'transformer.wte.weight', 'transformer.wpe.weight', 'lm_head.weight'}
+    muons = {name for name in needs if needs[name].muon}
+    assert decaying == muons | tables
+    endings = ('proj.weight', 'c_fc.weight', 'c_gate.weight', 'anchor.weight', 'vx.0.weight')
+    assert all(name.endswith((*endings, 'vx.2.weight')) for name in muons) and len(muons) == 24
+    logged = {name for name in needs if needs[name].logged}
+    words = ('residual_lambda', '.dwa.', '.x0.')
+    assert logged == {name for name in needs if any(word in name for word in words)}
+    assert logged == {name for name in needs if needs[name].optional}
+
+
 # --- Muon ------------------------------------------------------------------------------------------
 
 

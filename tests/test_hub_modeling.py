@@ -10,7 +10,7 @@ from checkpoints import assert_equal_logits, assert_same_model, load_remote, tra
 from conftest import raises_one_line
 from programs import BYTES, ours, tokens
 from transformers import AutoTokenizer, DynamicCache
-from variants import GPT2, RES, SV
+from variants import GPT2, RES, SV, greedy
 
 from hub.convert import export
 from model import GPT
@@ -88,7 +88,7 @@ def test_greedy_generation_gives_the_same_tokens_and_allocates_the_same_cache(pa
     idx = tokens(T=7)
     options = dict(attention_mask=torch.ones_like(idx), return_dict_in_generate=True)
     made = theirs.generate(idx, **GREEDY, **options)
-    assert torch.equal(made.sequences, model.generate(idx, 12, temperature=0))
+    assert torch.equal(made.sequences, greedy(model, idx, 12))
     assert torch.equal(made.sequences, theirs.generate(idx, **GREEDY, use_cache=False))
 
     # The last token is never fed in again.
@@ -111,7 +111,7 @@ def test_generate_takes_tokenizers_output_and_a_cache_of_its_own_or_an_empty_one
     model, theirs, folder = svformer
     encoder = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it has no code
     encoded = encoder('né', return_tensors='pt')
-    expected = model.generate(torch.tensor([list('né'.encode())]), 12, temperature=0)
+    expected = greedy(model, torch.tensor([list('né'.encode())]), 12)
     earlier = theirs(encoded['input_ids'][:, :2], use_cache=True).past_key_values
     for past in (None, DynamicCache(), earlier):
         assert torch.equal(theirs.generate(**encoded, past_key_values=past, **GREEDY), expected)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,6 @@ from runs import (
 
 import train
 from lib.rundir import checkpoints
-from model import GPTConfig
 from train import TrainConfig
 
 
@@ -224,25 +223,6 @@ def test_a_setting_that_cannot_be_is_refused_before_anything_is_written(work, op
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is one')
 def test_a_device_that_is_not_there_is_refused(work):
     refused("device='cuda'", 'cpu', device='cuda')
-
-
-# Each is argued for: a page uses it, or the paper needs it. What is added here is added to a page.
-OPTIONS = """
-out_dir init_from seed dataset domain_weights verify_data gradient_accumulation_steps batch_size
-optimizer max_iters learning_rate min_lr warmup_iters lr_decay_iters cooldown_iters decay_lr table_rate
-weight_decay beta1 beta2 grad_clip eval_interval eval_iters log_interval save_interval
-keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype compile
-attention activation_memory_budget activation_checkpointing backend block_size vocab_size n_layer
-n_head n_embd n_kv_head n_inner arch rope_theta rope_scaling norm_eps dropout tie_embeddings
-embed_norm x0_residual qk_norm exclusive v_residual q_residual k_residual
-residual_weights residual_lambda residual_layers residual_map gate_inputs gate_bias gate_rank share_q
-share_k share_v share_v_heads neutreno denseformer
-"""
-
-
-def test_no_option_has_been_added_without_a_word():
-    names = [field.name for schema in (TrainConfig, GPTConfig) for field in fields(schema)]
-    assert names == OPTIONS.split()
 
 
 # --- checkpoints that come from elsewhere ---------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the pages say: the patch is tested, commands parse, and files are there."""
+"""What the pages say: commands parse, and files are there. tests/test_extending.py applies the patch."""
 
 import importlib
 import itertools
@@ -20,12 +20,6 @@ from train import TrainConfig
 DOCS = {path.name: path for path in (ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md')))}
 TEXTS = {name: path.read_text() for name, path in DOCS.items()}
 README = TEXTS['README.md']
-
-
-def test_the_patch_that_it_shows_is_one_that_is_tested():
-    """tests/test_extending.py applies it."""
-    (patch,) = re.findall(r'```diff\n(.*?)```', README, re.S)
-    assert patch == (ROOT / 'tests/patches/source.patch').read_text()
 
 
 def test_grep_shows_the_one_line_of_resformer():

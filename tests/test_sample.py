@@ -72,7 +72,7 @@ def test_one_sample_is_the_greedy_continuation_and_the_cache_is_told(trained):
     for new_tokens in (1, 99):
         status, out, err = sampled(out_dir, 'def ', f'--max_new_tokens={new_tokens}')
         room = min(new_tokens, 32 - 4)
-        tokens = model.stream(ids, room, n_vocab=257, temperature=0)
+        tokens = model.generate(ids, room, lambda logits: logits[:, :257].argmax(-1, keepdim=True))
         made = [*(token.item() for token in tokens), BYTES.eot]
         text = BYTES.decode(made[: made.index(BYTES.eot)])
         assert (status, out) == (0, f'def {text}\n')
@@ -87,16 +87,15 @@ def test_the_text_appears_character_by_character_none_of_them_broken_and_ends_at
     with torch.no_grad():  # the padding is likelier than any token
         model.lm_head.weight[257:] = 9 * model.lm_head.weight.sum(0)
     out_dir = run_with(model, trained, 'out/parrot')
-    stream = GPT.stream
+    generate = GPT.generate
     screens = []  # what was on the screen each time that a token was made
 
-    def watched(model, idx, count, cache, n_vocab, **options):
-        assert n_vocab == 257 < model.config.vocab_size  # a padded id is no token
-        for new in stream(model, idx, count, cache, n_vocab, **options):
+    def watched(*args):
+        for new in generate(*args):
             screens.append(sys.stdout.getvalue())
             yield new
 
-    monkeypatch.setattr(GPT, 'stream', watched)
+    monkeypatch.setattr(GPT, 'generate', watched)
     assert said(out_dir, 'abc') == f'abc{SAYS}\n'
     raw = SAYS.encode()
     whole = ['abc' + raw[:n].decode(errors='ignore') for n in range(len(raw) + 1)]

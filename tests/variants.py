@@ -1,7 +1,7 @@
 """
 The one list of architecture variants for all tests, each small enough for the float64 reference.
 
-Whoever adds a setting, or a value to one, adds a variant here; uncovered() says which have none.
+A setting, or a value of one, is tested where it has a variant here; uncovered() says which have none.
 `pytest tests/test_variants.py -k NAME` then checks all that must hold for it.
 """
 
@@ -240,6 +240,12 @@ def in_chunks(model, idx, chunks, cache, **options):
     """The logits of idx, a chunk of the given lengths at a time, behind what the cache has seen."""
     logits = [model(chunk, cache=cache, **options)[0] for chunk in idx.split(chunks, dim=1)]
     return torch.cat(logits, dim=1)
+
+
+def greedy(model, idx, count, cache=None):
+    """idx (B, T) and its likeliest continuation, (B, T + count)."""
+    likeliest = model.generate(idx, count, lambda logits: logits.argmax(-1, keepdim=True), cache)
+    return torch.cat((idx, *likeliest), dim=1)
 
 
 def uncovered():
