@@ -118,7 +118,8 @@ class TrainConfig:
             f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
         )
         refuse(
-            self.init_from not in STARTS and not os.path.exists(self.init_from),
+            self.init_from not in STARTS
+            and not (os.path.isfile(self.init_from) or os.path.isdir(self.init_from)),
             f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
             "or a run's folder",
         )
@@ -128,8 +129,8 @@ class TrainConfig:
             f'activation_memory_budget={budget} does nothing with compile=False; drop one of them',
         )
         refuse(
-            not all(isinstance(step, int | float) for step in self.save_steps),
-            f'save_steps={self.save_steps} are not all numbers',
+            not all(is_step(step) for step in self.save_steps),
+            f'save_steps={self.save_steps} are not all whole numbers from 0 on',
         )
 
     @property
@@ -144,6 +145,12 @@ class TrainConfig:
 
 
 STARTS = ('scratch', 'resume', 'auto')  # values of init_from that are no path
+
+
+def is_step(value):
+    """Whether a value counts steps: 2e3 does, 2.5 does not."""
+    return isinstance(value, int | float) and value >= 0 and value % 1 == 0
+
 
 # {(lowest, highest value): settings}
 RANGES = {

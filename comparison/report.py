@@ -239,7 +239,10 @@ def how_made(comparison):
         lines.append(f'plan: {plan["hash"]}, written {plan["date"]}, in plan.json')
         length = len(plan['diff'].splitlines())
         work_tree = f'with a diff of {length:,} lines, in plan.json' if length else 'unchanged'
-        lines.append(f'code of the plan: commit {plan["commit"][:12]}, {work_tree}')
+        commit = f'{plan["commit"][:12]}, {work_tree}'
+        if plan['commit'].startswith('unknown'):
+            commit = plan['commit']  # which says why
+        lines.append(f'code of the plan: commit {commit}')
         others = set(comparison['code']) - {contents['settings']['code']}
         if others:
             lines.append(f'code of some runs: another one, {listed(sorted(others))}')

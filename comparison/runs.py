@@ -30,7 +30,7 @@ from pathlib import Path
 
 from comparison.logs import entries_of, read_run_config, text_of_run
 from lib.files import as_json, first_line
-from lib.rundir import FACTS, build_config, failure_file
+from lib.rundir import FACTS, build_config, failure_file, typed
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
 
@@ -52,7 +52,6 @@ def facts(values, entries=()):
     """
     defaults = default_settings()
     settings = {name: values.get(name, default) for name, default in defaults.items()}
-    settings['domain_weights'] = settings['domain_weights'] or {}  # None in older runs
     rate, least = settings['learning_rate'], settings.pop('min_lr')
     settings['min_lr / learning_rate'] = least / rate if rate else 0.0
     settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
@@ -161,6 +160,7 @@ class State:
     detail: str = ''
     entries: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
+    model: GPTConfig | None = None  # None where it has older settings or a fork's
     but: tuple = ()  # names of facts that do not count
     # At the end of training: {domain: validation loss, ..., 'mean': mean over domains}
     losses: dict = field(default_factory=dict)
@@ -189,15 +189,6 @@ class State:
     def code(self):
         return code_of(self.config, self.entries)
 
-    @functools.cached_property
-    def model(self):
-        """Its GPTConfig; None where it has older settings or a fork's, whose meaning is not known here."""
-        if unknown_settings(self.config):
-            return None
-        names = asdict(GPTConfig())
-        fields = {name: value for name, value in self.config.items() if name in names}
-        return build_config(fields, self.folder / 'config.json')
-
     def training(self):
         """{step: training loss}, where it is finite."""
         losses = {}
@@ -206,6 +197,14 @@ class State:
             if loss is not None and math.isfinite(loss):
                 losses[entry['step']] = loss
         return losses
+
+
+def model_of(config, path):
+    """The GPTConfig of a run's settings; None where some of them mean nothing here."""
+    if unknown_settings(config):
+        return None
+    names = asdict(GPTConfig())
+    return build_config({name: config[name] for name in config if name in names}, path)
 
 
 def read_state(folder, wanted=None, but=()):
@@ -219,8 +218,10 @@ def read_state(folder, wanted=None, but=()):
     state = State(folder, 'unfinished', but=tuple(but))
     losses = {}
     try:
-        state.config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
+        config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
+        state.config = typed(config, TrainConfig, GPTConfig)
         state.entries = entries_of(log, folder / 'log.jsonl')
+        state.model = model_of(state.config, folder / 'config.json')
         foreign = foreign_text(state, wanted, but)
         if foreign:
             state.kind, state.detail = 'foreign', foreign

@@ -40,7 +40,7 @@ from lib.files import (
     write_whole,
 )
 from lib.logs import Log, read_log
-from model import GPT, SHAPE, GPTConfig
+from model import GPT, SHAPE, GPTConfig, refuse
 
 ROOT = Path(__file__).parents[1]
 
@@ -377,14 +377,23 @@ def name_misfits(path):
 
 def build_config(fields, path):
     """The GPTConfig of these fields. ValueError names `path`, where they are from."""
-    hints = typing.get_type_hints(GPTConfig)
     try:
-        typed = {
-            name: convert(value, hints.get(name, object), name) for name, value in fields.items()
-        }
-        return GPTConfig.saved(typed)
+        config = GPTConfig.saved(typed(fields, GPTConfig))
+        for name, value in vars(config).items():
+            refuse(isinstance(value, int) and value >= 2**31, f'{name}={value} is too large')
+        return config
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
+
+
+def typed(values, *schemas):
+    """Settings, {name: value}, in the types of these dataclasses; others as they are. ValueError for one
+    of another type."""
+    hints = {}
+    for schema in schemas:
+        hints |= typing.get_type_hints(schema)
+    known = {name: convert(values[name], hints[name], name) for name in values if name in hints}
+    return {**values, **known}
 
 
 def spelled_out(config):
@@ -444,15 +453,24 @@ def now():
 
 
 def commit_of(*words):
-    """What git says. A copy without .git, as on a borrowed machine, takes it from the environment."""
-    return git(*words).strip() or os.environ.get('COMMIT') or 'unknown'
+    """What git says. A copy without .git, as on a borrowed machine, takes it from the environment; else
+    it is unknown, and why."""
+    text, reason = ask_git(*words)
+    return text.strip() or os.environ.get('COMMIT') or f'unknown: {reason}'
 
 
 def git(*words):
-    """What git prints about this code; '' where there is no git, or no repository."""
-    with contextlib.suppress(OSError):
-        return subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True).stdout
-    return ''
+    """What git prints about this code; '' where there is no git, no repository, or another user's."""
+    return ask_git(*words)[0]
+
+
+def ask_git(*words):
+    """(what git prints about this code, why it prints nothing)"""
+    try:
+        done = subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True)
+    except OSError as error:
+        return '', str(error)
+    return done.stdout, first_line(done.stderr)
 
 
 def code_fingerprint():

@@ -21,6 +21,9 @@ def load_run(path, tokenizer=''):
     checkpoint = load_checkpoint(find_weights(path))
     encoder = load_tokenizer(checkpoint, tokenizer)
     model = checkpoint.build()
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise ValueError(f'{checkpoint["path"]}: {name} is not finite; use an older checkpoint')
     if encoder.n_vocab > model.config.vocab_size:
         raise ValueError(
             f'{path}: its tokenizer has {encoder.n_vocab:,} ids, '

@@ -75,12 +75,12 @@ def die_before_flush():
     train.train_step = at_call(6, train.train_step, prepare_to_die)
 
 
-def die_before_rename():
-    """The checkpoint of step 6 is on the disk, and has not got its name."""
+def die_before_rename(name='ckpt_6.pt'):
+    """A file, such as the checkpoint of step 6, is on the disk, and has not got its name."""
     replace = os.replace
 
     def replace_or_die(source, target):
-        if str(target).endswith('ckpt_6.pt'):
+        if str(target).endswith(name):
             die()
         replace(source, target)
 

@@ -2,9 +2,10 @@
 
 import pytest
 from conftest import raises_one_line
+from runs import write_run
 
 from comparison.logs import entries_of, read_run_config, text_of_run
-from comparison.runs import difference, facts, origin_of
+from comparison.runs import difference, facts, origin_of, read_state
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,19 @@ def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
             read_run_config(tmp_path, *needed)
 
 
+@pytest.mark.parametrize(
+    'wrong',
+    [{'min_lr': '6e-5'}, {'batch_size': None}, {'eval_iters': [2]}, {'n_embd': 2**70}],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_a_damaged_run(tmp_path, wrong):
+    write_run(tmp_path, [2.0, 1.0], **wrong)
+    state = read_state(tmp_path)
+    assert state.kind == 'damaged' and next(iter(wrong)) in state.detail
+    write_run(tmp_path, [2.0, 1.0], min_lr=2**80, eval_iters=2**80)
+    assert read_state(tmp_path).facts['eval_iters * batch_size'] == 2**80
+
+
 # --- facts ----------------------------------------------------------------------------------------
 
 SETTINGS = {'learning_rate': 0.1, 'min_lr': 0.01, 'eval_iters': 2, 'batch_size': 8, 'seed': 1}
@@ -55,7 +69,6 @@ SETTINGS = {'learning_rate': 0.1, 'min_lr': 0.01, 'eval_iters': 2, 'batch_size':
         ({}, None),
         ({'out_dir': 'elsewhere', 'log_interval': 7, 'commit': 'abc'}, None),
         ({'v_residual': False, 'fork': 0}, None),  # a default, and what is off in a fork
-        ({'domain_weights': None}, None),  # older runs
         ({'learning_rate': 0.1 + 1e-15, 'min_lr': 0.1 * 0.1}, None),
         ({'data': 'abc', 'dtype': 'float16'}, None),  # which the other does not record
         ({'seed': 2}, 'seed'),

@@ -187,6 +187,7 @@ def test_weights_that_do_not_fit_are_refused(whole):
     'options, words',
     [
         (dict(init_from='scrach'), ["init_from='scrach'", "'resume'"]),
+        (dict(init_from='/dev/zero'), ["init_from='/dev/zero'", 'checkpoint file']),
         (dict(out_dir=''), ["out_dir=''"]),
         (dict(out_dir='out/caf\udce9'), ['out_dir', 'UTF-8']),
         (dict(out_dir='out/a\x1b[0mb'), ['out_dir', 'log']),
@@ -202,6 +203,8 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
         (dict(beta1=2.0), ['2.0']),
         (dict(save_steps="('100',)"), ["save_steps=('100',)"]),
+        (dict(save_steps='(6, 7.5)'), ['save_steps=(6, 7.5)']),
+        (dict(save_steps='(-6,)'), ['save_steps=(-6,)']),
         (dict(learning_rate=3e-5), ['min_lr=6e-05', 'learning_rate=3e-05']),
         (dict(lr_decay_iters=3), ['warmup_iters=3', 'lr_decay_iters=3']),
         (dict(lr_decay_iters=0, max_iters=3), ['warmup_iters=3', 'max_iters=3']),

@@ -1,5 +1,7 @@
 """lib/rundir.py: its checkpoints, its log, and what produced a run."""
 
+import os
+
 import pytest
 import torch
 from conftest import ROOT
@@ -44,4 +46,13 @@ def test_the_commit_is_gits_and_without_git_the_environments(monkeypatch):
     monkeypatch.setenv('PATH', '')
     assert provenance(Machine('cpu'))['commit'] == '1a2b3c4'
     monkeypatch.delenv('COMMIT')
-    assert provenance(Machine('cpu'))['commit'] == 'unknown'
+    assert provenance(Machine('cpu'))['commit'].startswith('unknown: ')
+
+
+def test_of_another_users_checkout_it_says_why_the_commit_is_unknown(monkeypatch):
+    monkeypatch.delenv('COMMIT', raising=False)
+    monkeypatch.setenv('GIT_TEST_ASSUME_DIFFERENT_OWNER', '1')  # git's own tests do so
+    for name in ('GIT_CONFIG_GLOBAL', 'GIT_CONFIG_SYSTEM'):
+        monkeypatch.setenv(name, os.devnull)
+    commit = provenance(Machine('cpu'))['commit']
+    assert 'ownership' in commit if (ROOT / '.git').exists() else commit.startswith('unknown: ')

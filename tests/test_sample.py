@@ -1,6 +1,7 @@
 """sample.py: text from runs, as a person sees it."""
 
 import io
+import math
 import os
 import re
 import shutil
@@ -248,7 +249,23 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_in_one_line(trained, tmp_
 def test_a_size_beyond_what_torch_can_count_is_one_line(trained):
     config = {**newest(trained)['model_config'], 'block_size': 2**70}
     huge = run_with(ours(), trained, 'out/huge', model_config=config)
-    assert_one_line(sampled(huge, 'abc')[0], huge, 'OverflowError')
+    assert_one_line(sampled(huge, 'abc')[0], huge, f'block_size={2**70} is too large')
+
+
+def not_a_number(weight):
+    weight[0] = math.nan
+    return weight
+
+
+@pytest.mark.parametrize('change', [not_a_number, torch.Tensor.int, torch.Tensor.cfloat])
+def test_weights_that_are_no_finite_numbers_are_refused_where_a_model_is_loaded(trained, change):
+    checkpoint = newest(trained)
+    name = 'transformer.h.1.mlp.c_proj.weight'
+    checkpoint['model'][name] = change(checkpoint['model'][name])
+    broken = f'out/{change.__name__}.pt'
+    torch.save(checkpoint, broken)
+    with raises_one_line(broken, name):
+        load_run(broken)
 
 
 MISTAKES = [
@@ -277,8 +294,8 @@ def test_a_mistake_is_one_line_before_any_text(trained, flags, word):
 def test_a_model_that_overflows_and_too_little_memory_are_one_line(trained, monkeypatch):
     model = ours()
     with torch.no_grad():
-        model.lm_head.weight.fill_(float('nan'))
-    status, out, _ = sampled(run_with(model, trained, 'out/nan'), 'abc')
+        model.lm_head.weight.fill_(3e38)
+    status, out, _ = sampled(run_with(model, trained, 'out/large'), 'abc')
     assert_one_line(status, 'not finite')
     assert out == ''
 

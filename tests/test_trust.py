@@ -1,5 +1,6 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
+import functools
 import math
 import os
 import shutil
@@ -60,6 +61,20 @@ def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whol
     good(name, **options)
     assert_same_run(name, whole)
     assert not list(Path(name).glob('*.tmp'))
+
+
+@pytest.mark.parametrize('init_from', ['scratch', 'out/whole/ckpt_6.pt', 'resume'])
+@pytest.mark.parametrize('file', ['log.jsonl', 'config.json'])
+def test_a_start_that_is_killed_is_repeated_by_its_command(half, init_from, file):
+    name = f'out/{Path(init_from).name} {file}'
+    if init_from == 'resume':
+        half(name)
+    options = dict(init_from=init_from, max_iters=8)
+    accident = functools.partial(accidents.die_before_rename, file)
+    status, _, err = finish(fork(train_with, accident, *command_line(name, options)))
+    assert status == -signal.SIGKILL, err
+    good(name, **options)
+    assert [entry['step'] for entry in training_steps(name)] == list(range(8))
 
 
 # --- signals -------------------------------------------------------------------------------------
@@ -283,6 +298,11 @@ FOREIGN = {
     'no state_dict': dict(model=[1]),
     'moments': dict(optimizer={'state': SMALL_MOMENTS}),
     'optimizer': dict(optimizer={}),
+    'skipped': dict(skipped=[0, 'none']),
+    'provenance': dict(provenance='mine'),
+    'wandb': dict(wandb_id=7),
+    'a setting': dict(settings={'dataset': 'tiny', 'batch_size': '2'}),
+    'integers': dict(model={'lm_head.weight': torch.ones(64, 32, dtype=torch.int64)}),
 }
 
 
