@@ -60,17 +60,19 @@ class GPTConfig:
     tie_embeddings: bool = False  # lm_head shares wte's weight
     embed_norm: bool = False  # RMSNorm without weights after wte (nanochat, modded-nanogpt)
     x0_residual: bool = False  # before each block x <- r x + s x_0, with learned r, s (nanochat)
+    attn_res: bool = False  # a block reads a softmax over what all blocks before added (2603.15031)
     qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, and a learned gain of q
     exclusive: bool = False  # a head's output without what lies along its own value (2603.09078)
+    output_gate: bool = False  # a head's output times sigmoid(W x) (2505.06708)
     # residuals: what is mixed into v, q or k
     v_residual: bool | str = False  # True: the first layer's; or another name in SOURCES (Fig. 8)
     q_residual: bool | str = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
-    residual_weights: str = 'fixed'  # or learned; or gates of v, from x: head, channel (RWKV-7)
+    residual_weights: str = 'fixed'  # or learned, or gates of v, from x: head, channel, relu
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
     residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
     residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
-    gate_inputs: int = 0  # of head: how many channels of x it reads; 0: all
+    gate_inputs: int = 0  # of head and relu: how many channels of x they read; 0: all
     gate_bias: bool = False  # of head: with a bias
     gate_rank: int = 32  # of channel: its inner width
     # sharing: True: all layers use the first one's; m: each m layers use their first one's; a tuple
@@ -201,6 +203,8 @@ class Attention(nn.Module):
         self.k = Part(config, wiring.k)
         self.v = Part(config, wiring.v)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.has_biases)
+        if config.output_gate:
+            self.gate = nn.Linear(config.n_embd, config.n_head, bias=False)
 
     def forward(self, x, raw, attended, rope, cache, mask):
         """x (B, T, C) -> (B, T, C), and raw and attended with what this layer made.
@@ -222,12 +226,12 @@ class Attention(nn.Module):
         dropout = self.config.dropout if self.training else 0.0
         y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
 
-        y = self.after(y, raw, v).transpose(1, 2).reshape(B, T, C)
+        y = self.after(y, x, raw, v).transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
 
-    def after(self, y, raw, v):
-        """What else happens to attention's output y (B, nh, T, hs). v: the values of this call's tokens
-        that the layer attended with."""
+    def after(self, y, x, raw, v):
+        """What else happens to attention's output y (B, nh, T, hs). x (B, T, C): what the layer projects;
+        v: the values of this call's tokens that it attended with."""
         wiring = self.wiring
         if self.config.exclusive:
             y = remove_along(y, to_query_heads(v, y))
@@ -238,6 +242,8 @@ class Attention(nn.Module):
             y = y + to_query_heads(mean, y)
         if wiring.neutreno:
             y = y + to_query_heads(wiring.neutreno * (raw['v', 0] - v), y)
+        if self.config.output_gate:
+            y = y * self.gate(x).sigmoid().transpose(1, 2)[..., None]
         return y
 
 
@@ -305,13 +311,18 @@ class GPT(nn.Module):
         else:
             for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
                 self.register_buffer(name, table, persistent=False)
+        L, C = config.n_layer, config.n_embd
+        self.multiply_adds = 0  # a token's, of what is no nn.Linear
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
-            averages = [torch.eye(n + 2)[-1] for n in range(config.n_layer)]
-            self.transformer.dwa = nn.ParameterList(averages)
+            self.transformer.dwa = nn.ParameterList(torch.eye(n + 2)[-1] for n in range(L))
+            self.multiply_adds += sum((n + 2) * C for n in range(L))
+        if config.attn_res:
+            self.transformer.depth_queries = nn.ParameterList(torch.zeros(C) for _ in range(L))
+            self.multiply_adds += sum(2 * (n + 2) * C for n in range(L))  # scores, and their sum
         if config.x0_residual:
-            weights = [torch.tensor([1.0, 0.0]) for _ in range(config.n_layer)]  # r, s
-            self.transformer.x0 = nn.ParameterList(weights)
+            self.transformer.x0 = nn.ParameterList(torch.tensor([1.0, 0.0]) for _ in range(L))
+            self.multiply_adds += L * 2 * C
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -373,7 +384,12 @@ class GPT(nn.Module):
         positions, mask = slice(T), None
         if cache is not None:
             positions, mask = cache.begin(idx)
-        x = self.blocks(*self.embed(idx, positions), cache, mask)
+        x, x0, raw, rope = self.embed(idx, positions)
+        attended, past = {}, {}
+        for n, block in enumerate(self.transformer.h):
+            x = self.connect(n, x, x0, past)
+            x, raw, attended = block(x, raw, attended, rope, cache, mask)
+        x = self.connect(self.config.n_layer, x, x0, past)
         if last_only:
             x = x[:, -1:]
         x = self.transformer.ln_f(x)
@@ -404,20 +420,25 @@ class GPT(nn.Module):
             raw['v', name] = to_heads(config, source)
         return x, x0, raw, rope
 
-    def blocks(self, x, x0, raw, rope, cache, mask):
-        """The output of the last block, (B, T, C)."""
-        attended = {}
-        outputs = [x]  # of the embedding and the blocks
-        for n, block in enumerate(self.transformer.h):
-            if self.config.x0_residual:
-                r, s = self.transformer.x0[n]
-                x = r * x + s * x0
-            # Each layer drops the tensors that no later one reads.
-            x, raw, attended = block(x, raw, attended, rope, cache, mask)
-            if self.config.denseformer:
-                outputs.append(x)
-                weights = self.transformer.dwa[n]
-                x = sum(w * output for w, output in zip(weights, outputs, strict=True))
+    def connect(self, n, x, x0, past):
+        """The input of block n, or of ln_f where n is n_layer, (B, T, C). x: what the block before
+        returned, or the embedding; x0: embed()'s; past: a dict that lives for one forward pass."""
+        config = self.config
+        if config.denseformer:
+            past[n] = x  # of the embedding and the blocks
+            if n > 0:
+                x = sum(w * past[i] for i, w in enumerate(self.transformer.dwa[n - 1]))
+        if config.attn_res and n > 0:
+            past[n] = x - past['input']  # what the block added
+            added = torch.stack([past[i] for i in range(n + 1)])  # (n + 1, B, T, C)
+            scores = (rms_norm(config, added) * self.transformer.depth_queries[n - 1]).sum(-1)
+            x = (scores.softmax(0)[..., None] * added).sum(0)
+        if config.x0_residual and n < config.n_layer:
+            r, s = self.transformer.x0[n]
+            x = r * x + s * x0
+        if config.attn_res:
+            past['input'] = x
+            past.setdefault(0, x)
         return x
 
     def new_cache(self, batch_size, max_len, dtype=None):
@@ -446,14 +467,18 @@ class GPT(nn.Module):
         return sum(weight.numel() for weight in weights)
 
     def flops_per_token(self, seq_len):
-        """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's matmuls.
+        """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's.
 
-        A weight counts as 2, lm_head's included, and attention as the full T x T. The extra queries
-        that residual_map='cross' computes and discards are not counted.
+        A multiply-add counts as 2: one for each weight of an nn.Linear, lm_head's included, and what
+        modules say in `multiply_adds`; attention as the full T x T. The extra queries that
+        residual_map='cross' computes and discards are not counted.
         """
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        keys = sum(len(layer.v.reads) * seq_len for layer in self.wiring)
-        return 3 * (2 * weights + 4 * keys * self.config.n_embd)
+        keys = sum(len(layer.v.reads) for layer in self.wiring) * seq_len
+        count = 2 * keys * self.config.n_embd
+        for module in self.modules():
+            count += module.weight.numel() if isinstance(module, nn.Linear) else 0
+            count += getattr(module, 'multiply_adds', 0)
+        return 3 * 2 * count
 
 
 # --- the wiring ----------------------------------------------------------------------------------
@@ -620,9 +645,9 @@ class Weighting:
     make: Callable = lambda part: None  # gives a Part its parameters
     settings: tuple = ()  # that it alone reads
     excludes: tuple = ()  # settings that may not be on with it
-    is_gate: bool = (
-        False  # its weights follow from x. It is of v alone: q and k have fixed ones then
-    )
+    # Its weights follow from x. It is of v alone: q and k have fixed weights then.
+    is_gate: bool = False
+    std: float = 0.0  # a gate's matrices start at N(0, std)
 
 
 def make_lambdas(part):
@@ -636,9 +661,9 @@ def make_head_gate(part):
 
 
 def head_gate(part, x):
-    """g = sigmoid(W x + b) for each token and KV head."""
+    """W x + b for each token and KV head."""
     x = x.to(part.gate.weight.dtype)  # autocast is off
-    return gated(part, part.gate(x[..., : part.gate.in_features]).sigmoid())
+    return part.gate(x[..., : part.gate.in_features])
 
 
 def make_channel_gate(part):
@@ -649,29 +674,46 @@ def make_channel_gate(part):
 
 
 def channel_gate(part, x):
-    """g = sigmoid(b + (x A) B) for each token and channel, of one source."""
+    """b + (x A) B for each token and channel."""
     x = x.to(part.gate_down.weight.dtype)
-    return gated(part, (part.gate_up(part.gate_down(x)) + part.gate_bias).sigmoid())
+    return part.gate_up(part.gate_down(x)) + part.gate_bias
 
 
-def gated(part, g):
-    """The weights of v by a gate g (B, T, n_kv_head or all channels): the sources' mean has g and the
-    layer's own value 1 - g, or, with residual_lambda (s, o), each source s g and its own value o."""
+def gated(part, g, is_blend=True):
+    """The weights of v by a gate g (B, T, n_kv_head or all channels): the sources' mean has g, and the
+    layer's own value 1 - g in a blend, else 1. With residual_lambda (s, o), each source has s g and the
+    own value o."""
     g = g.unflatten(2, (part.config.kv_heads, -1)).transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
     if part.wiring.weights:
         *of_sources, of_own = part.wiring.weights
         return [weight * g for weight in of_sources] + [of_own]
     count = len(part.wiring.sources)
-    return [g / count] * count + [1 - g]
+    return [g / count] * count + [1 - g if is_blend else 1.0]
 
 
 WEIGHTINGS = {
     'fixed': Weighting(lambda part, x: part.wiring.weights),  # uniform, or residual_lambda
     # A 0-d weight would not widen what it multiplies.
     'learned': Weighting(lambda part, x: part.residual_lambda[:, None], make_lambdas),
-    'head': Weighting(head_gate, make_head_gate, ('gate_inputs', 'gate_bias'), is_gate=True),
-    'channel': Weighting(  # RWKV-7
-        channel_gate, make_channel_gate, ('gate_rank',), ('residual_lambda',), is_gate=True
+    'head': Weighting(
+        lambda part, x: gated(part, head_gate(part, x).sigmoid()),
+        make_head_gate,
+        settings=('gate_inputs', 'gate_bias'),
+        is_gate=True,
+    ),
+    'relu': Weighting(  # SATFormer (2605.03953)
+        lambda part, x: gated(part, head_gate(part, x).relu(), is_blend=False),
+        make_head_gate,
+        settings=('gate_inputs',),
+        is_gate=True,
+        std=0.02,  # from 0 it would never learn
+    ),
+    'channel': Weighting(  # RWKV-7, of one source
+        lambda part, x: gated(part, channel_gate(part, x).sigmoid()),
+        make_channel_gate,
+        settings=('gate_rank',),
+        excludes=('residual_lambda',),
+        is_gate=True,
     ),
 }
 
@@ -706,7 +748,8 @@ def needs_of(config, name, p):
         '.ve.': dict(std=config.n_embd**-0.5, decay=False, rate='table_rate'),
         '.vx.': dict(muon=True),
         '.anchor.': dict(muon=True),
-        '.gate': dict(std=0.0, decay=False, muon=False),
+        '.gate': dict(decay=False, muon=False),
+        'v.gate': dict(std=WEIGHTINGS[config.residual_weights].std),
         '.gate_up.': dict(std=0.1, is_orthogonal=True),
         'residual_lambda': neutral,
         '.dwa.': neutral,
@@ -1142,6 +1185,8 @@ def check_contradictions(config):
         f'v_residual={config.v_residual!r} is no layer, and goes with residual_map=current alone; drop '
         'one of them',
     )
+    both = config.attn_res and config.denseformer
+    refuse(both, 'attn_res and denseformer exclude each other; drop one of them')
     wiring = wire(config)
     read = {*wiring[0].raw_later}
     if config.neutreno:

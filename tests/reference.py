@@ -64,12 +64,14 @@ def layers(config, weights, tokens):
 
     raw = {'q': [], 'k': [], 'v': []}
     attended = {'q': [], 'k': [], 'v': []}
-    history, hidden = [x], []
+    history, added, hidden = [x], [], []
     for n in range(config.n_layer):
         name = f'transformer.h.{n}'
         if config.x0_residual:
             r, s = weights[f'transformer.x0.{n}']
             x = r * x + s * x0
+        entering = x
+        added = added or [x]  # the embedding as block 0 gets it, then what each block adds
         normed = norm(config, weights, f'{name}.ln_1', x)
         x = x + attention(config, weights, n, normed, (tokens, x0), raw, attended)
         x = x + mlp(config, weights, f'{name}.mlp', norm(config, weights, f'{name}.ln_2', x))
@@ -80,8 +82,18 @@ def layers(config, weights, tokens):
             x = torch.zeros_like(x)
             for i in range(n + 2):
                 x = x + alpha[i] * history[i]
+        if config.attn_res:
+            added.append(x - entering)
+            x = over_depth(config, weights[f'transformer.depth_queries.{n}'], added)
         hidden.append(x)
     return hidden, raw, attended
+
+
+def over_depth(config, query, added):
+    """What each position reads of what blocks added, (T, C): one softmax over blocks."""
+    scores = torch.stack([over_rms(config, u) @ query for u in added], dim=1)
+    A = softmax(scores)  # (T, blocks)
+    return sum(A[:, i : i + 1] * u for i, u in enumerate(added))
 
 
 def attention(config, weights, n, x, embedding, raw, attended):
@@ -92,6 +104,9 @@ def attention(config, weights, n, x, embedding, raw, attended):
     project(config, weights, n, x, raw)
     mix_and_rotate(config, weights, n, x, embedding, raw, attended)
     outputs = [attend(config, n, h, raw, attended) for h in range(config.n_head)]
+    if config.output_gate:
+        gates = x @ weights[f'transformer.h.{n}.attn.gate.weight'].T
+        outputs = [U / (1 + torch.exp(-gates[:, h : h + 1])) for h, U in enumerate(outputs)]
     return linear(weights, f'transformer.h.{n}.attn.c_proj', torch.cat(outputs, dim=1))
 
 
@@ -113,7 +128,7 @@ def project(config, weights, n, x, raw):
 def has_no_weight(config, part, n):
     """Whether the weight of a layer's own q, k or v in its mixture is 0 for ever."""
     mixes = mixed_in(config, part, n) and config.residual_map == 'current'
-    is_fixed = config.residual_weights not in ('learned', 'channel')
+    is_fixed = config.residual_weights != 'learned'
     return mixes and is_fixed and tuple(config.residual_lambda[1:]) == (0,)
 
 
@@ -145,7 +160,7 @@ def mix_and_rotate(config, weights, n, x, embedding, raw, attended):
                         if is_layer
                         else outer(config, weights, n, h, source, embedding)
                     )
-                is_gated = part == 'v' and config.residual_weights in ('head', 'channel')
+                is_gated = part == 'v' and config.residual_weights in GATES
                 mix = gated if is_gated else mixture
                 own = mix(config, weights, n, h, part, x, tensors, own)
             if config.qk_norm and part != 'v':
@@ -267,22 +282,40 @@ def gated(config, weights, n, h, part, x, sources, own):
         s, o = config.residual_lambda
         own_share = 0 if own is None else o * own
         return own_share + s * g * sum(sources)
-    return own + (sum(sources) / len(sources) - own) * g
+    own_share = own if config.residual_weights == 'relu' else own * (1 - g)
+    return own_share + g * sum(sources) / len(sources)
 
 
 def gate(config, weights, n, h, x):
     """(T, 1), or with a gate for each channel (T, hs)."""
-    name = f'transformer.h.{n}.attn.v'
-    if config.residual_weights == 'channel':  # RWKV-7
-        hs = config.n_embd // config.n_head
-        A, B = weights[f'{name}.gate_down.weight'].T, weights[f'{name}.gate_up.weight'].T
-        logits = weights[f'{name}.gate_bias'] + (x @ A) @ B
-        return 1 / (1 + torch.exp(-logits[:, h * hs : (h + 1) * hs]))
+    activation, logits = GATES[config.residual_weights]
+    return activation(logits(config, weights, f'transformer.h.{n}.attn.v', h, x))
+
+
+def logits_of_channels(config, weights, name, h, x):
+    hs = config.n_embd // config.n_head
+    A, B = weights[f'{name}.gate_down.weight'].T, weights[f'{name}.gate_up.weight'].T
+    return (weights[f'{name}.gate_bias'] + (x @ A) @ B)[:, h * hs : (h + 1) * hs]
+
+
+def logits_of_head(config, weights, name, h, x):
     m = config.gate_inputs or config.n_embd
     logits = x[:, :m] @ weights[f'{name}.gate.weight'][h]
     if config.gate_bias:
         logits = logits + weights[f'{name}.gate.bias'][h]
-    return (1 / (1 + torch.exp(-logits)))[:, None]
+    return logits[:, None]
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+# {residual_weights: what a gate is of its logits, and these}
+GATES = {
+    'head': (sigmoid, logits_of_head),
+    'relu': (lambda x: x.clamp(min=0), logits_of_head),  # SATFormer
+    'channel': (sigmoid, logits_of_channels),  # RWKV-7
+}
 
 
 def over_rms(config, x):

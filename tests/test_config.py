@@ -64,6 +64,9 @@ REFUSED = [
     (dict(RES, residual_weights='head', residual_map='cross'), 'residual_map residual_weights'),
     (dict(RES, residual_weights='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
     (dict(v_residual='all', residual_weights='channel'), 'channel all'),
+    (dict(attn_res=True, denseformer=True), 'attn_res denseformer'),
+    (dict(RES, residual_weights='relu', gate_bias=True), 'gate_bias'),
+    (dict(RES, residual_weights='relu', residual_lambda=(0.0, 1.0)), 'residual_lambda'),
     # own weight 0: nobody has the values that are read
     (dict(v_residual='previous', residual_lambda=(1.0, 0.0)), 'residual_lambda'),
     (
@@ -145,7 +148,7 @@ CHOICES = {
     'v_residual': [True, 'previous', 'all'],
     'q_residual': [True, 'all'],
     'k_residual': [True, 'previous'],
-    'residual_weights': ['learned', 'head', 'channel'],
+    'residual_weights': ['learned', 'head', 'channel', 'relu'],
     'residual_lambda': [(0.5, 0.5), (2.0, 1.0), (0.0, 1.0), (1.0, 0.0)],
     'residual_layers': [(1,), (2,), (1, 2)],
     'residual_map': ['identity', 'cross'],

@@ -1,7 +1,6 @@
 """What a fork of model.py relies on: the source that the README adds, and the list of variants."""
 
 import re
-import subprocess
 from dataclasses import dataclass
 
 import pytest
@@ -19,10 +18,12 @@ B, T = 2, 11
 
 @pytest.fixture
 def patched(tmp_path):
-    """A copy of model.py with the README's patch."""
-    (tmp_path / 'model.py').write_text((ROOT / 'model.py').read_text())
+    """A copy of model.py with the line of the README's patch, below the line that is above it there."""
     (patch,) = re.findall(r'```diff\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
-    subprocess.run(['git', 'apply'], cwd=tmp_path, input=patch, text=True, check=True)
+    above, added = re.search(r'^ (.*\n)\+(.*\n)', patch, re.M).groups()
+    source = (ROOT / 'model.py').read_text()
+    assert source.count(above) == 1
+    (tmp_path / 'model.py').write_text(source.replace(above, above + added))
     return import_file(tmp_path / 'model.py')
 
 
@@ -51,14 +52,18 @@ def test_the_source_of_the_readme_is_one_line(settings, patched, monkeypatch):
     assert all(p.grad.count_nonzero() for p in model.parameters())
 
 
-def test_a_setting_without_a_variant_is_told_where_to_add_one(opposite, monkeypatch):
+def test_a_setting_without_a_variant_is_told_where_to_add_one(request, monkeypatch):
+    before = variants.uncovered()
+    request.getfixturevalue('opposite')
+
     @dataclass
     class Fork(GPTConfig):
         my_number: float = 0.5
         my_switch: bool = False
 
     monkeypatch.setattr(variants, 'GPTConfig', Fork)
-    source, *of_q_and_k, number, switch = variants.uncovered()
+    added = [line for line in variants.uncovered() if line not in before]
+    source, *of_q_and_k, number, switch = added
     assert "v_residual='opposite'" in source and len(of_q_and_k) == 2
     assert 'my_number=0.5' in number and 'my_switch=True' in switch
     assert 'tests/variants.py' in source and 'tests/reference.py' in source

@@ -115,7 +115,8 @@ CROSS = dict(RES, residual_map='cross')
         (dict(arch='gpt2', tie_embeddings=True), ()),
         (SV, ()),
         (CLA, ()),
-        (dict(RES, residual_map='identity', neutreno=0.4, denseformer=True), ()),
+        (dict(RES, residual_map='identity', neutreno=0.4), ()),
+        (dict(RES, residual_weights='head', output_gate=True), ()),
         (CROSS, (2, 2)),
         (dict(residual_map='cross', v_residual='all', residual_layers=(2,)), (3,)),
     ],
@@ -139,6 +140,20 @@ def test_flops_per_token_are_those_that_torch_counts(settings, keys_of_layers, m
     torch.testing.assert_close(loss, expected)
     extra = sum(3 * 4 * (P * P - P) * 20 * 32 for P in keys_of_layers)
     assert counter.get_total_flops() == 40 * (model.flops_per_token(20) + extra)
+
+
+def test_flops_of_what_is_no_matrix_are_those_that_it_says():
+    """As tensors of n_embd numbers a token that are multiplied and added, three times the forward pass."""
+    flops = {}
+    for name in (None, 'denseformer', 'x0_residual', 'attn_res'):
+        config = GPTConfig(**SIZE, **({name: True} if name else {}))
+        flops[name] = GPT.without_weights(config).flops_per_token(20) // (3 * 2 * 32)
+    plain = flops.pop(None)
+    assert {name: count - plain for name, count in flops.items()} == {
+        'denseformer': 2 + 3 + 4,
+        'x0_residual': 3 * 2,
+        'attn_res': 2 * (2 + 3 + 4),
+    }
 
 
 def plain_attention(q, k, v, dropout=0.0, mask=None):

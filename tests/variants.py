@@ -181,6 +181,17 @@ VARIANTS = {
         residual_lambda=(3.0, 1.0),
     ),
     'head gate on values, plain keys': dict(RES, residual_weights='head', k_residual=True),
+    'relu gate': dict(RES, residual_weights='relu'),
+    'relu gate of few inputs from all GQA': dict(
+        v_residual='all', residual_weights='relu', gate_inputs=12, n_kv_head=2
+    ),
+    'relu gate on tables': dict(
+        v_residual='token',
+        residual_weights='relu',
+        residual_layers=(1, 2),
+        residual_lambda=(3.0, 0.7),
+        k_residual=True,
+    ),
     'channel gate': dict(RES, residual_weights='channel'),
     'channel gate from previous GQA': dict(
         v_residual='previous',
@@ -189,6 +200,14 @@ VARIANTS = {
         n_kv_head=2,
     ),
     # around them
+    'attention residuals': dict(attn_res=True),
+    'attention residuals x0 ResFormer': dict(RES, attn_res=True, x0_residual=True, embed_norm=True),
+    'gpt2 attention residuals SVFormer': dict(GPT2, **SV, attn_res=True),
+    'output gate GQA': dict(output_gate=True, n_kv_head=2),
+    'output gate exclusive identity NeuTRENO': dict(
+        RES, residual_map='identity', neutreno=0.2, exclusive=True, output_gate=True
+    ),
+    'gpt2 output gate cross': dict(RES, **GPT2, residual_map='cross', output_gate=True),
     'x0': dict(x0_residual=True),
     'x0 embedding norm DenseFormer': dict(x0_residual=True, embed_norm=True, denseformer=True),
     'gpt2 x0 SVFormer': dict(GPT2, **SV, x0_residual=True),
