@@ -164,7 +164,7 @@ def cost(comparison, contrast):
     if None in (ours['flops'], theirs['flops']):
         return f'Cost: not counted, because of {OLDER}.'
     ratio, more = ours['flops'] / theirs['flops'], ours['parameters'] - theirs['parameters']
-    flops = f'{TIMES}{ratio:.3f} FLOPs' if ratio != 1 else 'the same FLOPs'
+    flops = f'{TIMES}{ratio:.3f} matmul FLOPs' if ratio != 1 else 'the same matmul FLOPs'
     parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters'
     return f'Cost: {flops}, {parameters}.'
 
@@ -296,7 +296,7 @@ def arm_table(comparison):
 
 
 def cost_table(comparison):
-    head = ['arm', 'parameters', 'training FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
+    head = ['arm', 'parameters', 'matmul FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
     rows = []
     for name, arm in comparison['arms'].items():
         costs = [OLDER, OLDER, OLDER]

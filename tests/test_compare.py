@@ -750,7 +750,7 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     assert f'{report.signed(contrast["low_holm"])} to' in text
     assert 'by flips of signs' in text
     assert 'slow against Res at rates that were not tuned (0.01, 0.02): undecided.' in text
-    assert 'Cost: the same FLOPs, +2 parameters.' in text
+    assert 'Cost: the same matmul FLOPs, +2 parameters.' in text
     # 8 rows of 32 tokens, at 1,000 tokens a second.
     assert comparison['arms']['Res']['ms_per_step'] == pytest.approx(256)
 
