@@ -11,7 +11,7 @@ import textwrap
 
 import numpy as np
 
-from comparison.verdict import describe, half_width
+from comparison.verdict import describe
 
 INK, FAINT = '#1c1f23', '#d9dde2'
 # Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart; gray.
@@ -110,40 +110,28 @@ def seeds_text(count):
 
 @styled
 def contrasts_plot(contrasts, arms):
-    """forest() of a comparison's contrasts, each in the color of its first arm."""
-    look, rows, words = looks(arms), [], 'below 0 is better; small dots are seeds'
-    for c in contrasts.values():
-        if not c['seeds']:
-            continue
-        shade = INK
-        if c['ours'] in arms:
-            shade = look[c['ours']]['color']
-        else:
-            words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
-        name = f'{c["ours"]} {MINUS} {c["theirs"]}'
-        rows.append((name, shade, c, (c['low_holm'], c['high_holm'])))
-    title = 'Difference of validation loss (nats)'
-    return forest(rows, title, words) if rows else ''
-
-
-def forest(rows, title, words, width=WIDTH):
-    """A dot per seed, the mean and its interval for each (name, color, numbers, (low, high)) in `rows`.
-
-    numbers: of verdict.describe(). words: below the axis.
-    """
-    size = (width, 0.95 + 0.5 * len(rows))
-    drawing, axes = pyplot().subplots(figsize=size, layout='constrained')
-    axes.set_title(title)
+    """A dot per seed, the mean and its corrected interval of each contrast, in the color of its first arm."""
+    rows = [contrast for contrast in contrasts.values() if contrast['seeds']]
+    if not rows:
+        return ''
+    look, words = looks(arms), 'below 0 is better; small dots are seeds'
+    if not all(contrast['ours'] in arms for contrast in rows):
+        words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
+    drawing, axes = pyplot().subplots(figsize=(WIDTH, 0.95 + 0.5 * len(rows)), layout='constrained')
+    axes.set_title('Difference of validation loss (nats)')
     axes.grid(linewidth=0.6)
     axes.axvline(0, color=INK, linewidth=1.2)
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    for y, (name, shade, numbers, interval) in enumerate(rows):
-        dots = list(numbers['differences'].values())
+    for y, contrast in enumerate(rows):
+        shade = look[contrast['ours']]['color'] if contrast['ours'] in arms else INK
+        dots = list(contrast['differences'].values())
         axes.plot(dots, [y + 0.2] * len(dots), 'o', color=shade, markersize=3, alpha=0.6)
+        interval = contrast['low_holm'], contrast['high_holm']
         if None not in interval:
             axes.plot(interval, [y, y], color=shade, linewidth=2)
-        axes.plot(numbers['mean'], y, 'D', color=shade, markersize=6)
+        axes.plot(contrast['mean'], y, 'D', color=shade, markersize=6)
         # Above its row, where a long name takes nothing from the plot; no line runs through it.
+        name = f'{contrast["ours"]} {MINUS} {contrast["theirs"]}'
         ground = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 1}
         axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9, bbox=ground)
     axes.set_yticks([])
@@ -209,7 +197,7 @@ def draw_end(axes, x, end, label, look):
     """Seeds, mean and interval in a column of their own; end: from verdict.describe()."""
     words = signed(end['mean'], 3)
     if end['low'] is not None:
-        words += f' ± {half_width(end):.3f}'
+        words += f' ± {(end["high"] - end["low"]) / 2:.3f}'
         axes.plot([x, x], [end['low'], end['high']], color=look['color'])
     dots = list(end['differences'].values())
     axes.plot([x - 0.25] * len(dots), dots, 'o', color=look['color'], markersize=2.5, alpha=0.6)

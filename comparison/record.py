@@ -128,7 +128,7 @@ def deciding_values(contents):
 
 def code_state():
     """The commit, and the diff of the work tree's Python files: the idea is a change of the code."""
-    paths = ['--', '*.py', *(f':!{folder}' for folder in ('tests', 'paper', 'results'))]
+    paths = ['--', '*.py', ':!tests']
     diff = git('diff', 'HEAD', *paths)
     for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
         diff += git('diff', '--no-index', '/dev/null', name)

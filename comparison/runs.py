@@ -24,12 +24,13 @@ still to be trained has facts, too: facts(asdict(settings) | asdict(config)).
 """
 
 import functools
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from comparison.logs import entries_of, read_run_config, text_of_run
-from lib.files import as_json, first_line
+from lib.files import as_json, first_line, unreadable
+from lib.logs import parse_line
 from lib.rundir import FACTS, build_config, failure_file, typed
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
@@ -211,16 +212,15 @@ def read_state(folder, wanted=None, but=()):
     """The State of a run. wanted: the facts that it must have. Those named in `but` do not count as its
     facts."""
     folder = Path(folder)
-    failed = (text_of_run(folder, failure_file(folder).name) or '').strip()
-    log = text_of_run(folder, 'log.jsonl')
-    if log is None:
+    log, failure = folder / 'log.jsonl', failure_file(folder)
+    failed = failure.read_text(errors='replace').strip() if failure.exists() else ''
+    if not log.exists():
         return State(folder, 'failed' if failed else 'missing', failed)
     state = State(folder, 'unfinished', but=tuple(but))
     losses = {}
     try:
-        config = read_run_config(folder, 'max_iters', 'seed', 'learning_rate')
-        state.config = typed(config, TrainConfig, GPTConfig)
-        state.entries = entries_of(log, folder / 'log.jsonl')
+        state.config = read_run_config(folder / 'config.json')
+        state.entries = read_entries(log)
         state.model = model_of(state.config, folder / 'config.json')
         foreign = foreign_text(state, wanted, but)
         if foreign:
@@ -240,6 +240,24 @@ def read_state(folder, wanted=None, but=()):
         step = max((entry['step'] for entry in state.entries), default=0)
         state.detail = f'step {step} of {state.config["max_iters"]}'
     return state
+
+
+def read_run_config(path):
+    """What a config.json says of its run. Raises OSError or ValueError."""
+    with unreadable(f'{path} does not say the settings of a run'):
+        config = typed(json.loads(path.read_text(errors='replace')), TrainConfig, GPTConfig)
+        if not {'max_iters', 'seed', 'learning_rate'} <= config.keys():
+            raise KeyError('max_iters, seed, learning_rate')
+    return config
+
+
+def read_entries(path):
+    """The lines of a log.jsonl, [{'step': ...}]. ValueError names a damaged one."""
+    entries = []
+    for number, line in enumerate(path.read_text(errors='replace').splitlines(), 1):
+        with unreadable(f'{path}, line {number}: not a line of a training log'):
+            entries.append(parse_line(line))
+    return entries
 
 
 def foreign_text(state, wanted, but):

@@ -7,7 +7,7 @@ are not. A contrast is the list of its differences, and its verdict follows from
 before the first result:
 
     t test      two-sided, of the differences against 0, with n - 1 degrees of freedom
-    Holm        over all contrasts of a family (of a plan, unless it has several), finished or not
+    Holm        over all contrasts, finished or not
     verdict     `better` or `worse` where p after Holm is at most 0.05, else `undecided`
     nothing     is decided by two seeds or fewer, or before every planned seed has finished
 
@@ -36,7 +36,7 @@ LEAST_FLIPPED = 6  # with five seeds, the p of sign_flip() is never below 2/32
 
 RULE = (
     'Per contrast, the differences of each test seed: a two-sided t test of their mean against 0 '
-    f'(n - 1 degrees of freedom), Holm over all contrasts of the family, verdict at {LEVEL:.0%}; none '
+    f'(n - 1 degrees of freedom), Holm over all contrasts, verdict at {LEVEL:.0%}; none '
     f'with fewer than {LEAST_SEEDS} seeds, none before every test seed of both arms has finished. '
     'The t test takes the differences for symmetric. Where no arm is better, this rule calls with 3, 5 '
     'and 8 seeds 5, 5 and 5% of contrasts better or worse by mistake if the differences are normal, '
@@ -220,11 +220,6 @@ def welch(ours, control):
     return numbers | {'low': float(low), 'high': float(high), 'p': float(test.pvalue)}
 
 
-def half_width(numbers):
-    """Half of the 95% interval, of what describe() gives where it has one."""
-    return (numbers['high'] - numbers['low']) / 2
-
-
 # What verdict_of() and judge_together() say before anything is known.
 UNDECIDED = {
     **dict.fromkeys('p_holm low_holm high_holm p_flip smallest seeds_needed'.split()),
@@ -234,26 +229,20 @@ UNDECIDED = {
 }
 
 
-def judge(contrasts, incomplete=None, families=None):
+def judge(contrasts, incomplete=None):
     """The verdict on every contrast of a plan.
 
     contrasts: {name: {seed: difference}}. incomplete: {name: why no verdict can be given yet, or ''}.
-    families: {name: family}, of contrasts that Holm's correction counts together; by default, all do.
     Returns {name: numbers}: those of describe() and verdict_of().
     """
-    incomplete, families = incomplete or {}, families or {}
-    results, groups = {}, {}
-    for name, differences in contrasts.items():
-        results[name] = describe(differences)
-        groups.setdefault(families.get(name), []).append(name)
-    for names in groups.values():
-        p = []
-        for name in names:
-            is_usable = results[name]['seeds'] >= 2 and not incomplete.get(name)
-            p.append(results[name]['p'] if is_usable else 1.0)
-        for name, p_holm, factor in zip(names, *holm(p), strict=True):
-            reason = incomplete.get(name, '')
-            results[name] |= verdict_of(results[name], reason, p_holm, factor, len(names))
+    incomplete = incomplete or {}
+    results = {name: describe(differences) for name, differences in contrasts.items()}
+    p = []
+    for name, result in results.items():
+        is_usable = result['seeds'] >= 2 and not incomplete.get(name)
+        p.append(result['p'] if is_usable else 1.0)
+    for (name, result), p_holm, factor in zip(results.items(), *holm(p), strict=True):
+        result |= verdict_of(result, incomplete.get(name, ''), p_holm, factor, len(p))
     return results
 
 

@@ -1,11 +1,12 @@
-"""comparison/logs.py and runs.py: what is read of a run's folder, its facts, and what tells two runs apart."""
+"""comparison/runs.py: what is read of a run's folder, its facts, and what tells two runs apart."""
 
 import pytest
-from conftest import raises_one_line
+from conftest import write_json
 from runs import write_run
 
-from comparison.logs import entries_of, read_run_config, text_of_run
 from comparison.runs import difference, facts, origin_of, read_state
+
+SETTINGS = {'learning_rate': 0.1, 'min_lr': 0.01, 'eval_iters': 2, 'batch_size': 8, 'seed': 1}
 
 
 @pytest.mark.parametrize(
@@ -22,27 +23,19 @@ from comparison.runs import difference, facts, origin_of, read_state
     ],
 )
 def test_a_line_that_is_none_of_a_log_is_named(tmp_path, line):
+    write_json(tmp_path / 'config.json', SETTINGS | {'max_iters': 3})
     text = f'{{"step": 0, "loss": 1}}\n{line}\n{{"step": 1}}'
     (tmp_path / 'log.jsonl').write_text(text, encoding='latin-1')  # in which \xff is no UTF-8
-    with raises_one_line(f'{tmp_path}/log.jsonl, line 2: not '):
-        entries_of(text_of_run(tmp_path, 'log.jsonl'), tmp_path / 'log.jsonl')
+    state = read_state(tmp_path)
+    assert state.reason.startswith(f'damaged: {tmp_path}/log.jsonl, line 2: not ')
 
 
-def test_the_settings_of_a_run_are_read_or_what_is_missing_is_named(tmp_path):
-    assert read_run_config(tmp_path) == {}
-    with raises_one_line('config.json'):
-        read_run_config(tmp_path, 'seed')
-    path = tmp_path / 'config.json'
-    path.write_text('{"seed": 3}')
-    assert read_run_config(tmp_path) == read_run_config(tmp_path, 'seed') == {'seed': 3}
-    for text, needed, words in (
-        ('{"seed": 3}', ['seed', 'n_layer'], 'seed, n_layer'),
-        ('{', [], 'settings'),
-        ('[1]', [], 'settings'),
-    ):
-        path.write_text(text)
-        with raises_one_line(f'config.json does not say {words}', of=ValueError):
-            read_run_config(tmp_path, *needed)
+@pytest.mark.parametrize('text', ['{"seed": 3}', '{', '[1]'])
+def test_a_run_whose_settings_cannot_be_read_is_damaged(tmp_path, text):
+    (tmp_path / 'log.jsonl').write_text('')
+    assert 'config.json' in read_state(tmp_path).reason
+    (tmp_path / 'config.json').write_text(text)
+    assert read_state(tmp_path).reason.startswith(f'damaged: {tmp_path}/config.json does not say ')
 
 
 @pytest.mark.parametrize(
@@ -59,8 +52,6 @@ def test_a_setting_of_another_type_is_a_damaged_run(tmp_path, wrong):
 
 
 # --- facts ----------------------------------------------------------------------------------------
-
-SETTINGS = {'learning_rate': 0.1, 'min_lr': 0.01, 'eval_iters': 2, 'batch_size': 8, 'seed': 1}
 
 
 @pytest.mark.parametrize(

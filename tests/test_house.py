@@ -11,7 +11,7 @@ from conftest import ROOT
 # The packages that a file and all that it imports need as soon as it is imported.
 NEEDED = {
     'configurator': set(),
-    'comparison.logs': set(),  # a log can be read where there is no torch
+    'lib.logs': set(),  # a log can be read where there is no torch
     'model': {'torch'},
     'train': {'torch', 'numpy'},
 }
