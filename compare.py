@@ -187,7 +187,7 @@ def main():
         elif argv:
             comparison, folder = compare_arms(options, argv)
         else:
-            print(__doc__.strip())
+            print((__doc__ or '').strip())  # None: python -OO
             sys.exit(2)
     where = sys.stderr if options.print else sys.stdout
     print(f'{report.headline(comparison)}\nwrote {folder}/report.html', file=where)

@@ -26,7 +26,7 @@ from model import refuse
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
-    start: str = ''  # prompt; FILE:path or - (stdin), less a last line break; '': new document; "..." as in Python
+    start: str = ''  # prompt (<|endoftext|> is one token); FILE:path; -: stdin; "..." as in Python; '': new text
     num_samples: int = 1  # continuations, one after the other, each printed as it comes
     max_new_tokens: int = 200  # of each; fewer at <|endoftext|> or where the context is full
     temperature: float = 0.8  # 0: greedy

@@ -53,9 +53,8 @@ class Dataset:
         if not path.exists():
             others = sorted(other.parent.name for other in Path('data').glob('*/meta.json'))
             raise FileNotFoundError(
-                f'no prepared dataset in {self.folder} (there is {", ".join(others) or "none"} in data); '
-                'prepare it with: '
-                f'python prepare_slimpajama.py --source=... --tokenizer=... --out={self.folder}'
+                f'no prepared dataset in {self.folder} (in data: {", ".join(others) or "none"}); prepare it '
+                f'with: python prepare_slimpajama.py --source=... --tokenizer=... --out={self.folder}'
             )
         with unreadable(f'{path} cannot be used', self.advice):
             self.meta = json.loads(path.read_bytes())
