@@ -13,8 +13,8 @@ checkpoint is a run that goes on by itself, to a cooldown of its own.
     mkdir out/run_6000; cp out/run/{config.json,log.jsonl,ckpt_5000.pt} out/run_6000
     python train.py --init_from=resume --out_dir=out/run_6000 --cooldown_iters=1000 --max_iters=6000
 
-SIGTERM, Ctrl-C and a hang-up end a run after its step, and save it. A run whose output nobody can read
-any more, as after `| head`, goes on to its end.
+SIGTERM, Ctrl-C, a hang-up, and output that nobody reads any more, as after `| head`, end a run after its
+step, and save it.
 
 After SIGTERM, torchrun gives its processes 30 seconds to finish their step and to write a checkpoint,
 which at 468M has 5.6 GB. --shutdown-timeout gives them longer (torch 2.13; 2.11 has no such option).
@@ -50,6 +50,7 @@ from lib.rundir import (
     now,
     optimizer_state,
     provenance,
+    typed,
 )
 from model import GPT, SHAPE, GPTConfig, refuse
 
@@ -183,11 +184,11 @@ def decisive(facts):
 
 
 def settings_of(checkpoint):
-    """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default."""
+    """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default. It is not
+    checked: the run may have begun with a file that is gone."""
+    settings = TrainConfig()
     with unreadable(f'{checkpoint["path"]} has settings that are none'):
-        # It may have begun with a checkpoint that is gone.
-        argv = ['--init_from=resume']
-        (settings,) = configure(TrainConfig, argv=argv, under=lambda given: checkpoint['settings'])
+        vars(settings).update(typed(checkpoint['settings'], TrainConfig))
     return settings
 
 
@@ -412,27 +413,29 @@ def evaluate(model, dataset, settings, machine, signals):
 # --- the start of a run: everything that can be refused is refused here ---------------------------
 
 
-@dataclass
 class Start:
-    """What a run starts from."""
+    """What a run starts from: its first step, unless take_weights() or carry_on() changes that."""
 
-    dataset: Dataset
-    rows: TrainingRows
-    model: GPT
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    origin: str  # scratch, or the file or folder that the run's first weights came from
-    step: int = 0
-    skipped: tuple = (0, 0)  # steps: in all, and the last ones in a row
-    wandb_id: str | None = None
-    # Of a run that is carried on: what made the part before, and settings that differ from then.
-    before: dict = field(default_factory=dict)
-    changed: dict = field(default_factory=dict)
+    def __init__(self, settings, config, machine, folder):
+        self.settings = settings
+        self.config = config
+        self.folder = folder
+        self.dataset, self.rows = open_dataset(settings, config, machine)
+        check_memory(config, machine)
+        self.model = GPT(config, settings.seed).to(machine.device)
+        self.optimizers = make_optimizers(self.model, settings)
+        self.scaler = machine.scaler()
+        self.origin = settings.init_from  # scratch, or whose weights the run's first ones were
+        self.step = 0
+        self.skipped = [0, 0]  # steps: in all, and the last ones in a row
+        self.wandb_id = None
+        self.before = {}  # what made the part before
+        self.changed = {}  # {setting: [before, now]}
 
-    def facts(self, settings, config):
+    def facts(self):
         """{name: value} of all that is known of the run before it is trained."""
         known = {'origin': self.origin, 'data': self.dataset.fingerprint()}
-        return asdict(settings) | asdict(config) | known
+        return asdict(self.settings) | asdict(self.config) | known
 
 
 def start_run(settings, config, machine, folder):
@@ -440,33 +443,24 @@ def start_run(settings, config, machine, folder):
     with machine.together():
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(folder.path) else 'scratch'
-        start = fresh_start(settings, config, machine)
+        start = Start(settings, config, machine, folder)
         if settings.init_from == 'resume':
-            carry_on(folder.newest(machine.warn), start, settings, config, machine.warn)
+            carry_on(folder.newest(machine.warn), start, machine.warn)
         else:
-            folder.check_unused(decisive(start.facts(settings, config)), settings.first_save)
+            folder.check_unused(decisive(start.facts()), settings.first_save)
             if settings.init_from != 'scratch':
                 take_weights(load_checkpoint(settings.init_from, machine.warn), start, machine.warn)
         plan = {
             'code': code_fingerprint(),
             'step': start.step,
             'evaluated': folder.has_evaluation(start.step),
-            **start.facts(settings, config),
+            **start.facts(),
         }
         del plan['out_dir']  # which may be spelled in two ways
     plans = machine.gather(plan)
     with machine.together():
         check_alike(plans)
     return start
-
-
-def fresh_start(settings, config, machine):
-    """The Start of a run at its first step."""
-    dataset, rows = open_dataset(settings, config, machine)
-    check_memory(config, machine)
-    model = GPT(config, settings.seed).to(machine.device)
-    optimizers = make_optimizers(model, settings)
-    return Start(dataset, rows, model, optimizers, machine.scaler(), settings.init_from)
 
 
 def check_alike(plans):
@@ -519,24 +513,24 @@ def check_memory(config, machine):
 
 def take_weights(checkpoint, start, warn):
     """Begin a run with the weights of another one's checkpoint."""
-    dataset, config = start.dataset, start.model.config
-    checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
+    checkpoint.check_tokenizer(start.dataset.meta['tokenizer']['sha256'], start.dataset.folder)
     checkpoint.load_weights(start.model)
     # Settings without which the same weights compute something else, changed on purpose.
-    for name, (before, new) in checkpoint.differences(config).items():
+    for name, (before, new) in checkpoint.differences(start.config).items():
         if name not in (*SHAPE, 'dropout'):
             warn(f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {new!r}')
 
 
-def check_same_run(checkpoint, old, settings, config, dataset):
+def check_same_run(checkpoint, old, start):
     """Refuse to go on as another run, with other settings than the `old` ones, but for some. Returns
     those that changed, {name: [old, new]}."""
+    settings, dataset = start.settings, start.dataset
     path, step = checkpoint['path'], checkpoint['step']
     refuse(
         not checkpoint['data']['sha256'],
         f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
     )
-    forbidden = checkpoint.differences(config)
+    forbidden = checkpoint.differences(start.config)
     # Of these, the optimizer has a state, and the others decide the data order.
     for name in ('optimizer', 'seed', 'domain_weights'):
         forbidden[name] = getattr(old, name), getattr(settings, name)
@@ -558,7 +552,7 @@ def check_same_run(checkpoint, old, settings, config, dataset):
 
     changed = {}
     for name, value in asdict(settings).items():
-        if getattr(old, name) != value:
+        if getattr(old, name) != value and name != 'init_from':
             changed[name] = [getattr(old, name), value]
     is_over = step == settings.max_iters
     for name in changed.keys() - HARMLESS - {'max_iters'}:
@@ -570,13 +564,13 @@ def check_same_run(checkpoint, old, settings, config, dataset):
     return changed
 
 
-def carry_on(checkpoint, start, settings, config, warn):
+def carry_on(checkpoint, start, warn):
     """Fill `start` with what a run's checkpoint and its log say, or refuse to go on as another run."""
-    old, step = settings_of(checkpoint), checkpoint['step']
+    old, settings, step = settings_of(checkpoint), start.settings, checkpoint['step']
     # What it was told to keep it keeps.
     passed = {kept for kept in old.save_steps if kept <= step}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
-    start.changed = check_same_run(checkpoint, old, settings, config, start.dataset)
+    start.changed = check_same_run(checkpoint, old, start)
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.model, start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']
@@ -599,12 +593,12 @@ def carry_on(checkpoint, start, settings, config, warn):
 class Reporter:
     """The terminal, the log, the checkpoints and wandb."""
 
-    def __init__(self, settings, config, machine, folder, start, signals):
-        self.settings = settings
-        self.config = config
-        self.machine = machine
-        self.folder = folder
+    def __init__(self, start, machine, signals):
+        settings, config, folder = start.settings, start.config, start.folder
         self.start = start
+        self.settings = settings
+        self.folder = folder
+        self.machine = machine
         self.signals = signals
         self.provenance = provenance(machine)
         self.provenance['attention_kernel'] = machine.attention_kernel(
@@ -612,7 +606,7 @@ class Reporter:
         )
         self.peak_flops = machine.peak_flops()
         self.flops_per_token = start.model.flops_per_token(config.block_size)
-        everything = start.facts(settings, config) | self.provenance
+        everything = start.facts() | self.provenance
         for name, value in everything.items():
             self.say(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
@@ -679,7 +673,7 @@ class Reporter:
 
     def step(self, step, loss, norm, lr, scaler, skipped, seconds):
         """Log one step; seconds: the time that it took."""
-        tokens = self.settings.rows_per_step * self.config.block_size
+        tokens = self.settings.rows_per_step * self.start.config.block_size
         speed = tokens / seconds
         mfu = None
         if self.peak_flops:
@@ -715,7 +709,7 @@ class Reporter:
             'scaler': start.scaler.state_dict(),
             'step': step,
             'settings': asdict(self.settings),
-            'model_config': asdict(self.config),
+            'model_config': asdict(start.config),
             'data': {
                 'row': step * self.settings.rows_per_step,
                 'sha256': start.dataset.hashes(),
@@ -760,7 +754,7 @@ def train(settings, config, machine, micro_steps, closing):
     signals = Signals(closing)
     reporter = None
     if machine.is_first:
-        reporter = Reporter(settings, config, machine, folder, start, signals)
+        reporter = Reporter(start, machine, signals)
     loader = Loader(start.rows, settings, machine, start.step)
     step = start.step
     saved = step if settings.init_from == 'resume' else None

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from conftest import ROOT, mount, unmount, write_dataset  # isort: skip; it says where all others are
+
 from configurator import configure
 
-from conftest import ROOT, mount, unmount, write_dataset
 from runs import FORKS, TINY, assert_same, finish, fork, history, newest
 
 from comparison import launch
