@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.files import write_whole
+from lib.files import locked, write_whole
 from lib.machine import INTERRUPTED, cores, kind_and_index
 from lib.rundir import failure_file
 
@@ -116,8 +116,8 @@ def launch(jobs, slots, gpus, tick):
     queue = list(jobs())
     try:
         while queue or running:
-            while queue and free:
-                job = queue.pop(0)
+            for job in [job for job in queue if not is_held(job.folder)][: len(free)]:
+                queue.remove(job)
                 attempts.add(job.name)
                 # The GPU on which the fewest are: there may be more slots than GPUs.
                 job.slot = min(free, key=[other.slot for other in running].count)
@@ -130,7 +130,7 @@ def launch(jobs, slots, gpus, tick):
                 running.remove(job)
                 free.append(job.slot)
                 record(job)
-            if ended:
+            if ended or not running:
                 queue = [job for job in jobs() if job.name not in attempts]
             tick(running)
     except BaseException:
@@ -139,6 +139,15 @@ def launch(jobs, slots, gpus, tick):
 
 
 SECONDS = 1.0  # between two looks at the trainings
+
+
+def is_held(folder):
+    """Whether another process is training in a folder, such as one that a killed compare.py has left."""
+    try:
+        with locked(folder, 'training in') if folder.exists() else contextlib.nullcontext():
+            return False
+    except OSError:
+        return True
 
 
 def start(job, gpus):

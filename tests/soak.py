@@ -212,7 +212,7 @@ def soak_kills(kills, longest):
     it has finished."""
     folder = Path('out/compare/killed')
     statuses, moments = Counter(), Counter()
-    before = {}
+    before, orphans = {}, set()
     while sum(moments.values()) < kills:
         began = time.time()
         process = start('killed')
@@ -231,12 +231,13 @@ def soak_kills(kills, longest):
             send(signal.SIGKILL, trainings())
         while status == 0 and trainings():  # one that is just leaving
             time.sleep(0.01)
-        assert way == 'compare alone' or not trainings(), f'{way}: a training goes on'
-        while trainings():  # it ends by itself
-            time.sleep(0.01)
-        before = check(folder, status, before)
-        if status == 1:
-            assert len(finished(folder)) < RUNS, 'status 1, and all runs have finished'
+        left = set(trainings()) - orphans
+        assert way == 'compare alone' or not left, f'{way}: a training goes on'
+        orphans = set(trainings())
+        if not orphans:
+            before = check(folder, status, before)
+            if status == 1:
+                assert len(finished(folder)) < RUNS, 'status 1, and all runs have finished'
         if status == 0:
             shutil.rmtree(folder)
             before = {}

@@ -1,5 +1,6 @@
 """comparison/launch.py: trainings side by side, as processes that start, end, fail and are interrupted."""
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from conftest import raises_one_line
 
 import compare
 from comparison import launch
+from lib.files import locked
 
 place = comparisons.place
 
@@ -54,6 +56,24 @@ def test_a_slot_has_one_training_and_no_gpu_is_shared_while_another_idles(tmp_pa
     launch.launch(lambda: jobs, slots, 1, lambda running: None)
     assert begun[:3] == [(0, '0', '4'), (0, '1', '5'), (0, '2', '4')]
     assert begun[3:] == [(1, '3', '5'), (1, '4', '4')]
+
+
+def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
+    """As after a compare.py that was killed, and whose trainings went on."""
+    started, looks, holding = [], [], contextlib.ExitStack()
+    job = launch.Job('mine', [], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
+    monkeypatch.setattr(launch, 'start', lambda *words: started.append(len(looks)))
+
+    def wait(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            holding.close()
+
+    monkeypatch.setattr(launch.time, 'sleep', wait)
+    with holding:
+        holding.enter_context(locked(tmp_path, 'training in'))
+        launch.launch(lambda: [job], [{}], 1, lambda running: None)
+    assert started == [3] and not launch.failure_file(tmp_path).exists()
 
 
 def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
