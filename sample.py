@@ -2,14 +2,13 @@
 Text from a run, through the KV cache.
 
 $ python sample.py --out_dir=out/demo --start="def main("
-$ python sample.py --out_dir=out/resformer_82m --start=FILE:prompt.txt --num_samples=4 --top_k=50
-$ echo "Once upon a time" | python sample.py --out_dir=out/resformer_82m --start=- --temperature=0
+$ python sample.py --out_dir=out/resformer_82m --start="$(cat prompt.txt)" --top_k=50 --seed=2
+$ python sample.py --out_dir=out/resformer_82m --start="Once upon a time" --temperature=0
 """
 
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from configurator import configure
 
@@ -26,9 +25,8 @@ from model import refuse
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
-    start: str = ''  # prompt (<|endoftext|> is one token); FILE:path; -: stdin; "..." as in Python; '': new text
-    num_samples: int = 1  # continuations, one after the other, each printed as it comes
-    max_new_tokens: int = 200  # of each; fewer at <|endoftext|> or where the context is full
+    start: str = ''  # prompt (<|endoftext|> is one token); "..." as in Python; '': new text
+    max_new_tokens: int = 200  # fewer at <|endoftext|> or where the context is full
     temperature: float = 0.8  # 0: greedy
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
     top_p: float = 1.0  # sample from the fewest tokens that have this much of the probability
@@ -37,44 +35,19 @@ class SampleConfig:
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
 
     def __post_init__(self):
-        if self.num_samples < 1 or self.max_new_tokens < 1:
-            raise ValueError('num_samples and max_new_tokens must be at least 1')
         for name, allowed in (
+            ('max_new_tokens', self.max_new_tokens >= 1),
             ('temperature', self.temperature >= 0),
             ('top_k', self.top_k >= 0),
             ('top_p', 0 < self.top_p <= 1),
         ):
             refuse(not allowed, f'{name}={getattr(self, name)} is out of range; see --help')
         for name in ('top_k', 'top_p', 'seed'):
-            if self.temperature == 0 and getattr(self, name) != getattr(SampleConfig, name):
-                raise ValueError(
-                    f'{name} does nothing at temperature=0, where the likeliest token is taken; drop '
-                    'one of them'
-                )
-
-
-def read_prompt(start):
-    """The prompt. A file or standard input is UTF-8, whatever the locale. It loses a byte order mark at
-    its start, and one line break at its end: an editor or `echo` put them there."""
-    name = start.removeprefix('FILE:')
-    try:
-        if start == '-':
-            text = read_stdin()
-        elif start.startswith('FILE:'):
-            text = Path(name).read_text('utf-8')
-        else:
-            return start
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{name} is not a text file: {error}; save it as UTF-8') from None
-    return text.removeprefix('\ufeff').removesuffix('\n')
-
-
-def read_stdin():
-    if sys.stdin is None:  # it was closed
-        raise ValueError('start=-, but there is no standard input; use --start=FILE:path')
-    if hasattr(sys.stdin, 'reconfigure'):  # it may be an io.StringIO
-        sys.stdin.reconfigure(encoding='utf-8')
-    return sys.stdin.read()
+            refuse(
+                self.temperature == 0 and getattr(self, name) != getattr(SampleConfig, name),
+                f'{name} does nothing at temperature=0, where the likeliest token is taken; drop one '
+                'of them',
+            )
 
 
 def prompt_ids(prompt, tokenizer):
@@ -134,14 +107,13 @@ def main():
         device = Machine(settings.device, tf32=True, attention='flash').device
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         model.to(device)
-        prompt = read_prompt(settings.start)
-        ids = prompt_ids(prompt, tokenizer)
-        room = model.config.block_size - len(ids)
-        if room < 1:
-            raise ValueError(
-                f'the prompt has {len(ids)} tokens, the model takes fewer than '
-                f'{model.config.block_size}; shorten it'
-            )
+        ids = prompt_ids(settings.start, tokenizer)
+        block_size = model.config.block_size
+        room = block_size - len(ids)
+        refuse(
+            room < 1,
+            f'the prompt has {len(ids)} tokens, the model takes fewer than {block_size}; shorten it',
+        )
         new_tokens = min(settings.max_new_tokens, room)
         generator = torch.Generator(device).manual_seed(settings.seed % 2**63)
 
@@ -152,14 +124,10 @@ def main():
             return draw_token(logits, *how, generator)
 
         began = time.perf_counter()
-        count = 0
-        for number in range(settings.num_samples):
-            cache = model.new_cache(1, len(ids) + new_tokens)
-            idx = torch.tensor([ids], device=device)
-            tokens = model.generate(idx, new_tokens, choose_known, cache)
-            if number:
-                print('-' * 80)
-            count += print_sample(prompt, tokens, tokenizer)
+        cache = model.new_cache(1, len(ids) + new_tokens)
+        idx = torch.tensor([ids], device=device)
+        tokens = model.generate(idx, new_tokens, choose_known, cache)
+        count = print_sample(settings.start, tokens, tokenizer)
         speed = count / (time.perf_counter() - began)
         print(
             f'{speed:,.0f} tokens/s, cache {cache.nbytes:,} bytes for {cache.max_len} tokens',

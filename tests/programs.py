@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,10 @@ needs_neox = pytest.mark.skipif(
 SIZE = {**variants.SIZE, 'block_size': 24, 'vocab_size': 260}
 
 
-def program(main, *words, stdin=''):
+def program(main, *words):
     """(exit status or message, stdout, stderr) of a program's main()."""
     err = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
-        patch.setattr(sys, 'stdin', io.StringIO(stdin))
+    with contextlib.redirect_stderr(err):
         status, out = call(main, *words)
     assert '\r' not in err.getvalue(), 'a bar of progress is for terminals'
     return status, out, err.getvalue()
