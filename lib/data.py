@@ -60,21 +60,21 @@ class Dataset:
             self.meta = json.loads(path.read_bytes())
             self.check_meta()
         self.check_splits()
-        self.opened = {}  # {path: file}
+        self.opened = {}  # {'train/A.bin': the file}
         self.open_files()
 
     def check_meta(self):
         if self.meta['format'] != DATASET_FORMAT:
             raise ValueError(f'format {self.meta["format"]}, this program reads {DATASET_FORMAT}')
         check_types(self.meta, META)
-        for path, entry in self.files():
-            if not is_domain(path.stem):
+        for name, entry in self.files():
+            if not is_domain(Path(name).stem):
                 raise ValueError(
-                    f'{str(path)!r}: logs use its name for something else, or cannot show it'
+                    f'{name!r}: logs use its name for something else, or cannot show it'
                 )
-            if path.parent.name == 'validation' and (entry['tokens'] < 2 or entry['bytes'] < 1):
+            if name.startswith('validation/') and (entry['tokens'] < 2 or entry['bytes'] < 1):
                 raise ValueError(
-                    f'{path} has {entry["tokens"]} tokens of {entry["bytes"]} bytes, and none to predict'
+                    f'{name} has {entry["tokens"]} tokens of {entry["bytes"]} bytes, and none to predict'
                 )
 
     def check_splits(self):
@@ -88,20 +88,20 @@ class Dataset:
             )
 
     def open_files(self):
-        for path, entry in self.files():
-            self.opened[path] = open(path, 'rb')
-            size, expected = os.fstat(self.opened[path].fileno()).st_size, 2 * entry['tokens']
+        for name, entry in self.files():
+            self.opened[name] = file = open(self.folder / name, 'rb')
+            size, expected = os.fstat(file.fileno()).st_size, 2 * entry['tokens']
             if size != expected:
-                raise ValueError(f'{path} has {size:,} bytes, not {expected:,}; {self.advice}')
+                raise ValueError(f'{file.name} has {size:,} bytes, not {expected:,}; {self.advice}')
 
     def files(self):
-        """(path, its entry in meta.json) of each token file."""
+        """(name, such as train/A.bin, its entry in meta.json) of each token file."""
         for split, domains in self.meta['splits'].items():
             for domain, entry in domains.items():
-                yield self.folder / split / f'{domain}.bin', entry
+                yield f'{split}/{domain}.bin', entry
 
     def hashes(self):
-        return {f'{path.parent.name}/{path.name}': entry['sha256'] for path, entry in self.files()}
+        return {name: entry['sha256'] for name, entry in self.files()}
 
     def fingerprint(self):
         """One short word for all token files: where it is the same, so are they."""
@@ -119,9 +119,9 @@ class Dataset:
             remembered = dict(json.loads(memory.read_bytes()))
 
         marks = dict(remembered)
-        for path, entry in self.files():
+        for name, entry in self.files():
+            path = self.folder / name
             stat = path.stat()
-            name = f'{path.parent.name}/{path.name}'
             mark = [stat.st_size, stat.st_mtime_ns, entry['sha256']]
             is_known = remembered.get(name) == mark and not force
             if is_known or path.parent.name not in splits:
@@ -142,18 +142,18 @@ class Dataset:
 
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""
-        path = self.folder / split / f'{domain}.bin'
+        file = self.opened[f'{split}/{domain}.bin']
         # Read, not mapped: whatever is read through a memory map stays in its resident size.
-        data = os.pread(self.opened[path].fileno(), 2 * count, 2 * start)
+        data = os.pread(file.fileno(), 2 * count, 2 * start)
         tokens = np.frombuffer(data, dtype='<u2')
         available = self.meta['splits'][split][domain]['tokens'] - start
         if len(tokens) < min(count, available):
-            raise ValueError(f'{path} was cut off while it was in use')
+            raise ValueError(f'{file.name} was cut off while it was in use')
         highest = tokens.max(initial=0)
         n_vocab = self.meta['tokenizer']['n_vocab']
         if highest >= n_vocab:
             raise ValueError(
-                f'{path} has the id {highest}, and n_vocab in meta.json is {n_vocab}: correct either'
+                f'{file.name} has the id {highest}, and n_vocab in meta.json is {n_vocab}: correct either'
             )
         return tokens.astype(np.int64)
 
@@ -186,9 +186,8 @@ class TrainingRows:
         weights = weights or tokens
         check_weights(weights, domains, dataset.folder)
         total = sum(weights.values())
-        self.domains = [domain for domain in sorted(weights) if weights[domain] > 0]
-        self.shares = {domain: weights[domain] / total for domain in self.domains}
-        self.sizes = {d: dataset.sequences('train', d, block_size) for d in self.domains}
+        self.shares = {d: weights[d] / total for d in sorted(weights) if weights[d] > 0}
+        self.sizes = {d: dataset.sequences('train', d, block_size) for d in self.shares}
         for domain, size in self.sizes.items():
             if size < 1:
                 raise ValueError(
@@ -198,9 +197,8 @@ class TrainingRows:
                 )
 
         self.row = 0
-        self.counts = dict.fromkeys(self.domains, 0)  # rows so far
+        self.counts = dict.fromkeys(self.shares, 0)  # rows so far
         self.orders = {}  # domain -> (epoch, its permutation)
-        self.warned = set()
 
     def seek(self, row):
         """Go on to a row, by counting: two seconds for a million rows."""
@@ -214,9 +212,9 @@ class TrainingRows:
         within 1 - 1 / (2k - 2) rows of its share, k being the number of domains.
         """
         self.row += 1
-        k = len(self.domains)
+        k = len(self.shares)
         slack = 1 / (2 * k - 2) if k > 1 else 0.0
-        best, earliest = self.domains[0], float('inf')
+        best, earliest = next(iter(self.shares)), float('inf')
         for domain, share in self.shares.items():
             lag = self.row * share - self.counts[domain]
             due = (1 - slack - lag) / share
@@ -228,25 +226,25 @@ class TrainingRows:
     def next(self):
         """(domain, first token) of the next row."""
         domain = self.next_domain()
-        size = self.sizes[domain]
-        epoch, index = divmod(self.counts[domain] - 1, size)
-        if epoch and domain not in self.warned:
-            self.warned.add(domain)
-            self.warn(
-                f'warning: {domain} is in epoch {epoch + 1} at row {self.row - 1:,}: '
-                f'its {size:,} sequences repeat'
-            )
+        epoch, index = divmod(self.counts[domain] - 1, self.sizes[domain])
         return domain, int(self.order(domain, epoch)[index]) * self.block_size
 
     def order(self, domain, epoch):
         """The permutation of a domain's sequences in an epoch."""
-        if domain not in self.orders or self.orders[domain][0] != epoch:
+        before, permutation = self.orders.get(domain, (None, None))
+        if epoch != before:
+            size = self.sizes[domain]
+            if epoch and not before:
+                self.warn(
+                    f'warning: {domain} is in epoch {epoch + 1} at row {self.row - 1:,}: '
+                    f'its {size:,} sequences repeat'
+                )
             key = [self.seed % 2**32, zlib.crc32(domain.encode()), epoch]
-            permutation = np.arange(self.sizes[domain], dtype=np.uint32)
+            permutation = np.arange(size, dtype=np.uint32)
             # Not default_rng: numpy promises never to change the stream of a RandomState.
             np.random.RandomState(key).shuffle(permutation)
             self.orders[domain] = epoch, permutation
-        return self.orders[domain][1]
+        return permutation
 
     def batch(self, size):
         """The next `size` rows, (size, block_size + 1) int64."""

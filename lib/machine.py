@@ -206,15 +206,13 @@ class Machine:
 
     def peak_flops(self):
         """Dense half-precision FLOP/s of one GPU; None where that is unknown or does not apply."""
-        if self.kind != 'cuda' or self.dtype == 'float32':
-            return None
         name = self.name()
-        if re.search('MIG|Laptop|Ti$|D$', name):  # a slice of a GPU, or not the one it sounds like
+        # MIG, Laptop, ...: a slice of a GPU, or not the one it sounds like.
+        if self.dtype == 'float32' or re.search('MIG|Laptop|Ti$|D$', name):
             return None
         for pattern, flops in PEAK_FLOPS.items():
             if re.search(rf'\b{pattern}\b', name):
                 return flops
-        return None
 
 
 def kind_and_index(device):

@@ -238,10 +238,10 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(p
     prepared('short', {'train': {'A': 100, 'B': BLOCK}, 'validation': {'A': 50}})
     with raises_one_line('B', 'block_size=8', 'domain_weights'):
         rows('short')
-    assert rows('short', {'A': 1, 'B': 0}).domains == ['A']
+    assert list(rows('short', {'A': 1, 'B': 0}).shares) == ['A']
     # A domain without training documents is left out.
     prepared('none', {'train': {'A': 100, 'B': 0}, 'validation': {'A': 50, 'B': 50}})
-    assert rows('none').domains == ['A']
+    assert list(rows('none').shares) == ['A']
 
 
 # --- the thread ----------------------------------------------------------------------------------
