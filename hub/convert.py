@@ -26,7 +26,8 @@ from configurator import choose, convert
 import torch
 
 from lib import tokenizer as tokenizers
-from lib.files import hub_error, one_line_errors, write_json
+from lib.files import one_line_errors, write_json
+from lib.hub import hub_error
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
 from lib.trained import load_run

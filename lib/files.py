@@ -6,10 +6,8 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import signal
 import sys
-import textwrap
 from pathlib import Path
 
 # The version of the format of data/<dataset>/meta.json and of the token files beside it.
@@ -168,17 +166,6 @@ def first_line(error):
     """The first line of an exception's message, or the name of its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def hub_error(error):
-    """(why, in one line; whether it may pass) of what the hub's client, or one below it, has raised."""
-    if not hasattr(error, 'response') and error.__cause__:  # of a file that could not be looked for
-        error = error.__cause__
-    status = getattr(getattr(error, 'response', None), 'status_code', None)
-    # Its first line may be a status and an id, with the reason below.
-    reason = re.sub(r'^\d+ Client Error.*\n', '', str(error)) or type(error).__name__
-    may_pass = status is None or status >= 500 or status in (408, 429)
-    return textwrap.shorten(reason, 300, placeholder=' ...'), may_pass
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.files import first_line, hub_error, is_domain
-from lib.tokenizer import HUB_ID
+from lib.files import first_line, is_domain
+from lib.hub import HUB_ID, hub_error
 
 # The paper's Table 2, as printed.
 TABLE_2 = {

@@ -22,12 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.files import first_line, hub_error, unreadable
+from lib.files import first_line, unreadable
+from lib.hub import HUB_ID, hub_error
 
 EOT = '<|endoftext|>'
-
-# The id of a repository on the Hugging Face hub.
-HUB_ID = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
 
 # tiktoken's regex engine panics at about a million blanks in a row: longer runs than these are cut.
 MAX_BLANKS = 200_000

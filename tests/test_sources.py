@@ -22,7 +22,7 @@ from documents import (
 
 from lib import sources
 from lib.data import Dataset
-from lib.files import hub_error
+from lib.hub import hub_error
 from lib.sources import TABLE_2
 
 pytestmark = pytest.mark.usefixtures('here')
