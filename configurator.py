@@ -15,6 +15,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import os
 import re
@@ -76,9 +77,8 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
     if words:
         overrides[plain] = tuple(words)
     values |= overrides
-    own = under(values) if under else {}
-    for key in own.keys() & hints.keys():
-        values.setdefault(key, convert(own[key], hints[key], key))
+    if under:
+        values = under(values) | values
 
     instances = []
     for schema in schemas:
@@ -183,20 +183,13 @@ def convert(value, hint, where, text=None):
 
 
 def check_plain(value, where):
-    """ValueError for a value that a checkpoint could not hold, such as NumPy's: it is read back without
-    any other types than Python's own."""
-    if type(value) in (tuple, list):
-        parts = value
-    elif type(value) is dict:
-        parts = (*value, *value.values())
-    elif type(value) in (int, float, str, bool, types.NoneType):
-        return
-    else:
+    """ValueError for a value that a checkpoint or config.json could not hold, such as NumPy's or a set."""
+    try:
+        json.dumps(ast.literal_eval(repr(value)))
+    except (ValueError, TypeError, SyntaxError):
         raise ValueError(
             f"{where} holds {value!r}, which is none of Python's own numbers and strings"
-        )
-    for part in parts:
-        check_plain(part, where)
+        ) from None
 
 
 def fits(value, kind):
