@@ -51,10 +51,6 @@ KINDS = ('.parquet', '.jsonl', '.zst', '.zstd', '.gz'), ('.json',), ('.txt',)
 # How pyarrow calls what an ending says.
 COMPRESSIONS = {'.zst': 'zstd', '.zstd': 'zstd', '.gz': 'gzip'}
 
-# What is replaced in the name of a folder that becomes a domain and the name of its token files: of
-# ASCII all but letters, digits and _.-, a dot in front, and what is no text (lone surrogates).
-UNSAFE = re.compile(r'[^A-Za-z0-9_.\-\u00a1-\ud7ff\ue000-\U0010ffff]|^\.')
-
 # Bytes in a line of .jsonl, and on average in four rows of .parquet. SlimPajama's longest books have some 10 MB.
 MAX_LINE = 64 * 2**20
 
@@ -144,10 +140,6 @@ def with_validation(units):
     return [unit if unit.domain in held_out else unit._replace(split='hash') for unit in units]
 
 
-def is_here(source):
-    return source == 'stdlib' or os.path.isdir(source)
-
-
 def seeded_place(seed, name):
     """What to sort names by, for an order that the seed decides."""
     return hash_fraction(seed, name), name
@@ -233,28 +225,17 @@ def split_of(name):
     return match.lastgroup if match else 'train'
 
 
-def by_domain(source, names):
-    """{name: domain}. The first folder of a name that names no split is its domain, or else the source's
-    own folder."""
+def domain_of(source, name):
+    """The first folder of a file's name that names no split, or else the source's own folder."""
     root = Path(os.path.realpath(source)).name
-    domains = {}
-    folders = {}  # {domain: folder}
-    for name in sorted(names):
-        parents = [folder for folder in name.split('/')[:-1] if not SPLIT.match(f'{folder}/')]
-        folder = [*parents, root][0]
-        domain = UNSAFE.sub('_', folder)
-        if folders.setdefault(domain, folder) != folder:
-            raise ValueError(
-                f'{folder!r} and another folder of {source} would both be the domain {domain!r}: '
-                'rename one'
-            )
-        if not is_domain(domain):
-            raise ValueError(
-                f'{folder!r} of {source} would be the domain {domain!r}, a name that logs use for '
-                'something else or cannot show: rename the folder'
-            )
-        domains[name] = domain
-    return domains
+    folders = [folder for folder in name.split('/')[:-1] if not SPLIT.match(f'{folder}/')]
+    domain = [*folders, root][0]
+    if not is_domain(domain):
+        raise ValueError(
+            f'{domain!r} of {source} would be a domain, whose name logs use for something else or cannot '
+            'show: rename the folder'
+        )
+    return domain
 
 
 def row_units(source, splits, sizes, commit, column):
@@ -266,8 +247,7 @@ def row_units(source, splits, sizes, commit, column):
         units.append(Unit(name, '', split, read, paths, sizes[name], (source, commit)))
     if is_slimpajama(units, column):
         return units
-    domains = by_domain(source, splits)
-    return [unit._replace(domain=domains[unit.name]) for unit in units]
+    return [unit._replace(domain=domain_of(source, unit.name)) for unit in units]
 
 
 def is_slimpajama(units, column):
@@ -283,8 +263,8 @@ def is_slimpajama(units, column):
 def text_folder_units(source, splits, seed):
     """The units of files of plain text, {name: split}."""
     groups = collections.defaultdict(list)
-    for name, domain in by_domain(source, splits).items():
-        groups[domain, splits[name]].append(name)
+    for name, split in splits.items():
+        groups[domain_of(source, name), split].append(name)
     units = []
     for (domain, split), names in groups.items():
         units += text_units(domain, source, names, seed, split)
