@@ -54,14 +54,7 @@ from lib.machine import ATTENTION, Machine
 from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from model import GPT, GPTConfig, refuse
-from train import (
-    TrainConfig,
-    attention_setting,
-    checkpoint_blocks,
-    distribute,
-    make_optimizers,
-    train_step,
-)
+from train import TrainConfig, attention_setting, distribute, make_optimizers, train_step
 
 # {variant: its config file}
 VARIANTS = {
@@ -106,7 +99,6 @@ class BenchConfig(TableConfig):
     batch_size: int = 32  # sequences of each process in a step
     optimizer: str = ''  # adamw, muon; '': the variant's own, as modern's, else adamw
     activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
-    activation_checkpointing: bool = False  # store less, compute it again
 
     def __post_init__(self):
         super().__post_init__()
@@ -131,11 +123,9 @@ class DecodeConfig(TableConfig):
     attention: str = 'flash'
     batch_sizes: tuple = (1, 8)  # texts decoded at once
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
-    new_tokens: int = 32  # timed tokens, the last ones of the context
 
     def __post_init__(self):
         super().__post_init__()
-        refuse(self.new_tokens < 1, f'new_tokens={self.new_tokens} must be at least 1')
         for name in ('batch_sizes', 'contexts'):
             sizes = getattr(self, name)
             are_counts = all(type(size) is int and size >= 1 for size in sizes)
@@ -146,14 +136,12 @@ class DecodeConfig(TableConfig):
 
 
 # Settings that a row may have for itself, besides the fields that make its variant.
-OF_ROWS = (
-    'compile mode attention activation_memory_budget activation_checkpointing optimizer'.split()
-)
+OF_ROWS = ('compile', 'mode', 'attention', 'activation_memory_budget', 'optimizer')
 # Those that say how to compile: a row that is not compiled does not take them from the command line.
 OF_COMPILER = ('mode', 'activation_memory_budget')
 
-
 PREFILL_CHUNK = 2048  # tokens of a prefill's forward pass
+NEW_TOKENS = 32  # tokens that are decoded and timed, the last ones of the context
 
 # --- a row's name --------------------------------------------------------------------------------
 
@@ -208,7 +196,6 @@ def check_peer(settings, config):
         '--peers=hf needs transformers: pip install -r requirements-dev.txt',
     )
     own = ['optimizer'] if settings.optimizer not in ('', 'adamw') else []
-    own += ['activation_checkpointing'] * settings.activation_checkpointing
     ours = [*config.variant(), *own]
     refuse(ours, f"hf is transformers' Llama, which has no {', '.join(ours)} of ours; drop it")
 
@@ -332,8 +319,6 @@ class Row:
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
         if isinstance(model, GPT):
             optimizers = make_optimizers(model, self.settings.training())
-        if self.settings.activation_checkpointing:
-            checkpoint_blocks(model)
         compiled = distribute(self.compiled(model), self.machine)
         self.parts = compiled, optimizers, self.machine.scaler()
         counted = GPT.without_weights(self.config)
@@ -444,14 +429,13 @@ class Decoder(Row):
 
     @torch.no_grad()
     def act(self, idx):
-        """Prefill all but the last new_tokens of the texts, and decode those. Returns seconds per token.
+        """Prefill all but the last NEW_TOKENS of the texts, and decode those. Returns seconds per token.
 
         The prefill is not compiled: a program that decodes would compile for every length of text.
         """
         model, one_token, cache = self.parts
         cache.position.zero_()
-        new = self.settings.new_tokens
-        prompt, rest = idx[:, :-new], idx[:, -new:]
+        prompt, rest = idx[:, :-NEW_TOKENS], idx[:, -NEW_TOKENS:]
         seconds = stopwatch(self.machine)
         for chunk in prompt.split(PREFILL_CHUNK, dim=1):
             model(chunk, cache=cache, last_only=True)
@@ -463,11 +447,11 @@ class Decoder(Row):
             logits.argmax(dim=-1)
         total = seconds()
         self.first = self.first or total
-        return total / new
+        return total / NEW_TOKENS
 
     def numbers(self, seconds):
         batch, context = self.about['batch'], self.about['context']
-        prompts = batch * (context - self.settings.new_tokens)
+        prompts = batch * (context - NEW_TOKENS)
         prefill = np.median(self.prefill[-len(self.seconds) :])
         _, _, cache = self.parts
         return {
@@ -518,20 +502,15 @@ def attempt(row, act, *args):
 
 
 def turns(rows, settings, machine):
-    """(row, whether its step is timed) of each step, in order, with a bar and the time left.
-
-    The first steps, which compile, have a bar of their own: they would spoil the other's estimate.
-    """
+    """(row, whether its step is timed) of each step, in order, with a bar and the time left."""
     rounds = range(-settings.warmup, settings.rounds)
-    order = [(row, round_ >= 0) for round_ in rounds for row in rows]
-    bars = {'first steps': order[: len(rows)], 'steps': order[len(rows) :]}
-    for name, steps in bars.items():
-        bar = tqdm(steps, desc=name, disable=None if machine.is_first else True)
-        for row, timed in bar:
-            bar.set_postfix_str(row.name)
-            yield row, timed
-            if name == 'first steps' and not row.problem:
-                bar.write(f'{row.name}: {row.first:.1f} s', file=sys.stderr)
+    steps = [(row, round_ >= 0) for round_ in rounds for row in rows]
+    bar = tqdm(steps, disable=None if machine.is_first else True)
+    for number, (row, timed) in enumerate(bar):
+        bar.set_postfix_str(row.name)
+        yield row, timed
+        if number < len(rows) and not row.problem:
+            bar.write(f'{row.name}: {row.first:.1f} s', file=sys.stderr)
 
 
 def time_groups(groups, settings, about, machine):
@@ -619,10 +598,9 @@ def check_start(settings, shape, machine):
             'each process would decode the same by itself; start bench.py decode without torchrun',
         )
         refuse(
-            settings.new_tokens >= min(settings.contexts)
-            or max(settings.contexts) > shape.block_size,
-            f'contexts={settings.contexts} must be above new_tokens={settings.new_tokens} and at '
-            f'most block_size={shape.block_size}',
+            min(settings.contexts) <= NEW_TOKENS or max(settings.contexts) > shape.block_size,
+            f'contexts={settings.contexts} must be above {NEW_TOKENS}, the tokens that are decoded, '
+            f'and at most block_size={shape.block_size}',
         )
     elif machine.kind == 'cpu':
         counted = GPT.without_weights(shape).flops_per_token(shape.block_size)
