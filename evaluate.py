@@ -12,7 +12,6 @@ items come from.
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +31,6 @@ from lib.tables import check_out, markdown_table, save_numbers
 from lib.tasks import TASKS, harness
 from lib.trained import find_weights, load_run
 from model import LOSS_CHUNK, refuse
-
-# What the standard errors are over; every table and JSON file says so.
-LOSS_ERRORS = 'over windows of one run, not over seeds'
-TASK_ERRORS = 'over items of one run, not over seeds'
 
 
 @dataclass
@@ -63,20 +58,14 @@ class LossConfig(EvaluateConfig):
 class TasksConfig(EvaluateConfig):
     tasks: str = ','.join(TASKS)  # which, separated by commas
     data_dir: str = ''  # a folder with the tasks' files; '': the hub
-    limit: int = 0  # only the first items of each task; 0: all
 
     def __post_init__(self):
         super().__post_init__()
-        refuse(self.limit < 0, f'limit={self.limit} must not be negative')
         for name in self.tasks.split(','):
             refuse(
                 name not in TASKS,
                 f'there is no task {name!r}; the tasks are {", ".join(TASKS)}',
             )
-        refuse(
-            int(os.environ.get('WORLD_SIZE') or 1) > 1,
-            'evaluate.py tasks is one process: start it without torchrun',
-        )
 
 
 @torch.no_grad()
@@ -111,22 +100,12 @@ def score(model, idx, targets, machine, n_vocab=None):
 # --- loss per domain -----------------------------------------------------------------------------
 
 
-def evaluate_losses(runs, settings, machine):
-    """The losses of several runs, as a dict for JSON: the provenance, and under 'runs' {run: report}.
-
-    A report has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
-    `standard_error` over windows of one run (not over seeds), and the `bits_per_byte`.
-    """
-    reports = {}
-    numbers = {**provenance(machine), 'standard_errors': LOSS_ERRORS, 'runs': reports}
-    for run in map(str, runs):
-        reports[run] = run_losses(run, settings, machine)
-        save_numbers(numbers, settings, machine)  # a later run may fail
-    return numbers
-
-
 def run_losses(run, settings, machine):
-    """The report of a run, a dict for JSON."""
+    """What a run scores on its validation split, a dict for JSON.
+
+    It has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
+    `standard_error` over windows of this run (not over seeds), and the `bits_per_byte`.
+    """
     model, _, checkpoint = load_run(run, settings.tokenizer)
     name = settings.dataset or checkpoint['settings']['dataset']
     refuse(not name, f'{run} was imported, and has no dataset: say on which --dataset')
@@ -212,37 +191,26 @@ def mean_of(entries, name):
 # --- zero-shot tasks -----------------------------------------------------------------------------
 
 
-def evaluate_tasks(runs, settings, machine):
-    """Zero-shot scores of several runs, as a dict for JSON.
+def run_tasks(run, settings, machine):
+    """What a run scores on tasks, without examples in the prompt, a dict for JSON.
 
-    It has the provenance, and under 'runs' the scores of each run: for each of its `tasks`, and
-    as their `average`, the accuracy. Standard errors are over items of one run, not over seeds.
+    It has the scores of each of its `tasks` and, as their `average`, the accuracy. Standard errors are
+    over the items that this run answers, not over seeds.
     """
     names = settings.tasks.split(',')
-    ask = harness(names, settings.data_dir, settings.limit)
-    reports = {}
-    numbers = {
-        **provenance(machine),
-        'standard_errors': TASK_ERRORS,
-        'limit': settings.limit,
+    model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
+    lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
+    output = harness(names, settings.data_dir)(lm)
+    block_size = model.config.block_size
+    scores = {name: task_scores(output, name, lm, block_size) for name in names}
+    return {
+        'tasks': scores,
+        'average': mean_of(scores, 'acc'),
         # A name, not a path, which tells of somebody's machine. None: from the hub.
         'data': Path(settings.data_dir).resolve().name if settings.data_dir else None,
-        'runs': reports,
+        'step': checkpoint['step'],
+        'block_size': block_size,
     }
-    for run in map(str, runs):
-        model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
-        lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
-        output = ask(lm)
-        block_size = model.config.block_size
-        scores = {name: task_scores(output, name, lm, block_size) for name in names}
-        reports[run] = {
-            'tasks': scores,
-            'average': mean_of(scores, 'acc'),
-            'step': checkpoint['step'],
-            'block_size': block_size,
-        }
-        save_numbers(numbers, settings, machine)  # a later run may fail
-    return numbers
 
 
 def task_scores(output, name, lm, block_size):
@@ -253,7 +221,7 @@ def task_scores(output, name, lm, block_size):
     scores = {'items': len(samples), 'chance': float(np.mean(chances))}
     for metric in ('acc', 'acc_stderr', 'acc_norm', 'acc_norm_stderr'):
         value = output['results'][name].get(f'{metric},none')
-        if isinstance(value, float):  # the error of a single item is 'N/A'
+        if value is not None:
             scores[metric] = value
 
     choices = [''.join(texts) for sample in samples for texts in sample['arguments']]
@@ -317,7 +285,7 @@ def print_losses(numbers):
         title = f'{run}, step {report["step"]:,}'
         columns.append((title, table_cells(entries, 'loss', 4, 'standard_error')))
         columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
-    print_table(columns, LOSS_ERRORS)
+    print_table(columns, numbers['standard_errors'])
 
 
 def print_tasks(numbers):
@@ -331,7 +299,7 @@ def print_tasks(numbers):
             cells = table_cells(entries, metric, 3, f'{metric}_stderr')
             columns.append((f'{run}, {metric}', cells))
     columns.append(('chance', table_cells(entries, 'chance', 3)))
-    print_table(columns, TASK_ERRORS)
+    print_table(columns, numbers['standard_errors'])
 
     for run, report in numbers['runs'].items():
         cuts = {name: scores['cut_choices'] for name, scores in report['tasks'].items()}
@@ -361,23 +329,35 @@ def print_table(columns, errors):
     print(f'\n±: standard errors {errors}.')
 
 
-# {mode: what measures, and what prints}
-PARTS = {'loss': (evaluate_losses, print_losses), 'tasks': (evaluate_tasks, print_tasks)}
+# --- the program ---------------------------------------------------------------------------------
+
+# {mode: (what scores a run, what prints the scores, what their standard errors are over)}
+PARTS = {
+    'loss': (run_losses, print_losses, 'over windows of one run, not over seeds'),
+    'tasks': (run_tasks, print_tasks, 'over items of one run, not over seeds'),
+}
 
 
 def main():
     with one_line_errors():
         modes = {'loss': (LossConfig,), 'tasks': (TasksConfig,)}
         mode, (settings,) = choose(modes, __doc__, plain='runs')
-        runs = settings.runs
-        for run in runs:
+        for run in settings.runs:
             find_weights(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
+        refuse(
+            mode == 'tasks' and machine.world_size > 1,
+            'evaluate.py tasks is one process: start it without torchrun',
+        )
         machine.join()
 
     with one_line_errors(everywhere=True), advise_on_memory('Lower --batch_size.'):
-        evaluate, show = PARTS[mode]
-        numbers = evaluate(runs, settings, machine)
+        score_run, show, errors = PARTS[mode]
+        reports = {}
+        numbers = {**provenance(machine), 'standard_errors': errors, 'runs': reports}
+        for run in map(str, settings.runs):
+            reports[run] = score_run(run, settings, machine)
+            save_numbers(numbers, settings, machine)  # a later run may fail
         if machine.is_first:
             show(numbers)
     machine.close()

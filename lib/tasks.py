@@ -29,11 +29,11 @@ TASKS = tuple(PUBLISHED)  # in the order of Table 1's columns
 # --- the harness's tasks -------------------------------------------------------------------------
 
 
-def harness(names, data_dir, limit=0):
+def harness(names, data_dir):
     """lm-evaluation-harness's simple_evaluate(), to be called with an LM, on the tasks of these names.
 
-    Their items are those of the hub or of `data_dir`. limit: only the first items of each; 0: all.
-    Raises OSError or ValueError where the items are missing or damaged.
+    Their items are those of the hub or of `data_dir`. Raises OSError or ValueError where they are
+    missing or damaged.
     """
     try:
         import datasets
@@ -58,7 +58,6 @@ def harness(names, data_dir, limit=0):
         lm_eval.simple_evaluate,
         tasks=list(tasks.values()),
         num_fewshot=0,
-        limit=limit or None,
         task_manager=manager,
     )
 
