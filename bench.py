@@ -15,8 +15,8 @@ line. A + changes a field or a setting for one row alone, as in
 --variants=vanilla,vanilla+q_residual=True,vanilla+compile=False,vanilla+attention=flash
 
 Rows take turns (A B C A B C), so that whatever else the machine does hits all of them. Each row times
-the step that train.py takes, with one micro-batch: forward, backward, scaler, clipping, and the
-optimizer of its config. When decoding, it times the prefill of all but the last tokens, which is never
+the step that train.py takes: forward and backward of each micro-batch (--micro_steps), scaler, clipping,
+and the optimizer of its config. When decoding, it times the prefill of all but the last tokens, which is never
 compiled, and then those tokens, one by one, by default in CUDA graphs.
 
 The names of the numbers are those of --out:
@@ -96,14 +96,20 @@ class TableConfig:
 @dataclass
 class BenchConfig(TableConfig):
     peers: str = ''  # hf: transformers' Llama of the same shape, compiled and uncompiled
-    batch_size: int = 32  # sequences of each process in a step
+    batch_size: int = 32  # sequences of each process in a micro-batch
+    micro_steps: int = 1  # micro-batches of each process in a step, as training accumulates them
     optimizer: str = ''  # adamw, muon; '': the variant's own, as modern's, else adamw
     activation_memory_budget: float = 1.0  # compiled: share of activations stored; less: recomputed
 
     def __post_init__(self):
         super().__post_init__()
+        refuse(self.micro_steps < 1, f'micro_steps={self.micro_steps} must be at least 1')
         refuse(self.peers not in ('', 'hf'), f"peers={self.peers!r} is not '' or 'hf'")
         self.training()
+
+    @property
+    def rows_per_step(self):
+        return self.batch_size * self.micro_steps
 
     def training(self):
         """The settings of a training that takes such steps. Refuses what training would."""
@@ -356,8 +362,8 @@ class Row:
         functorch_config.activation_memory_budget = self.settings.activation_memory_budget
         model, optimizers, scaler = self.parts
         seconds = stopwatch(self.machine)
-        clip = TrainConfig.grad_clip
-        train_step(model, optimizers, scaler, self.machine, lambda: batch, 1, clip)
+        micro_steps, clip = self.settings.micro_steps, TrainConfig.grad_clip
+        train_step(model, optimizers, scaler, self.machine, lambda: batch, micro_steps, clip)
         return seconds()
 
     def profile(self, batch, folder):
@@ -392,7 +398,7 @@ class Row:
     def numbers(self, seconds):
         """What follows from the median seconds of a step: of all processes together."""
         processes = self.machine.world_size
-        tokens = processes * self.settings.batch_size * self.config.block_size
+        tokens = processes * self.settings.rows_per_step * self.config.block_size
         speed = tokens / seconds
         peak_flops = self.machine.peak_flops()
         flops = self.flops_per_token * speed / processes
@@ -604,7 +610,7 @@ def check_start(settings, shape, machine):
         )
     elif machine.kind == 'cpu':
         counted = GPT.without_weights(shape).flops_per_token(shape.block_size)
-        if counted * settings.batch_size * shape.block_size > 1e13:
+        if counted * settings.rows_per_step * shape.block_size > 1e13:
             machine.warn(
                 'note: a step of this size takes minutes on a CPU; try --n_layer=4 --batch_size=1 '
                 '--block_size=512'

@@ -151,10 +151,6 @@ class Part(nn.Module):
         if wiring.sources:
             WEIGHTINGS[wiring.weighting].make(self)
 
-    def project(self, x, raw):
-        """x (B, T, C) -> (B, heads, T, hs), raw; behind its own heads those that are lent."""
-        return append_lent_heads(to_heads(self.config, self.proj(x)), raw, self.wiring.lenders)
-
     def forward(self, x, raw, attended, rope, cache):
         """What the layer attends with, (B, heads, T, hs). Arguments as in Attention.forward()."""
         wiring = self.wiring
@@ -179,6 +175,7 @@ class Part(nn.Module):
         # Half precision would round a learned weight, and the gradient of one, a sum over all
         # positions, would overflow long before any other. So whatever has weights is multiplied in
         # their type.
+        x = x.to(next(self.parameters(), x).dtype)
         with torch.autocast(x.device.type, enabled=False):
             weights = WEIGHTINGS[self.wiring.weighting].weights(self, x)[: len(tensors)]
             first, *others = [w * t for w, t in zip(weights, tensors, strict=True)]
@@ -214,7 +211,7 @@ class Attention(nn.Module):
         """
         B, T, C = x.size()
         parts = self.q, self.k, self.v
-        raw = raw | {p.wiring.key: p.project(x, raw) for p in parts if p.wiring.projects}
+        raw = raw | self.project(x, raw)
         made = {p.wiring.key: p(x, raw, attended, rope, cache) for p in parts}
         attended = attended | made
         q, _, v = made.values()
@@ -228,6 +225,21 @@ class Attention(nn.Module):
 
         y = self.after(y, x, raw, v).transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
+
+    def project(self, x, raw):
+        """{key: (B, heads, T, hs)} of what the layer projects from x (B, T, C): raw, and behind its own
+        heads those that are lent."""
+        # Values that are not mixed are what attention keeps for its backward pass. In one product with
+        # q and k, they would keep the raw ones, too.
+        q, k, v = self.q, self.k, self.v
+        groups = [[q, k, v]] if v.wiring.sources else [[q, k], [v]]
+        projected = {}
+        for group in groups:
+            parts = [part for part in group if part.wiring.projects]
+            for part, t in zip(parts, products(x, [p.proj for p in parts]), strict=True):
+                t = to_heads(self.config, t)
+                projected[part.wiring.key] = append_lent_heads(t, raw, part.wiring.lenders)
+        return projected
 
     def after(self, y, x, raw, v):
         """What else happens to attention's output y (B, nh, T, hs). x (B, T, C): what the layer projects;
@@ -261,7 +273,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         if self.config.arch == 'llama':
-            x = F.silu(self.c_gate(x)) * self.c_fc(x)
+            gate, x = products(x, [self.c_gate, self.c_fc])
+            x = F.silu(gate) * x
         else:
             x = F.gelu(self.c_fc(x), approximate='tanh')
         return F.dropout(self.c_proj(x), self.config.dropout, self.training)
@@ -662,7 +675,6 @@ def make_head_gate(part):
 
 def head_gate(part, x):
     """W x + b for each token and KV head."""
-    x = x.to(part.gate.weight.dtype)  # autocast is off
     return part.gate(x[..., : part.gate.in_features])
 
 
@@ -675,7 +687,6 @@ def make_channel_gate(part):
 
 def channel_gate(part, x):
     """b + (x A) B for each token and channel."""
-    x = x.to(part.gate_down.weight.dtype)
     return part.gate_up(part.gate_down(x)) + part.gate_bias
 
 
@@ -838,6 +849,18 @@ def remove_along(y, v):
     return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
+def products(x, matrices):
+    """[matrix(x)] of several nn.Linear. In training it is one product, which a GPU computes faster;
+    without gradients it is not, because a decoder would copy the weights for each token."""
+    if len(matrices) < 2 or not torch.is_grad_enabled():
+        return [matrix(x) for matrix in matrices]
+    weight = torch.cat([matrix.weight for matrix in matrices])
+    has_bias = matrices[0].bias is not None
+    bias = torch.cat([matrix.bias for matrix in matrices]) if has_bias else None
+    sizes = [matrix.out_features for matrix in matrices]
+    return F.linear(x, weight, bias).split(sizes, dim=-1)
+
+
 def append_lent_heads(t, tensors, lenders):
     """t (B, heads, T, hs), and behind its heads the further ones of the tensor with this key, if any."""
     for key in lenders:
@@ -861,9 +884,11 @@ def rms_norm(config, x):
 
 
 def rotate(x, cos, sin):
-    """RoPE, by halves as in Hugging Face's Llama; cos and sin are (T, hs)."""
+    """RoPE of x (B, heads, T, hs), by halves as in Hugging Face's Llama; cos and sin are (T, hs)."""
+    # In the order of the projection, (B, T, heads, hs), in which its backward pass needs the gradient.
+    x, cos, sin = x.transpose(1, 2), cos[:, None], sin[:, None]
     x1, x2 = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
+    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x).transpose(1, 2)
 
 
 def rope_tables(config):
@@ -986,17 +1011,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             for xc, tc in zip(x.split(size), targets[:, None].split(size), strict=True):
                 xc = xc.to(dtype)
                 counted = (tc != -1).to(wide)
-                logits = (xc @ w.T).to(wide)
-                lse = logits.logsumexp(dim=1, keepdim=True)
-                target_logits = logits.gather(1, tc.clamp(min=0))
-                # Not total +=: when torch 2.11 compiles it, a result computed in place silently
+                log_p = F.log_softmax(xc @ w.T, dim=1, dtype=wide)
+                # Not total -=: when torch 2.11 compiles it, a result computed in place silently
                 # loses its gradient.
-                total = total + ((lse - target_logits) * counted).sum()
+                total = total - (log_p.gather(1, tc.clamp(min=0)) * counted).sum()
                 if want_grad:
                     # Not a scatter: this comparison fuses when compiled.
                     hit = torch.arange(len(w), device=x.device) == tc
-                    softmax = logits.sub_(lse).exp_()
-                    grad = softmax.sub_(hit.to(wide)).mul_(counted).to(dtype)
+                    grad = log_p.exp_().sub_(hit.to(wide)).mul_(counted).to(dtype)
                     grad_x.append(grad @ w)
                     # / 64, undone below, so that an FP16 sum over rows stays finite.
                     grad_w += (grad.T @ (xc / 64)).to(wide)
@@ -1027,8 +1049,10 @@ MAPS = {
     'cross': ('residual_lambda', 'residual_weights', 'share_v_heads'),
 }
 # The least value of a setting.
-LEAST = {f.name: min(f.default, 1) for f in fields(GPTConfig) if type(f.default) is int}
-LEAST |= dict(rope_theta=1, norm_eps=0, dropout=0)
+LEAST = {
+    f.name: min(int(f.default), 1) for f in fields(GPTConfig) if type(f.default) in (int, float)
+}
+LEAST['neutreno'] = -1e300  # it may be negative
 # Settings that count for what they change in the wiring; every other setting counts for its value.
 WIRED = {
     *RESIDUALS,
@@ -1133,7 +1157,7 @@ def check_ranges(config):
         allowed = choices(name)
         refuse(allowed and value not in allowed, f'{name}={value!r} is not one of {allowed}')
         if isinstance(value, int | float):
-            low, high = LEAST.get(name, -1e300), below.get(name, math.inf)
+            low, high = LEAST.get(name, 0), below.get(name, math.inf)
             refuse(not low <= value < high, f'{name}={value} must be {low} or more, below {high}')
 
     n_embd, n_head, n_kv_head = config.n_embd, config.n_head, config.kv_heads

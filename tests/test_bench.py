@@ -84,13 +84,13 @@ def test_the_table_and_the_json_have_every_row(work):
 
 
 def test_the_numbers_follow_from_the_seconds():
-    settings = bench.BenchConfig(batch_size=3)
+    settings = bench.BenchConfig(batch_size=3, micro_steps=2)
     rows = [bench.Row(name, settings, GPTConfig(**SHAPE)) for name in ('vanilla', 'b')]
     for row, seconds in zip(rows, ([1.0] * 4, [2.0, 2.0, 4.0, 2.0]), strict=True):
         row.machine = SimpleNamespace(world_size=8, peak_flops=lambda: 1e4)
         row.seconds, row.flops_per_token = seconds, 100
     _, slow = bench.compared(rows)
-    tokens = 8 * 3 * 16
+    tokens = 8 * 3 * 2 * 16
     assert slow['tok_per_s'] == tokens / 2 and slow['x vanilla'] == 0.5
     assert slow['mfu'] == pytest.approx(100 * tokens / 2 / 8 / 1e4)
     assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5

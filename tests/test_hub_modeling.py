@@ -22,6 +22,9 @@ CODE = {
     'SVFormer GQA, scaled': dict(SV, n_kv_head=2, rope_scaling=(8.0, 1.0, 4.0, 16)),
     'NeuTRENO': dict(neutreno=0.4, dropout=0.1),
     'DenseFormer, tied': dict(denseformer=True, tie_embeddings=True),
+    'what crosses the layers': dict(
+        RES, residual_weights='relu', attn_res=True, output_gate=True, x0_residual=True
+    ),
     'gpt2 ResFormer, tied': dict(RES, **GPT2, tie_embeddings=True),
     'the family': dict(
         v_residual='token',

@@ -28,7 +28,7 @@ class Seen(TorchDispatchMode):
         self.rows, self.largest = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.logsumexp.default:
+        if func is torch.ops.aten._log_softmax.default:
             self.rows.append(len(args[0]))
         result = func(*args, **(kwargs or {}))
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -29,9 +29,18 @@ def test_grep_shows_the_one_line_of_resformer():
     assert 'mixed =' in line.split('#')[0]
 
 
+def test_the_example_of_an_idea_is_the_code():
+    (example,) = re.findall(r'```python\n(.*?)```', TEXTS['ideas.md'], re.S)
+    source = (ROOT / 'model.py').read_text().splitlines()
+    lines = [line for line in example.splitlines() if line.strip() and line.strip()[0] != '#']
+    assert len(lines) > 5 and not set(lines) - set(source)
+
+
 def test_it_is_read_in_minutes():
     assert len(README.split()) <= 900
-    assert all(len(text.split()) <= 600 for name, text in TEXTS.items() if name != 'README.md')
+    for name, text in TEXTS.items():
+        prose = re.sub(r'```python.*?```', '', text, flags=re.S)
+        assert name == 'README.md' or len(prose.split()) <= 600
 
 
 def commands_of(path):
