@@ -55,7 +55,7 @@ def write_records(path, rows):
     path.write_bytes(data)
 
 
-def make_source(suffix='.jsonl', validation=True, files=5, count=60, folder=Path('raw')):
+def make_source(suffix='.jsonl', validation=True, files=5, count=60):
     """{name: documents} of a new source, of which the test split is left out."""
     source = {}
     for n in range(files):
@@ -64,8 +64,8 @@ def make_source(suffix='.jsonl', validation=True, files=5, count=60, folder=Path
         source[f'validation/chunk1/example_holdout_0{suffix}'] = make_documents(count, 99)
 
     for name, documents in source.items():
-        write_rows(folder / name, documents)
-    write_rows(folder / f'test/example_0{suffix}', make_documents(5, 100))
+        write_rows(Path('raw', name), documents)
+    write_rows(Path(f'raw/test/example_0{suffix}'), make_documents(5, 100))
     return source
 
 

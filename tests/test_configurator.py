@@ -3,15 +3,14 @@
 import dataclasses
 import os
 import re
-import string
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 
-from configurator import choose, comments, configure, help_text
+from configurator import choose, configure, help_text
 
 import pytest
-from conftest import ROOT, raises_one_line
+from conftest import ROOT, assert_words, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +69,6 @@ def write(here):
         ('--on=false', 'on', False),
         ('--name=a=b=c', 'name', 'a=b=c'),
         ('--name=12', 'name', '12'),
-        ('--name=None', 'name', 'None'),
         ("--name='quoted = too'", 'name', 'quoted = too'),
         ('--pair=[5]', 'pair', (5,)),
         ('--maybe=None', 'maybe', None),
@@ -97,9 +95,7 @@ def test_a_value_on_the_command_line_becomes_the_type_of_its_setting(argument, n
     ],
 )
 def test_a_value_of_another_type_is_refused_with_setting_type_and_value(argument, words):
-    message = refusal(argument)
-    for word in words:
-        assert word in message
+    assert_words(refusal(argument), *words)
 
 
 COMPUTES = """
@@ -124,21 +120,14 @@ def test_a_file_may_compute_import_modules_and_define_functions(write):
 # --- which key, and which one wins ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'argument, hint',
-    [
-        ('--wieghts={}', "'weights'"),
-        ('--', '--help'),
-    ],
-)
-def test_an_unknown_key_on_the_command_line_gets_a_suggestion(argument, hint):
-    message = refusal(argument)
-    assert 'unknown setting' in message and hint in message
-
-
-def test_an_unknown_key_in_a_file_gets_a_suggestion_and_the_file(write):
-    message = refusal(write('a.py', 'steps = 3\nrat = 1.0\n'))
-    assert 'a.py' in message and "'rat'" in message and "did you mean 'rate'?" in message
+def test_an_unknown_key_gets_a_suggestion_and_the_file_that_it_is_in(write):
+    write('a.py', 'steps = 3\nrat = 1.0\n')
+    for word, words in (
+        ('--wieghts={}', ["unknown setting 'wieghts'", "'weights'"]),
+        ('--', ['unknown setting', '--help']),
+        ('a.py', ["'rat'", 'a.py', "did you mean 'rate'?"]),
+    ):
+        assert_words(refusal(word), *words)
 
 
 def test_files_win_over_defaults_later_ones_over_earlier_and_the_command_line_over_all(write):
@@ -306,15 +295,9 @@ def test_without_its_packages_a_program_says_in_one_line_what_to_do():
 
 @pytest.mark.parametrize('schema', [TrainConfig, GPTConfig])
 def test_help_lists_every_setting_with_its_default_and_a_meaning(schema):
-    lines = {}
-    for line in help_text([schema]).splitlines():
-        if line.startswith('  --'):
-            lines[line.partition('=')[0].strip()] = line
-    meanings = comments(schema)
-    assert set(meanings) == {field.name for field in dataclasses.fields(schema)}
+    text = help_text([schema])
     for name, default in asdict(schema()).items():
-        assert f'--{name}={default!r}' in lines[f'--{name}'] and len(meanings[name]) > 2
-        assert lines[f'--{name}'].endswith(f'  {meanings[name]}')
+        assert re.search(rf'^  --{name}={re.escape(repr(default))}  +\S..', text, re.M), name
 
 
 # --- fuzz -----------------------------------------------------------------------------------------
@@ -323,7 +306,6 @@ NAMES = st.sampled_from([field.name for field in dataclasses.fields(Toy)])
 VALUES = st.one_of(
     st.text(max_size=40),
     st.text(alphabet='[](){},:-+"\'\\ 0129.eExojTrueNon#=', max_size=40),
-    st.text(alphabet=string.printable, max_size=40),
 )
 ARGUMENT = st.one_of(
     st.text(max_size=30),

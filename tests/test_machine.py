@@ -59,13 +59,7 @@ def test_each_process_has_its_own_gpu(gpu, monkeypatch):
 
 def test_more_processes_or_a_higher_number_than_there_are_gpus_are_refused(gpu, monkeypatch):
     gpu('NVIDIA H200', count=2)
-    environment = {
-        'RANK': '8',
-        'LOCAL_RANK': '0',
-        'WORLD_SIZE': '9',
-        'LOCAL_WORLD_SIZE': '3',
-    }
-    for name, value in environment.items():
+    for name, value in (('RANK', '8'), ('WORLD_SIZE', '9'), ('LOCAL_WORLD_SIZE', '3')):
         monkeypatch.setenv(name, value)
     with raises_one_line('needs 3 GPUs', 'sees 2,', '--nproc_per_node=2'):
         Machine()
@@ -80,7 +74,6 @@ def test_more_processes_or_a_higher_number_than_there_are_gpus_are_refused(gpu, 
     [
         ('NVIDIA H200', 989),
         ('NVIDIA H100 PCIe', 756),
-        ('NVIDIA GeForce RTX 4090', 165),
         ('NVIDIA GeForce RTX 4090 D', None),
         ('NVIDIA H200 MIG 1g.18gb', None),
         ('NVIDIA A1000', None),
@@ -110,11 +103,9 @@ def test_the_attention_setting_leaves_kernels_out(gpu, attention, kernels):
 
 
 def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch):
-    asked = []
-
     def choose(q, k, v, is_causal, enable_gqa):
-        asked.append((tuple(q.shape), tuple(k.shape), is_causal, enable_gqa))
-        return 1
+        assert q.shape == (1, 8, 128, 64) and is_causal
+        return {(2, True): 1, (8, False): 3}[k.size(1), enable_gqa]
 
     machine = Machine('cpu', 'float16')
     assert machine.attention_kernel(8, 2, 64, 128) is None
@@ -122,11 +113,7 @@ def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch):
     monkeypatch.setattr(torch, '_fused_sdp_choice', choose)
     assert machine.attention_kernel(8, 2, 64, 128) == 'flash'
     machine.dtype = 'float32'
-    machine.attention_kernel(8, 2, 64, 128)
-    assert asked == [
-        ((1, 8, 128, 64), (1, 2, 128, 64), True, True),
-        ((1, 8, 128, 64), (1, 8, 128, 64), True, False),
-    ]
+    assert machine.attention_kernel(8, 2, 64, 128) == 'cudnn'
 
 
 def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):

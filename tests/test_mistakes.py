@@ -78,33 +78,26 @@ def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
 def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
     """And what the same run left when it died before its first checkpoint is replaced."""
 
-    def left(name, *, log_lines=99, config=True):
+    def left(name, log_lines):
         folder = Path(shutil.copytree(whole, name))
         for path in checkpoints(folder):
             path.unlink()
         lines = Path(whole, 'log.jsonl').read_text().splitlines(keepends=True)
         (folder / 'log.jsonl').write_text(''.join(lines[:log_lines]))
-        if not config:
-            (folder / 'config.json').unlink()
         return name
 
+    finished = left('out/finished', 99)
     for init_from in ('auto', 'scratch'):
-        finished = left(f'out/finished {init_from}')
         refused(finished, 'checkpoints', out_dir=finished, init_from=init_from)
         refused(finished, 'seed=1337', out_dir=finished, init_from=init_from, seed=5)
-    fragment = left('out/fragment', log_lines=4)
+    fragment = left('out/fragment', 4)
     refused('beta2=0.95', '0.9', out_dir=fragment, init_from='auto', beta2=0.9)
     weights = f'{whole}/ckpt_6.pt'
     refused("origin='scratch'", weights, out_dir=fragment, init_from=weights)
-    settings = left('out/settings', log_lines=1)
-    Path(settings, 'log.jsonl').unlink()
-    refused('beta2=0.95', out_dir=settings, beta2=0.9)
     foreign = Path('out/foreign')
     foreign.mkdir()
     (foreign / 'log.jsonl').write_text('{"epoch": 1}\n{"epoch": 2}\n')
     refused(foreign, out_dir=foreign)
-    nameless = left('out/no settings', log_lines=4, config=False)
-    refused(nameless, out_dir=nameless, init_from='auto')
     model = Path('out/model')
     model.mkdir()
     (model / 'config.json').write_text('{"model_type": "gpt2", "vocab_size": 64}')
@@ -112,7 +105,7 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
 
     good(fragment, init_from='auto')
     assert_same_run(fragment, whole)
-    good(left('out/first step', log_lines=1), max_iters=1, batch_size=1, warmup_iters=0)
+    good(left('out/first step', 1), max_iters=1, batch_size=1, warmup_iters=0)
 
 
 @pytest.mark.parametrize(
@@ -190,19 +183,15 @@ def test_weights_that_do_not_fit_are_refused(whole):
         (dict(init_from='/dev/zero'), ["init_from='/dev/zero'", 'checkpoint file']),
         (dict(out_dir=''), ["out_dir=''"]),
         (dict(out_dir='out/caf\udce9'), ['out_dir', 'UTF-8']),
-        (dict(out_dir='out/a\x1b[0mb'), ['out_dir', 'log']),
         (dict(out_dir='out/r$\\frac$_seed1'), ['out_dir', 'picture']),
         (dict(n_embd=10_000_000), ['n_embd=10000000', 'memory']),
         (dict(n_embd=2 * 10**30), ['n_embd=2000000000', 'memory']),
-        (dict(n_inner=10**17), ['n_inner=100000000000000000', 'memory']),
         (dict(max_iters=10**12), ['max_iters=1000000000000', '1000000000']),
         (dict(dtype='fp8'), ["dtype='fp8'", "'bfloat16'"]),
         (dict(device='cuda:x'), ["'cuda:x'"]),
-        (dict(device='meta'), ["'meta'"]),
         (dict(device='cpu:3'), ["'cpu:3'"]),
         (dict(gradient_accumulation_steps=0), ['gradient_accumulation_steps=0']),
         (dict(beta1=2.0), ['2.0']),
-        (dict(save_steps="('100',)"), ["save_steps=('100',)"]),
         (dict(save_steps='(6, 7.5)'), ['save_steps=(6, 7.5)']),
         (dict(save_steps='(-6,)'), ['save_steps=(-6,)']),
         (dict(learning_rate=3e-5), ['min_lr=6e-05', 'learning_rate=3e-05']),

@@ -37,6 +37,7 @@ from runs import call
 
 import prepare_slimpajama
 from lib import sources, tokenizer
+from lib.files import locked
 from lib.sources import TABLE_2
 
 
@@ -63,15 +64,11 @@ def test_rows_equal_recomputation(suffix, validation, tmp_path):
 @pytest.mark.parametrize('tokens', [0, 500])
 def test_no_validation_document_is_trained_on_in_whatever_file_or_domain_its_copies_are(tokens):
     weights = {'C4': 1, 'Book': 1, 'ArXiv': 1}
-    source = {}
     for n in range(9):
         for domain in weights:
             documents = [(domain, f'{m} of {n % 3}') for m in range(9)]
-            source[f'train/{n}_{domain}.jsonl'] = documents * 2
-    for name, documents in source.items():
-        write_rows(Path('raw', name), documents)
+            write_rows(Path(f'raw/train/{n}_{domain}.jsonl'), documents * 2)
     run_prepare(tokens=tokens, weights=weights, val_fraction=0.03)
-    assert_equals(Path('out'), recompute(source, weights, tokens, val_fraction=0.03))
     texts = {'train': set(), 'validation': set()}
     for path in Path('out').glob('*/*.bin'):
         texts[path.parent.name].update(texts_of(path))
@@ -79,31 +76,25 @@ def test_no_validation_document_is_trained_on_in_whatever_file_or_domain_its_cop
 
 
 def test_a_folder_of_plain_text_equals_recomputation():
-    root = Path('corpus')
-    texts = {'b': [], 'a.1': [], 'corpus': []}
-    for domain, folder in (('b', 'b/deep/er'), ('a.1', 'a.1'), ('corpus', '.')):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        for n in range(12):
-            text = f'{domain} {n}\r\n' + ' '.join(WORDS) * n
-            path = root / folder / f'{n}.txt'
-            path.write_text(text, newline='')
-            texts[domain].append((path.relative_to(root).as_posix(), text))
-
-    (root / 'b' / 'binary.png').write_bytes(b'\x89PNG\0\0')
-    (root / 'b' / 'empty.txt').write_text('')
-    (root / 'b' / "it's; $(true) #1.txt").write_text('naïve')
-    texts['b'].append(("b/it's; $(true) #1.txt", 'naïve'))
-    run_prepare(root, tokens=0)
+    texts = {"b/it's; $(true) #1.txt": 'naïve'}
+    for n in range(12):
+        for name in (f'b/deep/er/{n}.txt', f'a.1/{n}.txt', f'{n}.txt'):
+            texts[name] = f'{name}\r\n' + ' '.join(WORDS) * n
+    for name, text in {**texts, 'b/binary.png': '\0', 'b/empty.txt': ''}.items():
+        path = Path('corpus', name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, newline='')
+    run_prepare('corpus', tokens=0)
     kept = [each for split in read_meta('out')['splits'].values() for each in split.values()]
-    size = sum(len(text.encode()) for files in texts.values() for _, text in files)
-    assert sum(each['bytes'] for each in kept) == size
+    assert sum(each['bytes'] for each in kept) == sum(len(text.encode()) for text in texts.values())
 
     # Small files of a domain make one unit, with the name of the first in seeded order.
-    source = {}
-    for domain, files in texts.items():
-        files.sort(key=lambda file: fraction(1337, file[0]))
-        source[files[0][0]] = [(domain, text) for _, text in files]
-    assert_equals(Path('out'), recompute(source, dict.fromkeys(texts, 1), 0))
+    units = {}
+    for name in sorted(texts, key=functools.partial(fraction, 1337)):
+        domain = name.split('/')[0] if '/' in name else 'corpus'
+        units.setdefault(domain, []).append(name)
+    source = {names[0]: [(domain, texts[n]) for n in names] for domain, names in units.items()}
+    assert_equals(Path('out'), recompute(source, dict.fromkeys(units, 1), 0))
 
 
 def test_one_long_text_file_is_split():
@@ -352,7 +343,7 @@ def test_a_damaged_dataset_is_not_called_complete():
         run_prepare()
 
 
-@pytest.mark.parametrize('content', ['', '{"asked"', '3', '{}', '{"asked": 3}', '{"asked": {}}'])
+@pytest.mark.parametrize('content', ['{"asked"', '3', '{"asked": 3}', '{"asked": {}}'])
 @pytest.mark.parametrize('name', ['meta.json', '.pieces/begun.json'])
 def test_damaged_notes_are_one_line(name, content, tmp_path):
     Path('.pieces').mkdir()
@@ -373,12 +364,11 @@ def test_damaged_pieces_are_refused():
 
 def test_one_process_at_a_time_writes_a_folder():
     make_source(files=1, count=3)
-    out = Path('out')
-    out.mkdir()
-    with prepare_slimpajama.locked(out, 'writing to', setting='--out'):
+    Path('out').mkdir()
+    with locked('out', 'writing to'):
         with raises_one_line('another --out'):
             run_prepare()
-    assert not list(out.iterdir())
+    assert contents('out') == {}
 
 
 # ---- Bad input: one line that says where ---------------------------------------------------------
@@ -431,10 +421,8 @@ def test_bad_input_says_file_and_line(message, monkeypatch):
         ({'weights': {'Book': 0}}, ['--weights']),
         ({'weights': {'Book': 1, 'C4': 2}, 'tokens': 0}, ['--weights', '--domain_weights']),
         ({'tokens': -1}, ['--tokens']),
-        ({'tokens': 10**400}, ['--tokens']),
         ({'seed': 2**64}, ['--seed']),
         ({'out': 'circle'}, ['circle']),
-        ({'out': 'circle/under/it'}, ['circle']),
         ({'source': 'circle'}, ['circle']),
         ({'tokenizer': 'none'}, ['no tokenizer at none']),
     ],
