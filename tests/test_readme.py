@@ -36,13 +36,6 @@ def test_the_example_of_an_idea_is_the_code():
     assert len(lines) > 5 and not set(lines) - set(source)
 
 
-def test_it_is_read_in_minutes():
-    assert len(README.split()) <= 900
-    for name, text in TEXTS.items():
-        prose = re.sub(r'```python.*?```', '', text, flags=re.S)
-        assert name == 'README.md' or len(prose.split()) <= 600
-
-
 def commands_of(path):
     """[words] of each command of ours in a page's code, in a program's first lines or in the Makefile,
     without `python`, or torchrun and its options."""
