@@ -38,7 +38,6 @@ def module_name(path):
 
 
 PROGRAM = [*ROOT.glob('*.py'), *(p for folder in FOLDERS for p in ROOT.glob(f'{folder}/*.py'))]
-TESTS = [*ROOT.glob('tests/*.py')]
 TREES = {module_name(path): ast.parse(path.read_text()) for path in PROGRAM}
 
 

@@ -28,9 +28,6 @@ trained = byte_runs.trained
 run = byte_runs.run
 
 PUBLISHED = SHARED / 'eval'
-needs_published = pytest.mark.skipif(
-    not PUBLISHED.is_dir(), reason='needs the published sets, ../shared/data/eval'
-)
 
 
 @pytest.fixture(scope='module')
@@ -190,7 +187,7 @@ def test_items_are_asked_and_scored_by_the_harnesss_definitions(harness, publish
     assert chances == pytest.approx([0.25, 0.25, 0.5, (1 / 3 + 1 / 4 + 1 / 5) / 3, 0.25, 0.5])
 
 
-@needs_published
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason='needs the published sets, ../shared/data/eval')
 @pytest.mark.parametrize('task', tasks.TASKS)
 def test_the_published_sets_are_read_whole(task):
     assert len(tasks.read_items(task, PUBLISHED)) == tasks.PUBLISHED[task][1]
