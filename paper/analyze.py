@@ -389,7 +389,7 @@ def analyze(kind, settings, machine):
     reports = {}
     for run in settings.runs:
         model, rows, checkpoint = model_and_rows(run, settings)
-        model.to(machine.device).eval()
+        model.to(machine.device)
         series = measure(kind, model, rows, settings.batch_size, str(run))
         report = {'series': {name: summary(values) for name, values in series.items()}}
         report |= {'sequences': len(rows), 'length': len(rows[0]), 'config': asdict(model.config)}

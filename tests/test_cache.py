@@ -11,7 +11,7 @@ from conftest import raises_one_line
 from variants import SIZE, greedy, in_chunks, make, tokens
 
 from model import GPT, GPTConfig
-from sample import SampleConfig, draw_token
+from sample import draw_token
 
 B, T = 3, 24
 few_variants = pytest.mark.parametrize('name', ['NeuTRENO on CLA', 'gpt2 CLA GQA', 'everything'])
@@ -171,8 +171,6 @@ def test_without_a_cache_the_last_block_size_tokens_are_the_context(name):
         likeliest = model(text[:, -32:])[0][:, -1].argmax(dim=-1, keepdim=True)
         text = torch.cat((text, likeliest), dim=1)
     assert torch.equal(greedy(model, idx, 8), text)
-    with raises_one_line('max_len=36 is more than block_size=32'):
-        model.new_cache(B, 36)
 
 
 def nucleus_of(logits, temperature=1.0, top_k=None, top_p=None):
@@ -199,13 +197,10 @@ def nucleus_of(logits, temperature=1.0, top_k=None, top_p=None):
     'options',
     [
         {},
-        dict(top_p=0.3),
         dict(temperature=0.5, top_p=0.9),
         dict(temperature=2.0, top_k=3),
-        dict(top_k=5, top_p=1.0),
         dict(top_k=12, top_p=0.8),
         dict(top_k=500),
-        dict(top_k=0, top_p=0.6),
     ],
     ids=str,
 )
@@ -231,27 +226,10 @@ def test_samples_follow_temperature_top_k_and_top_p_and_the_generators_seed(opti
     [
         dict(top_k=1),
         dict(top_p=1e-50),  # 0 in single precision
-        dict(top_k=7, top_p=1e-6),
         dict(temperature=1e-40),
-        dict(temperature=1e-5, top_k=5, top_p=0.9),
     ],
     ids=str,
 )
 def test_the_limits_of_sampling_are_greedy(options):
     logits = make()(tokens(20, 15))[0][:, -1]
     assert torch.equal(draw_token(logits, **options), draw_token(logits, temperature=0))
-
-
-@pytest.mark.parametrize(
-    'name, value',
-    [
-        ('temperature', -1.0),
-        ('temperature', math.nan),
-        ('top_k', -1),
-        ('top_p', 0.0),
-        ('top_p', 1.5),
-    ],
-)
-def test_ways_to_sample_that_make_no_sense_are_refused(name, value):
-    with raises_one_line(f'{name}={value}', of=ValueError):
-        SampleConfig(**{name: value})

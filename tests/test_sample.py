@@ -203,6 +203,10 @@ MISTAKES = [
     (['--out_dir=out/nothing'], 'out/nothing'),
     (['--tokenizer=none.json'], 'none.json'),
     (['--max_new_tokens=0'], 'max_new_tokens=0'),
+    (['--temperature=-1'], 'temperature=-1'),
+    (['--top_k=-1'], 'top_k=-1'),
+    (['--top_p=0'], 'top_p=0'),
+    (['--top_p=1.5'], 'top_p=1.5'),
     ([f'--start={"x" * 32}'], '32'),
     # Settings that do nothing.
     (['--temperature=0', '--top_p=0.5'], 'top_p'),
