@@ -421,10 +421,8 @@ def batches(model, rows, batch_size, label):
 
 
 def summary(values):
-    """Mean and standard error over the first dimension, as lists; a single one has the error 0."""
-    error = torch.zeros_like(values[0])
-    if len(values) > 1:
-        error = values.std(dim=0) / math.sqrt(len(values))
+    """Mean and standard error over the first dimension, as lists; a single one has the error 0 / 0."""
+    error = values.std(dim=0, correction=0) / math.sqrt(len(values) - 1)
     return {'mean': values.mean(dim=0).tolist(), 'standard_error': error.tolist()}
 
 
@@ -439,8 +437,6 @@ def over_seeds(numbers):
         for name in reports[first]['series']:
             means = [reports[run]['series'][name]['mean'] for run in seeds.values()]
             series[name] = summary(torch.tensor(np.array(means, dtype=float)))
-            if len(seeds) == 1:
-                series[name]['standard_error'] = np.full_like(means[0], np.nan, dtype=float)
         pooled[first] = {**reports[first], 'series': series, 'seeds': len(seeds)}
     return {**numbers, 'runs': pooled}
 
