@@ -121,11 +121,6 @@ def run_with(model, trained, name, **changes):
 # --- damages -------------------------------------------------------------------------------------
 
 
-def cut(path, part):
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * part)])
-
-
 class Evil:
     """Unpickled, it makes a folder."""
 

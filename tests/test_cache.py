@@ -122,8 +122,6 @@ def test_tokens_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was(name):
         ('vanilla', 'eager'),
         ('SVFormer CLA keys GQA', 'inductor'),
         ('cross from all, GQA', 'aot_eager'),
-        ('NeuTRENO on CLA', 'eager'),
-        ('gpt2', 'eager'),
     ],
 )
 def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_fit(name, backend):

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from conftest import assert_one_line, raises_one_line
-from programs import BYTES, MALICE, Evil, cut, ours, program, run_with, small_bpe
+from programs import BYTES, MALICE, Evil, ours, program, run_with, small_bpe
 from runs import newest, succeed
 
 import evaluate
@@ -138,23 +138,18 @@ def test_a_seed_says_what_is_sampled(trained):
 # --- refused -------------------------------------------------------------------------------------
 
 
-def test_a_damaged_or_unsafe_checkpoint_is_refused_by_every_program(trained, tmp_path):
-    to, marker = tmp_path / 'to', tmp_path / 'marker'
-    for damage in ('truncated', 'unsafe'):
-        folder = tmp_path / damage
-        shutil.copytree(trained, folder)
-        path = checkpoints(folder)[0]
-        if damage == 'truncated':
-            cut(path, 0.7)
-        else:
-            MALICE['torch file'](Evil(marker), path)
-        calls = (
-            (sample.main, f'--out_dir={folder}', '--device=cpu'),
-            (convert.main, 'export', folder, f'--to={to}'),
-            (evaluate.main, 'loss', folder, '--device=cpu'),
-        )
-        for main, *words in calls:
-            assert_one_line(program(main, *words)[0], path)
+def test_an_unsafe_checkpoint_is_refused_by_every_program(trained, tmp_path):
+    folder, to, marker = tmp_path / 'unsafe', tmp_path / 'to', tmp_path / 'marker'
+    shutil.copytree(trained, folder)
+    path = checkpoints(folder)[0]
+    MALICE['torch file'](Evil(marker), path)
+    calls = (
+        (sample.main, f'--out_dir={folder}', '--device=cpu'),
+        (convert.main, 'export', folder, f'--to={to}'),
+        (evaluate.main, 'loss', folder, '--device=cpu'),
+    )
+    for main, *words in calls:
+        assert_one_line(program(main, *words)[0], path)
     assert not marker.exists() and not to.exists()
 
 
@@ -177,26 +172,13 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_in_one_line(trained, tmp_
     assert_one_line(sampled(foreign, '')[0], 'data/gone/tokenizer.json', '--tokenizer')
 
 
-def test_a_size_beyond_what_torch_can_count_is_one_line(trained):
-    config = {**newest(trained)['model_config'], 'block_size': 2**70}
-    huge = run_with(ours(), trained, 'out/huge', model_config=config)
-    assert_one_line(sampled(huge, 'abc')[0], huge, f'block_size={2**70} is too large')
-
-
-def not_a_number(weight):
-    weight[0] = math.nan
-    return weight
-
-
-@pytest.mark.parametrize('change', [not_a_number, torch.Tensor.int, torch.Tensor.cfloat])
-def test_weights_that_are_no_finite_numbers_are_refused_where_a_model_is_loaded(trained, change):
+def test_weights_that_are_not_finite_are_refused_where_a_model_is_loaded(trained):
     checkpoint = newest(trained)
     name = 'transformer.h.1.mlp.c_proj.weight'
-    checkpoint['model'][name] = change(checkpoint['model'][name])
-    broken = f'out/{change.__name__}.pt'
-    torch.save(checkpoint, broken)
-    with raises_one_line(broken, name):
-        load_run(broken)
+    checkpoint['model'][name][0] = math.nan
+    torch.save(checkpoint, 'out/broken.pt')
+    with raises_one_line('out/broken.pt', name):
+        load_run('out/broken.pt')
 
 
 MISTAKES = [
