@@ -200,7 +200,7 @@ def fits(value, kind):
         return False
     if kind is int and isinstance(value, float):
         return value.is_integer()
-    if kind is float and isinstance(value, int):
+    if kind in (int, float) and isinstance(value, int):
         return abs(value) < 1e308
     if kind is tuple and isinstance(value, list):
         return True

@@ -187,7 +187,7 @@ def settings_of(checkpoint):
     """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default. It is not
     checked: the run may have begun with a file that is gone."""
     settings = TrainConfig()
-    with unreadable(f'{checkpoint["path"]} has settings that are none'):
+    with unreadable(f'{checkpoint["path"]} has settings of another type'):
         vars(settings).update(typed(checkpoint['settings'], TrainConfig))
     return settings
 
@@ -216,7 +216,7 @@ def make_optimizers(model, settings):
         decay = settings.weight_decay if needs.decay else 0.0
         groups = muon if needs.muon and settings.optimizer == 'muon' else adamw
         empty = {'params': [], 'rate': rate, 'weight_decay': decay}
-        groups.setdefault((rate, decay), empty)['params'].append(p)
+        groups.setdefault((rate, decay), empty)['params'].append((name, p))
 
     lr = settings.learning_rate
     betas = (settings.beta1, settings.beta2)
@@ -572,7 +572,7 @@ def carry_on(checkpoint, start, warn):
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
     start.changed = check_same_run(checkpoint, old, start)
     checkpoint.load_weights(start.model)
-    checkpoint.load_state(start.model, start.optimizers, start.scaler)
+    checkpoint.load_state(start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']
     start.origin, start.before = checkpoint['origin'], checkpoint['provenance']
     # To wandb, a run in another folder is one of its own: of a copy, the first one may go on, too.
@@ -705,7 +705,7 @@ class Reporter:
         start = self.start
         parts = {
             'model': start.model.state_dict(),
-            'optimizer': {'state': optimizer_state(start.model, start.optimizers)},
+            'optimizer': {'state': optimizer_state(start.optimizers)},
             'scaler': start.scaler.state_dict(),
             'step': step,
             'settings': asdict(self.settings),

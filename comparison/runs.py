@@ -29,8 +29,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lib.files import as_json, first_line, unreadable
-from lib.logs import parse_line
+from lib.files import as_json, check_types, first_line, unreadable
+from lib.logs import PROVENANCE, parse_line
 from lib.rundir import FACTS, build_config, failure_file, typed
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
@@ -246,6 +246,7 @@ def read_run_config(path):
     """What a config.json says of its run. Raises OSError or ValueError."""
     with unreadable(f'{path} does not say the settings of a run'):
         config = typed(json.loads(path.read_text(errors='replace')), TrainConfig, GPTConfig)
+        check_types({name: config[name] for name in FACTS & config.keys()}, PROVENANCE)
         if not {'max_iters', 'seed', 'learning_rate'} <= config.keys():
             raise KeyError('max_iters, seed, learning_rate')
     return config

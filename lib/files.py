@@ -136,7 +136,8 @@ def check_types(value, form, name=''):
     """TypeError, LookupError or ValueError where what a file holds, `name`, is not of a form: a type, a
     list of forms, or {key: form}, in which `str` stands for every key."""
     kind = type(form) if isinstance(form, dict | list) else form
-    if not isinstance(value, kind):
+    is_huge = isinstance(value, int) and abs(value) >= 2**63
+    if is_huge or not isinstance(value, kind):
         raise TypeError(f'{name or "it"} is {str(value)[:60]!r}')
     if isinstance(form, list):
         for each, expected in zip(value, form, strict=True):

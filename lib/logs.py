@@ -7,6 +7,7 @@ import os
 from lib.files import as_json, check_types, named, write_whole
 
 NUMBER = int | float | None  # None: it was not finite
+PROVENANCE = {str: str | NUMBER}  # {fact: value}, see lib/rundir.py
 
 # What the fields of a line are.
 LINE = {
@@ -18,8 +19,8 @@ LINE = {
     'mixing': dict,
     # where the run was resumed: {setting: [before, now]}, and what made its parts
     'changed': {str: [object, object]},
-    'before': dict,
-    'provenance': dict,
+    'before': PROVENANCE,
+    'provenance': PROVENANCE,
 }
 
 

@@ -39,7 +39,7 @@ from lib.files import (
     write_json,
     write_whole,
 )
-from lib.logs import Log, read_log
+from lib.logs import PROVENANCE, Log, read_log
 from model import GPT, SHAPE, GPTConfig, refuse
 
 ROOT = Path(__file__).parents[1]
@@ -182,7 +182,7 @@ def no_checkpoint(path):
 PARTS = {
     'model': {str: torch.Tensor},
     'optimizer': {'state': {str: {str: torch.Tensor}}},  # by the parameter's name
-    'scaler': dict,  # empty where the run is not in float16
+    'scaler': {str: int | float},  # empty where the run is not in float16
     'step': int,
     'settings': {'dataset': str},  # and all others of TrainConfig
     'model_config': dict,
@@ -190,7 +190,7 @@ PARTS = {
     'skipped': [int, int],  # steps without a finite gradient: in all, and the last ones in a row
     'origin': str,  # scratch, or whose weights came first
     'wandb_id': str | None,
-    'provenance': dict,
+    'provenance': PROVENANCE,
 }
 
 
@@ -340,13 +340,13 @@ class Checkpoint(dict):
                 'model.py makes it with optional=True)'
             )
 
-    def load_state(self, model, optimizers, scaler):
+    def load_state(self, optimizers, scaler):
         """Take over the optimizers' moments and the loss scale. weight_decay and the betas stay those of
         the settings, which may have changed."""
         with name_misfits(self['path']):
-            named = owners(model, optimizers)
+            owned = by_name(optimizers)
             for name, state in self['optimizer']['state'].items():
-                p, owner = named[name]
+                p, owner = owned[name]
                 shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
                 if isinstance(owner, torch.optim.Muon):
                     shapes = {'momentum_buffer': p.shape}
@@ -401,19 +401,20 @@ def spelled_out(config):
     return {**asdict(config), 'n_inner': config.ffn_width, 'n_kv_head': config.kv_heads}
 
 
-def optimizer_state(model, optimizers):
+def optimizer_state(optimizers):
     """{parameter's name: its state in its optimizer}"""
-    named = owners(model, optimizers)
-    return {name: owner.state[p] for name, (p, owner) in named.items() if p in owner.state}
+    owned = by_name(optimizers)
+    return {name: owner.state[p] for name, (p, owner) in owned.items() if p in owner.state}
 
 
-def owners(model, optimizers):
+def by_name(optimizers):
     """{parameter's name: (the parameter, its optimizer)}"""
-    by_parameter = {}
+    owned = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            by_parameter |= dict.fromkeys(group['params'], optimizer)
-    return {name: (p, by_parameter[p]) for name, p in model.named_parameters()}
+            for name, p in zip(group['param_names'], group['params'], strict=True):
+                owned[name] = p, optimizer
+    return owned
 
 
 # --- provenance ----------------------------------------------------------------------------------

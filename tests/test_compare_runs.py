@@ -40,7 +40,13 @@ def test_a_run_whose_settings_cannot_be_read_is_damaged(tmp_path, text):
 
 @pytest.mark.parametrize(
     'wrong',
-    [{'min_lr': '6e-5'}, {'batch_size': None}, {'eval_iters': [2]}, {'n_embd': 2**70}],
+    [
+        {'min_lr': '6e-5'},
+        {'batch_size': None},
+        {'eval_iters': [2]},
+        {'n_embd': 2**70},
+        {'commit': ['1a2b']},
+    ],
     ids=str,
 )
 def test_a_setting_of_another_type_is_a_damaged_run(tmp_path, wrong):

@@ -129,18 +129,18 @@ def test_an_optimizers_state_must_be_whole_and_its_settings_are_those_of_now(kin
     optimizers = muon(model, optimizer=kind)
     others = muon(again, optimizer=kind, weight_decay=0.7)
     step(model, optimizers)
-    state = optimizer_state(model, optimizers)
+    state = optimizer_state(optimizers)
     checkpoint = Checkpoint(path='x', optimizer={'state': state}, scaler={})
-    checkpoint.load_state(again, others, None)
+    checkpoint.load_state(others, None)
     assert len(state) == len(list(model.parameters()))
-    assert_same(optimizer_state(again, others), state)
+    assert_same(optimizer_state(others), state)
     name, moments = next(iter(state.items()))
     for kind in moments:  # AdamW would write past the end of one that is too small
         lacking = {key: t for key, t in moments.items() if key != kind}
         for wrong in (lacking, moments | {kind: torch.ones(2)}):
             checkpoint['optimizer'] = {'state': {name: wrong}}
             with raises_one_line('moments'):
-                checkpoint.load_state(again, others, None)
+                checkpoint.load_state(others, None)
     # What the settings say now, not what they said when the checkpoint was written.
     groups = [group for optimizer in others for group in optimizer.param_groups]
     assert {group['weight_decay'] for group in groups} == {0.7, 0.0}
