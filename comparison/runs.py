@@ -58,7 +58,8 @@ def facts(values, entries=()):
     settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
 
     recorded = {name: values.get(name) for name in RECORDED} | {'code': code_of(values, entries)}
-    others = {'origin': origin_of(values), 'resumed': changes_on_the_way(entries)}
+    origin = values.get('origin', 'scratch')
+    others = {'origin': origin, 'resumed': changes_on_the_way(entries)}
     return as_json({**settings, **unknown_settings(values), **others, **recorded})
 
 
@@ -72,14 +73,6 @@ def unknown_settings(values):
 def default_settings():
     """{name: value} of the settings that decide a run's numbers, in a run without any arguments."""
     return decisive(asdict(TrainConfig()) | asdict(GPTConfig()))
-
-
-def origin_of(values):
-    """Whose weights a run began with; 'scratch' where nothing else is known."""
-    origin = values.get('origin', values.get('init_from'))
-    if origin in (None, 'resume', 'auto', 'unknown'):  # an older run that was resumed
-        return 'scratch'
-    return origin
 
 
 def parts_of(values, entries):

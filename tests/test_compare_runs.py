@@ -4,7 +4,7 @@ import pytest
 from conftest import write_json
 from runs import write_run
 
-from comparison.runs import difference, facts, origin_of, read_state
+from comparison.runs import difference, facts, read_state
 
 SETTINGS = {'learning_rate': 0.1, 'min_lr': 0.01, 'eval_iters': 2, 'batch_size': 8, 'seed': 1}
 
@@ -88,18 +88,3 @@ def test_a_resume_with_other_settings_is_a_fact_unless_it_does_no_harm():
     (words,) = facts(SETTINGS, [changed])['resumed']
     assert 'step 6' in words and 'learning_rate=2' in words
     assert facts(SETTINGS, [{'step': 6, 'changed': {'out_dir': ['a', 'b']}}])['resumed'] == []
-
-
-@pytest.mark.parametrize(
-    'config, origin',
-    [
-        ({'init_from': 'scratch'}, 'scratch'),
-        ({'init_from': 'resume'}, 'scratch'),
-        ({'init_from': 'resume', 'origin': 'unknown'}, 'scratch'),
-        ({'init_from': 'a/ckpt.pt'}, 'a/ckpt.pt'),
-        ({'init_from': 'resume', 'origin': 'a/ckpt.pt'}, 'a/ckpt.pt'),
-        ({}, 'scratch'),
-    ],
-)
-def test_the_origin_of_a_run_survives_a_resume(config, origin):
-    assert origin_of(config) == origin
