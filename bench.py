@@ -16,8 +16,8 @@ line. A + changes a field or a setting for one row alone, as in
 
 Rows take turns (A B C A B C), so that whatever else the machine does hits all of them. Each row times
 the step that train.py takes: forward and backward of each micro-batch (--micro_steps), scaler, clipping,
-and the optimizer of its config. When decoding, it times the prefill of all but the last tokens, which is never
-compiled, and then those tokens, one by one, by default in CUDA graphs.
+and the optimizer of its config. When decoding, it times the prefill of all but the last 32 tokens, which
+is never compiled, and then those tokens, one by one, by default in CUDA graphs.
 
 The names of the numbers are those of --out:
 
