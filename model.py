@@ -11,8 +11,9 @@ All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and
 So the wiring of a model is three questions per layer, asked separately of q, k and v:
   1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
-  3. What happens at attention? See residual_map, neutreno and exclusive in GPTConfig.
-wire() works out the answers from a GPTConfig, once, with the weights of each mixture.
+  3. What happens at attention? See residual_map, neutreno, exclusive and output_gate in GPTConfig.
+wire() works out the answers from a GPTConfig, once, with the weights of each mixture. What else
+connects the layers stands in GPT.connect().
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -174,7 +175,7 @@ class Part(nn.Module):
         tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and the gradient of one, a sum over all
         # positions, would overflow long before any other. So whatever has weights is multiplied in
-        # their type.
+        # their type. So is x in a gate.
         x = x.to(next(self.parameters(), x).dtype)
         with torch.autocast(x.device.type, enabled=False):
             weights = WEIGHTINGS[self.wiring.weighting].weights(self, x)[: len(tensors)]
