@@ -91,9 +91,7 @@ def find_units(source, revision, weights, seed, column='text'):
         units = stdlib_units(seed)
     elif os.path.isdir(source):
         units = file_units(source, list_folder(source), commit, seed, column)
-    elif os.path.isfile(source):
-        raise ValueError(f'--source={source} is a file: give the folder that it is in')
-    elif HUB_ID.fullmatch(source):
+    elif HUB_ID.fullmatch(source) and not os.path.exists(source):
         sizes, commit = list_hub(source, revision)
         units = file_units(source, sizes, commit, seed, column)
     else:
@@ -114,7 +112,10 @@ def find_units(source, revision, weights, seed, column='text'):
                 f'all files of the domain {domain}, such as {names[0]}, are of validation: move them to '
                 'the folder of the domain that they belong to, or choose domains with --weights'
             )
-    units = [unit for unit in with_validation(units) if unit.domain in ('', *weights)]
+    units = [unit for unit in units if unit.domain in ('', *weights)]
+    # Where no name of a domain says validation, each document's hash decides.
+    held_out = {unit.domain for unit in units if unit.split == 'validation'}
+    units = [unit if unit.domain in held_out else unit._replace(split='hash') for unit in units]
     if all(unit.split == 'validation' for unit in units):
         raise ValueError(f'{source} has no training file')
     # Validation first, and the files of each split in an order that the seed decides.
@@ -132,12 +133,6 @@ def natural_weights(units):
         if unit.split == 'train':
             weights[unit.domain] += unit.size
     return weights
-
-
-def with_validation(units):
-    """The units. Where no name of a domain says validation, each document's hash decides."""
-    held_out = {unit.domain for unit in units if unit.split == 'validation'}
-    return [unit if unit.domain in held_out else unit._replace(split='hash') for unit in units]
 
 
 def seeded_place(seed, name):

@@ -424,11 +424,12 @@ def test_bad_input_says_file_and_line(message, monkeypatch):
         ({'seed': 2**64}, ['--seed']),
         ({'out': 'circle'}, ['circle']),
         ({'source': 'circle'}, ['circle']),
-        ({'tokenizer': 'none'}, ['no tokenizer at none']),
+        ({'source': 'raw/a.txt'}, ["no source 'raw/a.txt'", 'folder']),
     ],
 )
 def test_bad_settings_are_one_line(changes, words):
     make_source(files=1, count=3)
+    Path('raw/a.txt').touch()
     Path('circle').symlink_to('circle')
     options = {'source': 'raw', 'out': 'out', 'tokenizer': 'bytes', **changes}
     arguments = [f'--{name}={value}' for name, value in options.items()]
