@@ -61,7 +61,11 @@ class Dataset:
             self.check_meta()
         self.check_splits()
         self.opened = {}  # {'train/A.bin': the file}
-        self.open_files()
+        for name, entry in self.files():
+            self.opened[name] = file = open(self.folder / name, 'rb')
+            size, expected = os.fstat(file.fileno()).st_size, 2 * entry['tokens']
+            if size != expected:
+                raise ValueError(f'{file.name} has {size:,} bytes, not {expected:,}; {self.advice}')
 
     def check_meta(self):
         if self.meta['format'] != DATASET_FORMAT:
@@ -86,13 +90,6 @@ class Dataset:
                 f'{self.folder} needs the splits train and validation, and meta.json names '
                 f'{" and ".join(names) or "none"} with text: prepare it from more, or add what is missing'
             )
-
-    def open_files(self):
-        for name, entry in self.files():
-            self.opened[name] = file = open(self.folder / name, 'rb')
-            size, expected = os.fstat(file.fileno()).st_size, 2 * entry['tokens']
-            if size != expected:
-                raise ValueError(f'{file.name} has {size:,} bytes, not {expected:,}; {self.advice}')
 
     def files(self):
         """(name, such as train/A.bin, its entry in meta.json) of each token file."""

@@ -1,6 +1,7 @@
 """Documents in SlimPajama's form, for the tests of preparation, and what must come of them: the slow,
 obvious way."""
 
+import collections
 import gzip
 import hashlib
 import json
@@ -84,10 +85,9 @@ def run_prepare(*places, **changes):
 
 def recompute(source, weights, tokens, seed=1337, val_fraction=0.005):
     """{(split, domain): [ids of each document]}: the contract, written the slow way."""
-    goals = dict.fromkeys(weights, 1e18)
-    if tokens:
-        goals = {domain: tokens * w / sum(weights.values()) for domain, w in weights.items()}
-    result = {(split, domain): [] for split in ('train', 'validation') for domain in weights}
+    total = sum(weights.values())
+    goals = {domain: tokens * weight / total or 1e18 for domain, weight in weights.items()}
+    result = collections.defaultdict(list)
     trained, held_out = set(), set()
     has_validation = any(name.startswith('validation') for name in source)
 

@@ -149,9 +149,8 @@ def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tiny):
 def test_an_empty_training_split_is_refused_as_such(prepared, train):
     prepared('untrained', {'train': train, 'validation': {'A': 50}})
     dataset = Dataset('untrained')  # there is something to evaluate on
-    for weights in ({}, {'A': 1}):
-        with raises_one_line('data/untrained has no training tokens'):
-            TrainingRows(dataset, BLOCK, 0, weights)
+    with raises_one_line('data/untrained has no training tokens'):
+        TrainingRows(dataset, BLOCK, 0)
 
 
 def test_what_was_right_is_not_hashed_again_unless_forced(tiny, monkeypatch):
@@ -179,17 +178,17 @@ def test_a_damaged_memory_of_verification_is_replaced(tiny, text):
 
 
 @pytest.mark.parametrize(
-    'weights, words',
+    'weights',
     [
-        ({'A': 0, 'B': 0}, ["'B': 0"]),
-        ({'A': -1, 'B': 2}, ['-1']),
-        ({'A': 'much'}, ["'much'"]),
-        ({'A': float('nan')}, ['nan']),
-        ({'A': 1.7e308, 'C': 1e308}, ['1.7e+308', 'finite']),
+        {'A': 0, 'B': 0},
+        {'A': -1, 'B': 2},
+        {'A': 'much'},
+        {'A': float('nan')},
+        {'A': 1.7e308, 'C': 1e308},
     ],
 )
-def test_domain_weights_that_are_no_weights_are_refused(tiny, weights, words):
-    with raises_one_line('domain_weights', *words):
+def test_domain_weights_that_are_no_weights_are_refused(tiny, weights):
+    with raises_one_line(f'domain_weights={weights}', 'finite', 'A, B, C'):
         TrainingRows(tiny, BLOCK, 0, weights)
 
 
