@@ -201,8 +201,9 @@ def check_peer(settings, config):
         not importlib.util.find_spec('transformers'),
         '--peers=hf needs transformers: pip install -r requirements-dev.txt',
     )
-    own = ['optimizer'] if settings.optimizer not in ('', 'adamw') else []
-    ours = [*config.variant(), *own]
+    ours = [*config.variant()]
+    if settings.optimizer == 'muon':
+        ours.append('optimizer')
     refuse(ours, f"hf is transformers' Llama, which has no {', '.join(ours)} of ours; drop it")
 
 
@@ -507,23 +508,12 @@ def attempt(row, act, *args):
     torch.cuda.empty_cache()
 
 
-def turns(rows, settings, machine):
-    """(row, whether its step is timed) of each step, in order, with a bar and the time left."""
-    rounds = range(-settings.warmup, settings.rounds)
-    steps = [(row, round_ >= 0) for round_ in rounds for row in rows]
-    bar = tqdm(steps, disable=None if machine.is_first else True)
-    for number, (row, timed) in enumerate(bar):
-        bar.set_postfix_str(row.name)
-        yield row, timed
-        if number < len(rows) and not row.problem:
-            bar.write(f'{row.name}: {row.first:.1f} s', file=sys.stderr)
-
-
 def time_groups(groups, settings, about, machine):
     """Time rows and print a table for each group of them. Returns the numbers of all.
 
     groups: [(rows that take turns, their batch)].
     """
+    rounds = range(-settings.warmup, settings.rounds)
     numbers = {**about, 'settings': asdict(settings), 'rows': []}
     if machine.is_first:
         print('  '.join(f'{name}={value}' for name, value in about.items()))
@@ -531,8 +521,14 @@ def time_groups(groups, settings, about, machine):
         finished = numbers['rows']
         for row in rows:
             attempt(row, row.build, machine)
-        for row, timed in turns(rows, settings, machine):
+        steps = [(round_, row) for round_ in rounds for row in rows]
+        bar = tqdm(steps, disable=None if machine.is_first else True)
+        for round_, row in bar:
+            bar.set_postfix_str(row.name)
+            timed = round_ >= 0
             attempt(row, row.step, batch, timed)
+            if round_ == rounds[0] and not row.problem:
+                bar.write(f'{row.name}: {row.first:.1f} s', file=sys.stderr)
             if timed and row is rows[-1]:
                 reports = compared(rows)
                 numbers['rows'] = finished + reports

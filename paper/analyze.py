@@ -570,11 +570,10 @@ def main():
         labels_of(settings.runs)  # a name that no picture can show is refused before any work
         numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
-        write_json(out.with_name(f'{out.name}.json'), numbers)
+        write_json(f'{out}.json', numbers)
         figure = figure_of(over_seeds(numbers) if settings.seeds else numbers)
-        picture = out.with_name(f'{out.name}.png')
-        figure.savefig(picture, dpi=150)
-        print(f'\nwrote {picture}')
+        figure.savefig(f'{out}.png', dpi=150)
+        print(f'\nwrote {out}.png')
 
 
 if __name__ == '__main__':
