@@ -7,18 +7,18 @@ $ torchrun --nproc_per_node=8 --shutdown-timeout=300 train.py config/vanilla_468
 $ python train.py --out_dir=out/demo --init_from=resume         # go on where it stopped
 $ python train.py --help                                        # every setting
 
-One training at a constant rate has an end at several lengths: a copy of its folder as it was at a
-checkpoint is a run that goes on by itself, to a cooldown of its own.
+One run at a constant rate can be finished at several lengths. Copy its folder as it was at a
+checkpoint, and resume the copy with a cooldown:
 
     mkdir out/run_6000; cp out/run/{config.json,log.jsonl,ckpt_5000.pt} out/run_6000
     python train.py --init_from=resume --out_dir=out/run_6000 --cooldown_iters=1000 --max_iters=6000
 
-SIGTERM, Ctrl-C, a hang-up, and output that nobody reads any more, as after `| head`, end a run after its
-step, and save it.
+SIGTERM, Ctrl-C and a hang-up stop a run after its step, and so does output that can no longer be
+printed, as after `| head`. The run is saved, and the same command with --init_from=resume goes on.
 
 After SIGTERM, torchrun gives its processes 30 seconds to finish their step and to write a checkpoint,
 which at 468M has 5.6 GB. --shutdown-timeout gives them longer (torch 2.13; 2.11 has no such option).
-Killed while it writes, a run goes on from the checkpoint before.
+A run that is killed while it writes a checkpoint is resumed from the one before.
 """
 
 import contextlib
@@ -164,17 +164,19 @@ RANGES = {
     (1, 10**9): 'max_iters',
 }
 
-# Settings that say where a run happens and how it is watched. Two runs that differ only in these
-# are the same run.
+# Settings that say where a run happens and how it is watched. Two runs that differ only in these are
+# the same run. dtype, compile and attention change how its numbers are rounded, which is usually the
+# machine's choice; comparison/runs.py tells when it counts.
 INCIDENTAL = frozenset(
     'out_dir init_from verify_data eval_interval log_interval save_interval '
     'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
     'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
 
-# What may change when a run is resumed, and yet leave it the same run: where its data are, how its
-# steps are cut into micro-batches, and how much is evaluated, which only the last evaluation decides.
-# Every other setting of TrainConfig acts while steps are taken.
+# Settings that may change when a run is resumed, because its steps stay what they were: besides those
+# above, where the data are, how a step is cut into micro-batches, and how much an evaluation reads (only
+# the last evaluation is the run's result). Every other setting acts while steps are taken, and so does
+# one that you add, unless it is named in one of the two.
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
@@ -192,23 +194,24 @@ def settings_of(checkpoint):
     return settings
 
 
-def own_settings(given):
-    """What a run that is carried on was trained with; files and options, `given`, come on top."""
+def settings_to_resume(given):
+    """{name: value} that a run was trained with, if it is to be resumed, else {}. configure() lets files
+    and options, `given`, replace them."""
     if given.get('init_from') != 'resume':
         return {}
     out_dir = given.get('out_dir', TrainConfig.out_dir)
-    # A damaged file is said when the run is carried on.
+    # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
     checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
-    own = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)
-    return own | {'out_dir': out_dir}
+    saved = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)
+    return saved | {'out_dir': out_dir}
 
 
 # --- one step ------------------------------------------------------------------------------------
 
 
 def make_optimizers(model, settings):
-    """[AdamW, fused], and Muon for the matrices if it is chosen. What a parameter needs of them is said
-    where the parameter is made."""
+    """[AdamW], or [AdamW, Muon] with optimizer='muon'. What each parameter needs of them is said in
+    model.py, by needs_of()."""
     adamw, muon = {}, {}  # {(rate, decay): the group of the parameters that need them}
     for name, p in model.named_parameters():
         needs = model.needs[name]
@@ -331,12 +334,13 @@ def check_rates(settings, config):
 
 def check_cooldown(settings):
     """Refuse a cooldown beside another schedule, and one that begins before the end of the warm-up."""
-    for name, none in (('lr_decay_iters', 0), ('decay_lr', True)):
-        # It may be that of the run that is carried on.
+    for name, default in (('lr_decay_iters', 0), ('decay_lr', True)):
+        value = getattr(settings, name)
+        # The value may be the resumed run's own, which nobody typed: the message says how to undo it.
         refuse(
-            getattr(settings, name) != none,
-            f'cooldown_iters={settings.cooldown_iters} is another schedule than '
-            f'{name}={getattr(settings, name)}; give --{name}={none}, or no cooldown',
+            value != default,
+            f'cooldown_iters={settings.cooldown_iters} is another schedule than {name}={value}; '
+            f'give --{name}={default}, or no cooldown',
         )
     refuse(
         settings.warmup_iters + settings.cooldown_iters > settings.max_iters,
@@ -429,7 +433,7 @@ class Start:
         self.step = 0
         self.skipped = [0, 0]  # steps: in all, and the last ones in a row
         self.wandb_id = None
-        self.before = {}  # what made the part before
+        self.earlier_provenance = {}  # of a resumed run: what made it up to the checkpoint
         self.changed = {}  # {setting: [before, now]}
 
     def facts(self):
@@ -440,6 +444,7 @@ class Start:
 
 def start_run(settings, config, machine, folder):
     """The Start of a run in this folder, once all processes agree that it can start."""
+    # What fails in one process stops all: the others would wait for it.
     with machine.together():
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(folder.path) else 'scratch'
@@ -522,22 +527,22 @@ def take_weights(checkpoint, start, warn):
 
 
 def check_same_run(checkpoint, old, start):
-    """Refuse to go on as another run, with other settings than the `old` ones, but for some. Returns
-    those that changed, {name: [old, new]}."""
+    """Refuse settings with which it would be another run than with the `old` ones. Returns the changes
+    that are allowed, {name: [old, new]}."""
     settings, dataset = start.settings, start.dataset
     path, step = checkpoint['path'], checkpoint['step']
     refuse(
         not checkpoint['data']['sha256'],
         f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
     )
-    forbidden = checkpoint.differences(start.config)
-    # Of these, the optimizer has a state, and the others decide the data order.
+    must_match = checkpoint.differences(start.config)  # {name: (old, new)}
+    # The optimizer has a state to go on with; seed and domain_weights decide the order of the data.
     for name in ('optimizer', 'seed', 'domain_weights'):
-        forbidden[name] = getattr(old, name), getattr(settings, name)
-    # They may be shared out otherwise.
+        must_match[name] = getattr(old, name), getattr(settings, name)
+    # A step keeps its rows, which may be cut into other micro-batches.
     rows = 'gradient_accumulation_steps * batch_size'
-    forbidden[rows] = old.rows_per_step, settings.rows_per_step
-    for name, (before, new) in forbidden.items():
+    must_match[rows] = old.rows_per_step, settings.rows_per_step
+    for name, (before, new) in must_match.items():
         refuse(
             before != new,
             f'{path} is a run with {name}={before!r}, not {new!r}; carry it on with its own settings, '
@@ -567,15 +572,16 @@ def check_same_run(checkpoint, old, start):
 def carry_on(checkpoint, start, warn):
     """Fill `start` with what a run's checkpoint and its log say, or refuse to go on as another run."""
     old, settings, step = settings_of(checkpoint), start.settings, checkpoint['step']
-    # What it was told to keep it keeps.
+    # Steps of save_steps that are past stay among them, and so their checkpoints are kept.
     passed = {kept for kept in old.save_steps if kept <= step}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
     start.changed = check_same_run(checkpoint, old, start)
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']
-    start.origin, start.before = checkpoint['origin'], checkpoint['provenance']
-    # To wandb, a run in another folder is one of its own: of a copy, the first one may go on, too.
+    start.origin = checkpoint['origin']
+    start.earlier_provenance = checkpoint['provenance']
+    # In another folder, it is a copy, and a run of its own to wandb: the first one may go on, too.
     if Path(old.out_dir).resolve() == Path(settings.out_dir).resolve():
         start.wandb_id = checkpoint['wandb_id']
     # Where a finished run is extended, the rate may jump.
@@ -615,16 +621,22 @@ class Reporter:
             self.say(f'resumed with other settings: {start.changed}')
 
         folder.begin()
-        # A finished run that is resumed has no new part, but it may be one that was shortened.
+        # Each start or resumption begins a new part of the run. config.json describes the newest part,
+        # and the log all others. A finished run that is resumed has no new part, unless it has just
+        # been shortened: its max_iters was lowered to this step.
         is_finished = start.step == settings.max_iters and folder.has_evaluation(start.step)
-        self.facts = {}
+        self.description = {}  # of the new part; {}: there is none
         if not is_finished or 'max_iters' in start.changed:
-            # config.json holds what the newest part of a run was made with, the log of all others.
-            self.facts = everything
+            self.description = everything
             folder.describe(everything)
-            if start.before:  # the run goes on
-                parts = {'before': start.before, 'provenance': self.provenance}
-                folder.log.write({'step': start.step, 'changed': start.changed, **parts})
+            if start.earlier_provenance:  # the run is resumed
+                entry = {
+                    'step': start.step,
+                    'changed': start.changed,
+                    'before': start.earlier_provenance,
+                    'provenance': self.provenance,
+                }
+                folder.log.write(entry)
         self.tracker = self.start_wandb(everything) if settings.wandb_log else None
 
     def start_wandb(self, everything):
@@ -647,7 +659,7 @@ class Reporter:
             self.machine.warn(f'warning: no wandb: {error}')
 
     def say(self, words):
-        """Print a line. Where nobody reads it any more, as after `| head`, the run is to stop."""
+        """Print a line. If that fails, because nobody reads it any more, let the run stop."""
         try:
             print(words, flush=True)
         except OSError:
@@ -725,8 +737,8 @@ class Reporter:
     def finish(self, step, interrupted):
         # The last evaluation may have found a better checkpoint.
         self.folder.prune(**asdict(self.settings))
-        if self.facts:
-            self.folder.describe(self.facts | {'ended': now()})
+        if self.description:
+            self.folder.describe(self.description | {'ended': now()})
         if interrupted:
             self.say(f'interrupted at step {step}; the run is saved')
         else:
@@ -807,8 +819,8 @@ def train(settings, config, machine, micro_steps, closing):
             if reporter:
                 reporter.step(step, loss, norm.item(), lr, scaler, skipped, seconds)
         if settings.max_skipped and in_a_row >= settings.max_skipped:
-            error = gave_up(step, in_a_row, settings)
-            with machine.together():
+            error = too_many_skipped(step, in_a_row, settings)
+            with machine.together():  # every process raises it, and the first one says it
                 if reporter:
                     folder.give_up(error)
                 raise error
@@ -850,7 +862,8 @@ def share_of_micro_steps(settings, processes):
 NOT_FINITE = 'had a loss or gradient that is not finite'
 
 
-def gave_up(step, skipped, settings):
+def too_many_skipped(step, skipped, settings):
+    """The error that gives up a training, with advice."""
     paths = checkpoints(settings.out_dir)
     advice = (
         'no checkpoint has been written yet: start again with other settings and another out_dir'
@@ -873,7 +886,7 @@ LESS_MEMORY = (
 
 def main():
     with one_line_errors():  # the same on every process
-        settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=own_settings)
+        settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=settings_to_resume)
         attention = attention_setting(settings, config)
         machine = Machine(settings.device, settings.dtype, tf32=True, attention=attention)
         micro_steps = share_of_micro_steps(settings, machine.world_size)
