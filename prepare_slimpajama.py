@@ -260,13 +260,17 @@ def prepare(settings):
             shutil.rmtree(folder)
         check_space(plan)
         try:
-            write_dataset(plan)
+            # From here on the folder is ours.
+            write_json(plan.pieces / 'begun.json', plan.begun)
+            counts, pieces = merge_pieces(plan)
+            finish(plan, counts, pieces)
         except (KeyboardInterrupt, OSError, BrokenProcessPool) as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = 'interrupted' if interrupted else first_line(error)
             raise OSError(
                 f'{reason} (what is finished is kept in {out}, and the same command goes on from there)'
             ) from error
+        print_shares(plan, counts)
 
 
 def read_begun(settings, out):
@@ -343,19 +347,12 @@ def check_space(plan):
         )
 
 
-def write_dataset(plan):
-    # From here on the folder is ours.
-    write_json(plan.pieces / 'begun.json', plan.begun)
-    # {(split, domain): documents, tokens, bytes of text, files that they come from}
+def merge_pieces(plan):
+    """Write the token files from pieces, in reading order, until every domain is full.
+
+    Returns {(split, domain): documents, tokens, bytes of text, files that they come from}, pieces.
+    """
     counts = collections.defaultdict(collections.Counter)
-    pieces = merge_pieces(plan, counts)
-    finish(plan, pieces, counts)
-    print_shares(plan, counts)
-
-
-def merge_pieces(plan, counts):
-    """Write the token files from pieces, in reading order, until every domain is full. Returns the
-    pieces."""
     pieces = []
     trained, held_out = array.array('d'), set()
     total = plan.settings.tokens or None
@@ -384,7 +381,7 @@ def merge_pieces(plan, counts):
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    return pieces
+    return counts, pieces
 
 
 @contextlib.contextmanager
@@ -495,7 +492,7 @@ def room(plan, counts):
 # ---- The end -------------------------------------------------------------------------------------
 
 
-def finish(plan, pieces, counts):
+def finish(plan, counts, pieces):
     """Write meta.json, after all that it describes is on the disk, and remove the pieces."""
     print('checking what was written')
     splits = collections.defaultdict(dict)

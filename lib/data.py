@@ -336,8 +336,7 @@ def validation_batches(dataset, domain, block_size, batch_size, iters, machine):
     """
     if iters:
         full = max(1, dataset.sequences('validation', domain, block_size))
-        rows = np.linspace(0, full - 1, min(full, iters * batch_size))
-        rows = np.unique(rows.astype(int))
+        rows = np.linspace(0, full - 1, min(full, iters * batch_size)).astype(int)
     else:
         rows = np.arange(windows(dataset, domain, block_size))
     for first in range(0, len(rows), machine.world_size * batch_size):
