@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import contents, read_json
 
+from lib import tokenizer
 from lib.data import Dataset
 from lib.sources import TABLE_2
 from prepare_slimpajama import PrepareConfig, prepare
@@ -144,8 +145,5 @@ def read_meta(out):
 
 
 def texts_of(file):
-    """The documents of a .bin file of bytes."""
-    ids = np.fromfile(file, '<u2')
-    ends = np.flatnonzero(ids == 256) + 1
-    pieces = np.split(ids, ends)[:-1]
-    return [bytes(piece[:-1].tolist()).decode() for piece in pieces]
+    """The documents of a .bin file of bytes, of which none spells <|endoftext|>."""
+    return tokenizer.load('bytes').decode(np.fromfile(file, '<u2')).split(tokenizer.EOT)[:-1]
