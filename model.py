@@ -175,8 +175,7 @@ class Part(nn.Module):
         tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and the gradient of one, a sum over all
         # positions, would overflow long before any other. So whatever has weights is multiplied in
-        # their type. So is x in a gate.
-        x = x.to(next(self.parameters(), x).dtype)
+        # their type.
         with torch.autocast(x.device.type, enabled=False):
             weights = WEIGHTINGS[self.wiring.weighting].weights(self, x)[: len(tensors)]
             first, *others = [w * t for w, t in zip(weights, tensors, strict=True)]
@@ -452,7 +451,7 @@ class GPT(nn.Module):
             x = r * x + s * x0
         if config.attn_res:
             past['input'] = x
-            past.setdefault(0, x)
+            past.setdefault(0, x)  # the embedding, as block 0 gets it
         return x
 
     def new_cache(self, batch_size, max_len, dtype=None):
@@ -521,7 +520,9 @@ class PartWiring:
     name: str  # q, k or v
     n: int
     heads: int  # the number of heads that it has itself; 0: it borrows them
-    reads: list  # keys of what is attended to: with the cross map the sources', then its own or its owner's
+    reads: (
+        list  # keys of what is attended to: its own or its owner's, behind the cross map's sources
+    )
     lenders: list = ()  # key of the tensor whose last heads it borrows beside its own, if it does
     sources: list = ()  # keys of the raw tensors that are mixed in
     weighting: str = ''  # how they are weighted, see WEIGHTINGS; '': nothing is mixed in
@@ -657,7 +658,7 @@ class Weighting:
     # numbers or tensors that broadcast to (B, heads, T, hs).
     weights: Callable
     make: Callable = lambda part: None  # gives a Part its parameters
-    settings: tuple = ()  # that it alone reads
+    settings: tuple = ()  # of GPTConfig that it reads
     excludes: tuple = ()  # settings that may not be on with it
     # Its weights follow from x. It is of v alone: q and k have fixed weights then.
     is_gate: bool = False
@@ -676,6 +677,7 @@ def make_head_gate(part):
 
 def head_gate(part, x):
     """W x + b for each token and KV head."""
+    x = x.to(part.gate.weight.dtype)  # autocast is off
     return part.gate(x[..., : part.gate.in_features])
 
 
@@ -688,6 +690,7 @@ def make_channel_gate(part):
 
 def channel_gate(part, x):
     """b + (x A) B for each token and channel."""
+    x = x.to(part.gate_down.weight.dtype)
     return part.gate_up(part.gate_down(x)) + part.gate_bias
 
 
