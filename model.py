@@ -176,9 +176,11 @@ class Part(nn.Module):
         # Half precision would round a learned weight, and the gradient of one, a sum over all
         # positions, would overflow long before any other. So whatever has weights is multiplied in
         # their type.
+        kind = WEIGHTINGS[self.wiring.weighting]
         with torch.autocast(x.device.type, enabled=False):
-            weights = WEIGHTINGS[self.wiring.weighting].weights(self, x)[: len(tensors)]
-            first, *others = [w * t for w, t in zip(weights, tensors, strict=True)]
+            weights = gated(kind, self, x) if kind.gate else kind.weights(self)
+            # Without a tensor of its own, the last weight is nobody's.
+            first, *others = [w * t for w, t in zip(weights, tensors, strict=False)]
             mixed = sum(others, first)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
 
@@ -473,11 +475,9 @@ class GPT(nn.Module):
 
     def num_params(self, non_embedding=True):
         """Number of weights; non_embedding leaves out embedding tables (wte, wpe, ve) and lm_head."""
-        weights = set(self.parameters())
-        if non_embedding:
-            tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
-            weights -= {*tables, self.lm_head.weight}
-        return sum(weight.numel() for weight in weights)
+        tables = [m.weight for m in self.modules() if isinstance(m, nn.Embedding)]
+        left_out = {*tables, self.lm_head.weight} if non_embedding else set()
+        return sum(weight.numel() for weight in set(self.parameters()) - left_out)
 
     def flops_per_token(self, seq_len):
         """Training FLOPs per token as in PaLM's appendix B: 3 x the forward pass's.
@@ -577,16 +577,15 @@ def wire(config):
 
 def wire_layer(config, n):
     """Layer n, but for what other layers decide."""
-    of_values = sources_of(config, 'v', n)
-    crossed = of_values if config.residual_map == 'cross' else []
-    added = of_values if config.residual_map == 'identity' else []
-    q = wire_part(config, 'q', n, [n])
-    k, v = (wire_part(config, part, n, [*crossed, n]) for part in 'kv')
+    q, k, v = (wire_part(config, part, n) for part in 'qkv')
+    added = sources_of(config, 'v', n) if config.residual_map == 'identity' else []
     return LayerWiring(q, k, v, keys_of(config, 'v', added))
 
 
-def wire_part(config, part, n, attends_to):
-    """A part of layer n, which attends to those of these layers."""
+def wire_part(config, part, n):
+    """A part of layer n."""
+    is_crossed = config.residual_map == 'cross' and part != 'q'
+    attends_to = [*sources_of(config, 'v', n), n] if is_crossed else [n]
     wiring = PartWiring(part, n, heads=0, reads=keys_of(config, part, attends_to))
     heads = config.n_head if part == 'q' else config.kv_heads
     owner = owner_of(config, part, n)
@@ -606,11 +605,11 @@ def mix_sources(config, wiring, sources):
         return
     wiring.sources = keys_of(config, wiring.name, sources)
     wiring.weighting = config.residual_weights
-    if WEIGHTINGS[config.residual_weights].is_gate and wiring.name != 'v':
+    if WEIGHTINGS[config.residual_weights].gate and wiring.name != 'v':
         wiring.weighting = 'fixed'
     weighting = WEIGHTINGS[wiring.weighting]
     wiring.gate = [getattr(config, name) for name in weighting.settings]
-    if config.residual_lambda or not weighting.is_gate:
+    if config.residual_lambda or not weighting.gate:
         uniform = 1 / (len(sources) + 1)
         source, own = config.residual_lambda or (uniform, uniform)
         wiring.weights = [float(source)] * len(sources) + [float(own)]
@@ -652,17 +651,20 @@ def sources_of(config, part, n):
 
 @dataclass
 class Weighting:
-    """A value of residual_weights."""
+    """A value of residual_weights: a weight of each source, then one of the layer's own tensor."""
 
-    # Of a Part and of x (B, T, C), what the layer projects: a weight per source, then the layer's own,
-    # numbers or tensors that broadcast to (B, heads, T, hs).
-    weights: Callable
     make: Callable = lambda part: None  # gives a Part its parameters
+    weights: Callable = lambda part: (
+        part.wiring.weights
+    )  # of a Part: numbers, or tensors (heads, T, hs)
+    # Or its weights follow from gates, activation(gate(part, x)), (B, T, n_kv_head or all channels), of x
+    # (B, T, C), what the layer projects: see gated(). Gates are of v alone: q and k have fixed weights.
+    gate: Callable | None = None
+    activation: Callable = torch.sigmoid
+    is_blend: bool = True  # a gate g leaves 1 - g to the layer's own value, else 1
+    std: float = 0.0  # a gate's matrices start at N(0, std)
     settings: tuple = ()  # of GPTConfig that it reads
     excludes: tuple = ()  # settings that may not be on with it
-    # Its weights follow from x. It is of v alone: q and k have fixed weights then.
-    is_gate: bool = False
-    std: float = 0.0  # a gate's matrices start at N(0, std)
 
 
 def make_lambdas(part):
@@ -694,41 +696,36 @@ def channel_gate(part, x):
     return part.gate_up(part.gate_down(x)) + part.gate_bias
 
 
-def gated(part, g, is_blend=True):
-    """The weights of v by a gate g (B, T, n_kv_head or all channels): the sources' mean has g, and the
-    layer's own value 1 - g in a blend, else 1. With residual_lambda (s, o), each source has s g and the
-    own value o."""
+def gated(kind, part, x):
+    """The weights of v by a gate g: the sources' mean has g, and the layer's own value 1 - g or 1. With
+    residual_lambda (s, o), each source has s g and the own value o."""
+    g = kind.activation(kind.gate(part, x))
     g = g.unflatten(2, (part.config.kv_heads, -1)).transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
     if part.wiring.weights:
         *of_sources, of_own = part.wiring.weights
         return [weight * g for weight in of_sources] + [of_own]
     count = len(part.wiring.sources)
-    return [g / count] * count + [1 - g if is_blend else 1.0]
+    return [g / count] * count + [1 - g if kind.is_blend else 1.0]
 
 
 WEIGHTINGS = {
-    'fixed': Weighting(lambda part, x: part.wiring.weights),  # uniform, or residual_lambda
+    'fixed': Weighting(),  # uniform, or residual_lambda
     # A 0-d weight would not widen what it multiplies.
-    'learned': Weighting(lambda part, x: part.residual_lambda[:, None], make_lambdas),
-    'head': Weighting(
-        lambda part, x: gated(part, head_gate(part, x).sigmoid()),
+    'learned': Weighting(make_lambdas, lambda part: part.residual_lambda[:, None]),
+    'head': Weighting(make_head_gate, gate=head_gate, settings=('gate_inputs', 'gate_bias')),
+    'relu': Weighting(  # SATFormer (2605.03953); from a standard deviation of 0 it would never learn
         make_head_gate,
-        settings=('gate_inputs', 'gate_bias'),
-        is_gate=True,
-    ),
-    'relu': Weighting(  # SATFormer (2605.03953)
-        lambda part, x: gated(part, head_gate(part, x).relu(), is_blend=False),
-        make_head_gate,
+        gate=head_gate,
+        activation=torch.relu,
+        is_blend=False,
+        std=0.02,
         settings=('gate_inputs',),
-        is_gate=True,
-        std=0.02,  # from 0 it would never learn
     ),
     'channel': Weighting(  # RWKV-7, of one source
-        lambda part, x: gated(part, channel_gate(part, x).sigmoid()),
         make_channel_gate,
+        gate=channel_gate,
         settings=('gate_rank',),
         excludes=('residual_lambda',),
-        is_gate=True,
     ),
 }
 
@@ -1113,7 +1110,7 @@ def check(config):
     """The one rule: a setting that is on changes what a model is made of."""
     weights = config.residual_lambda
     gets_no_gradient = (
-        config.v_residual in OUTER_SOURCES or WEIGHTINGS[config.residual_weights].is_gate
+        config.v_residual in OUTER_SOURCES or WEIGHTINGS[config.residual_weights].gate
     )
     refuse(
         weights[:1] == (0,)
