@@ -8,12 +8,11 @@ in layers 2 and up, and everything else stays as it is:
   SVFormer    V_n = V_1                  share_v=True      (Eq. 10)  Part.forward(), "borrowed"
 
 All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and keys can do the same.
-So the wiring of a model is three questions per layer, asked separately of q, k and v:
+So the wiring of a model is three questions per layer, the first two asked separately of q, k and v:
   1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
   3. What happens at attention? See residual_map, neutreno, exclusive and output_gate in GPTConfig.
-wire() works out the answers from a GPTConfig, once, with the weights of each mixture. What else
-connects the layers stands in GPT.connect().
+wire() works out the answers from a GPTConfig, once. What else connects layers is in GPT.connect().
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -21,9 +20,10 @@ Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v3        v3<────┘  │     │           v3  k3
                      v4        v4<───────┘     │           │   │
 (vN: layer N owns its values; │: it borrows those above; <: it mixes the source into its own.)
+Text and equations count layers from 1, as the paper does, the code from 0: V_1 is raw['v', 0].
 
 Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are
-raw. *Attended*: what attention reads, and borrowers: mixed, and q and k rotated.
+raw. *Attended*: as attention and borrowers read them, after mixing, qk_norm and RoPE.
 
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
@@ -33,7 +33,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -71,10 +71,10 @@ class GPTConfig:
     k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
     residual_weights: str = 'fixed'  # or learned, or gates of v, from x: head, channel, relu
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
-    residual_layers: tuple = ()  # layers (0-based) that mix, as in Sparse ResFormer; (): all but 0
+    residual_layers: tuple = ()  # layers (from 0) that mix; (): all but 0; token, x0, anchor need it
     residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
     gate_inputs: int = 0  # of head and relu: how many channels of x they read; 0: all
-    gate_bias: bool = False  # of head: with a bias
+    gate_bias: bool = False  # of head: W x + b in place of W x
     gate_rank: int = 32  # of channel: its inner width
     # sharing: True: all layers use the first one's; m: each m layers use their first one's; a tuple
     # of 0-based layers: each layer's owner, such as (0, 0, 2)
@@ -91,7 +91,7 @@ class GPTConfig:
         check(self)
 
     def shape(self):
-        """{field: value} of the fields that say how large the model is."""
+        """{field: value} of the fields that say how large a model is; n_kv_head makes a variant of it."""
         return {name: getattr(self, name) for name in SHAPE}
 
     def variant(self):
@@ -147,8 +147,8 @@ class Part(nn.Module):
         if wiring.projects:
             width = wiring.heads * config.head_size
             self.proj = nn.Linear(config.n_embd, width, config.has_biases)
-        if config.qk_norm and wiring.name == 'q' and wiring.heads:
-            self.gain = nn.Parameter(torch.full((config.n_head,), 1.44))
+        if config.qk_norm and wiring.name == 'q' and wiring.heads:  # 0: borrowed
+            self.gain = nn.Parameter(torch.full((config.n_head,), 1.44))  # nanochat's 1.2 * 1.2
         if wiring.sources:
             WEIGHTINGS[wiring.weighting].make(self)
 
@@ -159,7 +159,7 @@ class Part(nn.Module):
             return attended[wiring.reads[-1]]  # borrowed
         t = raw.get(wiring.key)  # None where the layer projects none
         if wiring.lenders:
-            t = t[:, : wiring.heads]  # without those that are lent
+            t = t[:, : wiring.heads]  # its own; raw has the lent ones, too, for later layers
         if wiring.sources:
             t = self.mix(t, [raw[key] for key in wiring.sources], x)
         if wiring.name != 'v':
@@ -173,13 +173,12 @@ class Part(nn.Module):
         """The weighted sum (Eq. 7, Eq. 5) of the sources and the layer's own projection, (B, heads, T,
         hs) each; own is None where its weight is 0 for ever."""
         tensors = sources if own is None else [*sources, own]
-        # Half precision would round a learned weight, and the gradient of one, a sum over all
-        # positions, would overflow long before any other. So whatever has weights is multiplied in
-        # their type.
+        # Half precision would round a learned weight, and its gradient, a sum over all positions, would
+        # overflow long before any other. So the products have the type of the weights.
         kind = WEIGHTINGS[self.wiring.weighting]
         with torch.autocast(x.device.type, enabled=False):
             weights = gated(kind, self, x) if kind.gate else kind.weights(self)
-            # Without a tensor of its own, the last weight is nobody's.
+            # Of one source [1/2, 1/2], see mix_sources(). Where own is None, the last weight is unused.
             first, *others = [w * t for w, t in zip(weights, tensors, strict=False)]
             mixed = sum(others, first)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
@@ -197,7 +196,8 @@ class Attention(nn.Module):
 
     def __init__(self, config, wiring):
         super().__init__()
-        self.config, self.wiring = config, wiring
+        self.config = config
+        self.wiring = wiring
         self.q = Part(config, wiring.q)
         self.k = Part(config, wiring.k)
         self.v = Part(config, wiring.v)
@@ -211,30 +211,33 @@ class Attention(nn.Module):
         raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file. rope: (cos, sin),
         (T, hs) each, or () for gpt2. cache: a KVCache or None. mask: attend()'s.
         """
-        B, T, C = x.size()
-        parts = self.q, self.k, self.v
         raw = raw | self.project(x, raw)
-        made = {p.wiring.key: p(x, raw, attended, rope, cache) for p in parts}
+        # q, k and v as attention reads them, of this call's tokens. k and v also go into the cache, if there
+        # is one, from which they are read below.
+        parts = self.q, self.k, self.v
+        made = {part.wiring.key: part(x, raw, attended, rope, cache) for part in parts}
         attended = attended | made
         q, _, v = made.values()
 
         # What it attends to: its keys and values, also of the tokens in the cache, and with the cross
         # map those of its sources.
         kv = attended if cache is None else cache
-        keys, values = ([kv[key] for key in p.wiring.reads] for p in (self.k, self.v))
+        keys = [kv[key] for key in self.k.wiring.reads]
+        values = [kv[key] for key in self.v.wiring.reads]
         dropout = self.config.dropout if self.training else 0.0
         y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
 
-        y = self.after(y, x, raw, v).transpose(1, 2).reshape(B, T, C)
+        y = self.after(y, x, raw, v).transpose(1, 2).flatten(2)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
 
     def project(self, x, raw):
-        """{key: (B, heads, T, hs)} of what the layer projects from x (B, T, C): raw, and behind its own
-        heads those that are lent."""
+        """{key: (B, heads, T, hs)} of what the layer projects from x (B, T, C): raw, and, with
+        share_v_heads, the heads that it borrows behind its own."""
         # Values that are not mixed are what attention keeps for its backward pass. In one product with
         # q and k, they would keep the raw ones, too.
-        q, k, v = self.q, self.k, self.v
-        groups = [[q, k, v]] if v.wiring.sources else [[q, k], [v]]
+        groups = [[self.q, self.k], [self.v]]
+        if self.v.wiring.sources:
+            groups = [[self.q, self.k, self.v]]
         projected = {}
         for group in groups:
             parts = [part for part in group if part.wiring.projects]
@@ -267,7 +270,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        C, width, has_biases = config.n_embd, config.ffn_width, config.has_biases
+        C = config.n_embd
+        width = config.ffn_width
+        has_biases = config.has_biases
         if config.arch == 'llama':
             self.c_gate = nn.Linear(C, width, has_biases)
         self.c_fc = nn.Linear(C, width, has_biases)
@@ -291,11 +296,12 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, *others):
+    def forward(self, x, raw, attended, rope, cache, mask):
         """As Attention.forward(), but what no later layer reads is dropped."""
-        y, raw, attended = self.attn(self.ln_1(x), *others)
+        y, raw, attended = self.attn(self.ln_1(x), raw, attended, rope, cache, mask)
         x = x + y
         x = x + self.mlp(self.ln_2(x))
+        # Only what wire() lists is handed on: for a tensor of your own, let it add a key to raw_later.
         raw = {key: t for key, t in raw.items() if key in self.wiring.raw_later}
         attended = {key: t for key, t in attended.items() if key in self.wiring.attended_later}
         return x, raw, attended
@@ -307,27 +313,28 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wiring = wire(config)
+        L = config.n_layer
+        C = config.n_embd
         self.transformer = nn.ModuleDict(
             {
-                'wte': nn.Embedding(config.vocab_size, config.n_embd),
+                'wte': nn.Embedding(config.vocab_size, C),
                 'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
                 've': nn.ModuleDict(),
                 'vx': nn.ModuleDict(),
                 'ln_f': make_norm(config),
             }
         )
-        # The sources that are no layers, by their names in `transformer`.
-        of_values = {name for layer in self.wiring for _, name in layer.v.sources}
-        self.outer_sources = sorted(of_values - {*range(config.n_layer)})
+        # The sources that are no layers have names, see OUTER_SOURCES, and those that are have numbers.
+        sources = {source for layer in self.wiring for _, source in layer.v.sources}
+        self.outer_sources = sorted(sources - {*range(L)})
         for name in self.outer_sources:
             self.transformer.set_submodule(name, make_outer_source(config, name))
         if config.arch == 'gpt2':
-            self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.transformer.wpe = nn.Embedding(config.block_size, C)
         else:
             for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
                 self.register_buffer(name, table, persistent=False)
-        L, C = config.n_layer, config.n_embd
-        self.multiply_adds = 0  # a token's, of what is no nn.Linear
+        self.multiply_adds = 0  # per token, without those of nn.Linear: for flops_per_token()
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
             self.transformer.dwa = nn.ParameterList(torch.eye(n + 2)[-1] for n in range(L))
@@ -338,7 +345,7 @@ class GPT(nn.Module):
         if config.x0_residual:
             self.transformer.x0 = nn.ParameterList(torch.tensor([1.0, 0.0]) for _ in range(L))
             self.multiply_adds += L * 2 * C
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(C, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
         self.needs = {name: needs_of(config, name, p) for name, p in self.named_parameters()}
@@ -352,11 +359,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Draw each matrix, of which needs_of() says how, and set biases to 0. Norms, and what is no
-        `weight`, such as lambdas, are as they were made.
+        """Draw each matrix as needs_of() says, and set each `bias` to 0. All else, such as norms, lambdas
+        and `gate_bias`, stays as it was made.
 
-        Each has a generator of its own, seeded by (seed, name). So variants of one size start with the
-        same shared weights; a matrix of fewer rows has the first ones.
+        Each matrix has a generator of its own, seeded by (seed, name). So variants of one size start with
+        the same shared weights; a matrix of fewer rows has the first ones.
         """
         for name, p in self.named_parameters():
             if name.endswith('.bias'):
@@ -396,11 +403,13 @@ class GPT(nn.Module):
             T > self.config.block_size,
             f'{T} tokens are more than block_size={self.config.block_size}',
         )
-        positions, mask = slice(T), None
+        positions = slice(T)
+        mask = None
         if cache is not None:
             positions, mask = cache.begin(idx)
         x, x0, raw, rope = self.embed(idx, positions)
-        attended, past = {}, {}
+        attended = {}
+        past = {}  # connect()'s
         for n, block in enumerate(self.transformer.h):
             x = self.connect(n, x, x0, past)
             x, raw, attended = block(x, raw, attended, rope, cache, mask)
@@ -417,6 +426,7 @@ class GPT(nn.Module):
         (B, T, C); raw has the sources that are no layers. rope: see Attention."""
         config = self.config
         x = self.transformer.wte(idx)
+        # As in nanochat, x_0 is normed also where x is not. Where nobody reads it, compiling drops it.
         x0 = rms_norm(config, x)
         if config.embed_norm:
             x = x0
@@ -438,9 +448,11 @@ class GPT(nn.Module):
     def connect(self, n, x, x0, past):
         """The input of block n, or of ln_f where n is n_layer, (B, T, C). x: what the block before
         returned, or the embedding; x0: embed()'s; past: a dict that lives for one forward pass."""
+        # past[n]: for denseformer this x, for attn_res, which excludes it, what the block before added, and
+        # for n = 0 the first block's input.
         config = self.config
         if config.denseformer:
-            past[n] = x  # of the embedding and the blocks
+            past[n] = x
             if n > 0:
                 x = sum(w * past[i] for i, w in enumerate(self.transformer.dwa[n - 1]))
         if config.attn_res and n > 0:
@@ -453,12 +465,12 @@ class GPT(nn.Module):
             x = r * x + s * x0
         if config.attn_res:
             past['input'] = x
-            past.setdefault(0, x)  # the embedding, as block 0 gets it
+            past.setdefault(0, x)
         return x
 
     def new_cache(self, batch_size, max_len, dtype=None):
         """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'."""
-        return KVCache(self, batch_size, max_len, dtype or self.lm_head.weight.dtype)
+        return KVCache(self, batch_size, max_len, dtype)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, choose, cache=None):
@@ -496,14 +508,15 @@ class GPT(nn.Module):
 
 # --- the wiring ----------------------------------------------------------------------------------
 
-# The sources of layer n (0-based) in a model of L layers.
+# The sources of layer n (from 0) in a model of L layers, of which layer 0 has none: range(n)[:1] is [0],
+# or [] for n = 0.
 SOURCES = {
     'first': lambda n, L: range(n)[:1],  # Eq. 7
     'previous': lambda n, L: range(n)[-1:],  # Fig. 8
     'all': lambda n, L: range(n),  # Eq. 5
 }
-# Sources of v that are no layers, or not only: modules of `transformer` by their names, of which
-# make_outer_source() makes each. The layers that have such sources are named, in residual_layers.
+# Sources of v that are no layers, or not only. Such a source is a module of `transformer`, is called by
+# its name there, and make_outer_source() makes it. residual_layers must name the layers that have one.
 OUTER_SOURCES = {
     # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
     'token': lambda n, L: [f've.{n}'],
@@ -520,14 +533,13 @@ class PartWiring:
     name: str  # q, k or v
     n: int
     heads: int  # the number of heads that it has itself; 0: it borrows them
-    reads: (
-        list  # keys of what is attended to: its own or its owner's, behind the cross map's sources
-    )
-    lenders: list = ()  # key of the tensor whose last heads it borrows beside its own, if it does
+    # Keys of what is attended to: its own, or its owner's; before it, those of the cross map's sources.
+    reads: list
+    lenders: list = ()  # with share_v_heads: [the key of the tensor whose last heads it borrows]
     sources: list = ()  # keys of the raw tensors that are mixed in
     weighting: str = ''  # how they are weighted, see WEIGHTINGS; '': nothing is mixed in
-    weights: list = ()  # of each source, then its own; empty: a gate has them
-    gate: list = ()  # the values of a gate's settings
+    weights: list = ()  # of each source, then its own; empty: a gate makes them
+    settings: list = ()  # the values of its settings, only for signature() to compare
 
     @property
     def key(self):
@@ -542,7 +554,7 @@ class PartWiring:
 
 @dataclass
 class LayerWiring:
-    """How layer n is wired."""
+    """How layer n is wired; n is v.n."""
 
     q: PartWiring
     k: PartWiring
@@ -560,7 +572,9 @@ class LayerWiring:
 def wire(config):
     """The wiring of a model as data: a LayerWiring for each layer."""
     layers = [wire_layer(config, n) for n in range(config.n_layer)]
-    raw, attended = set(), set()  # what the layers from here on read
+    # Keys of what the layers from here on read.
+    raw = set()
+    attended = set()
     for layer in reversed(layers):
         layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
         layer.attended_later = sorted(attended)
@@ -583,7 +597,7 @@ def wire_layer(config, n):
 
 
 def wire_part(config, part, n):
-    """A part of layer n."""
+    """The PartWiring of layer n's q, k or v."""
     is_crossed = config.residual_map == 'cross' and part != 'q'
     attends_to = [*sources_of(config, 'v', n), n] if is_crossed else [n]
     wiring = PartWiring(part, n, heads=0, reads=keys_of(config, part, attends_to))
@@ -600,7 +614,7 @@ def wire_part(config, part, n):
 
 
 def mix_sources(config, wiring, sources):
-    """Say how these layers are mixed into a part."""
+    """Let a part mix these sources into its own."""
     if not sources:
         return
     wiring.sources = keys_of(config, wiring.name, sources)
@@ -608,7 +622,8 @@ def mix_sources(config, wiring, sources):
     if WEIGHTINGS[config.residual_weights].gate and wiring.name != 'v':
         wiring.weighting = 'fixed'
     weighting = WEIGHTINGS[wiring.weighting]
-    wiring.gate = [getattr(config, name) for name in weighting.settings]
+    wiring.settings = [getattr(config, name) for name in weighting.settings]
+    # A gate makes its weights itself. It leaves these empty, unless residual_lambda is to scale them.
     if config.residual_lambda or not weighting.gate:
         uniform = 1 / (len(sources) + 1)
         source, own = config.residual_lambda or (uniform, uniform)
@@ -629,8 +644,10 @@ def owner_of(config, part, n):
 
 
 def keys_of(config, part, sources):
-    """[(part, the layer that has the tensor)]; a source that is no layer has its own."""
-    if part == 'v' and config.share_v_heads:  # a borrower, too, has values of its own
+    """The keys of these sources' q, k or v: (part, the layer that owns it), or, of a source that is no
+    layer, (part, its name)."""
+    # With share_v_heads, each layer has values of its own, of which it borrows some heads.
+    if part == 'v' and config.share_v_heads:
         return [(part, n) for n in sources]
     return [(part, n if isinstance(n, str) else owner_of(config, part, n)) for n in sources]
 
@@ -654,15 +671,16 @@ class Weighting:
     """A value of residual_weights: a weight of each source, then one of the layer's own tensor."""
 
     make: Callable = lambda part: None  # gives a Part its parameters
-    weights: Callable = lambda part: (
-        part.wiring.weights
-    )  # of a Part: numbers, or tensors (heads, T, hs)
+    # {a part of a parameter's name: what it needs}: a matrix that is not named here starts at N(0, 0.02),
+    # decays, and goes to Muon, as needs_of() says.
+    needs: dict = field(default_factory=dict)
+    # Of a Part: numbers, or tensors that broadcast to (B, heads, T, hs).
+    weights: Callable = lambda part: part.wiring.weights
     # Or its weights follow from gates, activation(gate(part, x)), (B, T, n_kv_head or all channels), of x
     # (B, T, C), what the layer projects: see gated(). Gates are of v alone: q and k have fixed weights.
     gate: Callable | None = None
     activation: Callable = torch.sigmoid
     is_blend: bool = True  # a gate g leaves 1 - g to the layer's own value, else 1
-    std: float = 0.0  # a gate's matrices start at N(0, std)
     settings: tuple = ()  # of GPTConfig that it reads
     excludes: tuple = ()  # settings that may not be on with it
 
@@ -684,9 +702,11 @@ def head_gate(part, x):
 
 
 def make_channel_gate(part):
-    config, width = part.config, part.config.kv_heads * part.config.head_size
+    config = part.config
+    width = config.kv_heads * config.head_size
     part.gate_down = nn.Linear(config.n_embd, config.gate_rank, bias=False)
     part.gate_up = nn.Linear(config.gate_rank, width, bias=False)
+    # It starts as in RWKV-7. The setting of this name is for head gates.
     part.gate_bias = nn.Parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
 
 
@@ -697,8 +717,8 @@ def channel_gate(part, x):
 
 
 def gated(kind, part, x):
-    """The weights of v by a gate g: the sources' mean has g, and the layer's own value 1 - g or 1. With
-    residual_lambda (s, o), each source has s g and the own value o."""
+    """The weights of v by a gate g: the sources' mean has g, and the layer's own value 1 - g in a blend,
+    else 1. With residual_lambda (s, o), each source has s g and the own value o, in a blend, too."""
     g = kind.activation(kind.gate(part, x))
     g = g.unflatten(2, (part.config.kv_heads, -1)).transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
     if part.wiring.weights:
@@ -708,21 +728,30 @@ def gated(kind, part, x):
     return [g / count] * count + [1 - g if kind.is_blend else 1.0]
 
 
+# What the matrices of gates need, and a few weights that start where nothing changes.
+GATE = {'v.gate': dict(std=0.0, decay=False, muon=False)}
+NEUTRAL = dict(logged=True, optional=True)
+
 WEIGHTINGS = {
     'fixed': Weighting(),  # uniform, or residual_lambda
     # A 0-d weight would not widen what it multiplies.
-    'learned': Weighting(make_lambdas, lambda part: part.residual_lambda[:, None]),
-    'head': Weighting(make_head_gate, gate=head_gate, settings=('gate_inputs', 'gate_bias')),
-    'relu': Weighting(  # SATFormer (2605.03953); from a standard deviation of 0 it would never learn
+    'learned': Weighting(
+        make_lambdas, {'residual_lambda': NEUTRAL}, lambda part: part.residual_lambda[:, None]
+    ),
+    'head': Weighting(  # sigmoid(0) = 1/2: it starts as ResFormer
+        make_head_gate, GATE, gate=head_gate, settings=('gate_inputs', 'gate_bias')
+    ),
+    'relu': Weighting(  # SATFormer (2605.03953); it starts at N(0, 0.02): from 0 it would never learn
         make_head_gate,
+        {'v.gate': dict(decay=False, muon=False)},
         gate=head_gate,
         activation=torch.relu,
         is_blend=False,
-        std=0.02,
         settings=('gate_inputs',),
     ),
     'channel': Weighting(  # RWKV-7, of one source
         make_channel_gate,
+        {**GATE, '.gate_up.': dict(std=0.1, is_orthogonal=True)},
         gate=channel_gate,
         settings=('gate_rank',),
         excludes=('residual_lambda',),
@@ -749,10 +778,10 @@ class Needs:
 
 def needs_of(config, name, p):
     """The Needs of a parameter. By default a matrix starts at N(0, 0.02) and decays, and in blocks is
-    Muon's, and no vector decays. What needs something else is listed here by a part of its name."""
+    Muon's, and no vector decays. What needs something else is listed by a part of its name, here or in
+    its entry of WEIGHTINGS. Of several that fit, the last one wins."""
     is_matrix = p.dim() > 1
     needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
-    neutral = dict(logged=True, optional=True)  # a few weights that start where nothing changes
     gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
     special = {
         'c_proj': dict(std=gpt2_std if config.arch == 'gpt2' else 0.02),
@@ -760,12 +789,10 @@ def needs_of(config, name, p):
         '.ve.': dict(std=config.n_embd**-0.5, decay=False, rate='table_rate'),
         '.vx.': dict(muon=True),
         '.anchor.': dict(muon=True),
-        '.gate': dict(decay=False, muon=False),
-        'v.gate': dict(std=WEIGHTINGS[config.residual_weights].std),
-        '.gate_up.': dict(std=0.1, is_orthogonal=True),
-        'residual_lambda': neutral,
-        '.dwa.': neutral,
-        '.x0.': neutral,
+        'attn.gate.': dict(decay=False, muon=False),  # output_gate
+        '.dwa.': NEUTRAL,
+        '.x0.': NEUTRAL,
+        **WEIGHTINGS[config.residual_weights].needs,
     }
     for words, others in special.items():
         if words in name:
@@ -809,7 +836,7 @@ def attend(q, k, v, dropout=0.0, mask=None):
         q = q.reshape(B, nh // group, group, hs)
         if mask is not None:
             mask = mask.repeat(group, 1)
-    elif group > 1 and (not is_causal or lacks_gqa(q)):
+    elif group > 1 and (not is_causal or lacks_gqa(q)):  # kernels that share keys take no mask
         k, v = to_query_heads(k, q), to_query_heads(v, q)
     y = F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal, enable_gqa=q.size(1) != k.size(1)
@@ -846,7 +873,8 @@ def attend_cross(q, keys, values, dropout=0.0, mask=None):
 def remove_along(y, v):
     """y less its component along v, (B, nh, T, hs) each, computed in fp32 at least."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    own, unit = y.to(wide), F.normalize(v.to(wide), dim=-1, eps=1e-6)
+    own = y.to(wide)
+    unit = F.normalize(v.to(wide), dim=-1, eps=1e-6)
     return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
@@ -856,14 +884,16 @@ def products(x, matrices):
     if len(matrices) < 2 or not torch.is_grad_enabled():
         return [matrix(x) for matrix in matrices]
     weight = torch.cat([matrix.weight for matrix in matrices])
-    has_bias = matrices[0].bias is not None
-    bias = torch.cat([matrix.bias for matrix in matrices]) if has_bias else None
+    bias = None
+    if matrices[0].bias is not None:
+        bias = torch.cat([matrix.bias for matrix in matrices])
     sizes = [matrix.out_features for matrix in matrices]
     return F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
 def append_lent_heads(t, tensors, lenders):
-    """t (B, heads, T, hs), and behind its heads the further ones of the tensor with this key, if any."""
+    """t (B, heads, T, hs) and, behind its heads, those that it borrows (share_v_heads): the last ones of
+    the lender's tensor. lenders: [the key of that tensor], or none."""
     for key in lenders:
         t = torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
     return t
@@ -922,13 +952,12 @@ class KVCache:
     """
 
     def __init__(self, model, batch_size, max_len, dtype):
-        longest = model.config.block_size
         refuse(
-            max_len > longest,
-            f'max_len={max_len} is more than block_size={longest}: '
+            max_len > model.config.block_size,
+            f'max_len={max_len} is more than block_size={model.config.block_size}: '
             'only without a cache can generation go on, with the last block_size tokens',
         )
-        self.max_len = self.end = max_len
+        self.max_len = max_len
         self.parts = {part.key: part for layer in model.wiring for part in (layer.k, layer.v)}
         zeros = model.lm_head.weight.new_zeros
         self.tensors = {}
@@ -947,14 +976,14 @@ class KVCache:
 
     def begin(self, idx):
         """Prepare for idx (B, T), more tokens; returns their positions (T,) and the mask for attend()."""
-        T, device = idx.size(1), idx.device
-        self.positions = self.position + torch.arange(T, device=device)
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling:
+        T = idx.size(1)
+        self.positions = self.position + torch.arange(T, device=idx.device)
+        if torch.compiler.is_compiling():
             # No Python number may depend on the position.
             self.end = self.max_len
-            has_room = self.positions[-1] < self.end
-            torch._assert_async(has_room, 'more tokens than the cache has room for: max_len')
+            torch._assert_async(
+                self.positions[-1] < self.end, 'more tokens than the cache has room for: max_len'
+            )
         else:
             self.end = int(self.position) + T
             refuse(
@@ -962,9 +991,10 @@ class KVCache:
                 f'{T} more tokens do not fit into a cache of max_len={self.max_len}, which holds '
                 f'{self.end - T}',
             )
-        if T in (1, self.end) and not is_compiling:
-            return self.positions, None
-        return self.positions, torch.arange(self.end, device=device) <= self.positions[:, None]
+            # One query sees all keys, and a first call (T = end) is causal: attend() needs no mask.
+            if T in (1, self.end):
+                return self.positions, None
+        return self.positions, torch.arange(self.end, device=idx.device) <= self.positions[:, None]
 
     def append(self, key, t):
         """Store t (B, heads, T, hs) at the positions that begin() gave, unless it is a query."""
@@ -1049,12 +1079,13 @@ MAPS = {
     'identity': ('residual_lambda', 'residual_weights'),
     'cross': ('residual_lambda', 'residual_weights', 'share_v_heads'),
 }
-# The least value of a setting.
+# {setting that is a number: its least value}, 1 where its default is 1 or more, else 0.
 LEAST = {
     f.name: min(int(f.default), 1) for f in fields(GPTConfig) if type(f.default) in (int, float)
 }
 LEAST['neutreno'] = -1e300  # it may be negative
-# Settings that count for what they change in the wiring; every other setting counts for its value.
+# Settings that signature() compares by the wiring they make; it compares every other one by its value.
+# One of yours belongs here if wire() alone reads it.
 WIRED = {
     *RESIDUALS,
     *'residual_weights residual_lambda residual_layers residual_map'.split(),
@@ -1082,7 +1113,8 @@ def normalize(config):
             setattr(config, name, tuple(value))
     check_ranges(config)
     for part in 'qkv':
-        residual, share = f'{part}_residual', f'share_{part}'
+        residual = f'{part}_residual'
+        share = f'share_{part}'
         if getattr(config, residual) == 'first':
             setattr(config, residual, True)
         setattr(config, share, spelled(getattr(config, share), config.n_layer))
@@ -1108,14 +1140,19 @@ def spelled(share, n_layer):
 
 def check(config):
     """The one rule: a setting that is on changes what a model is made of."""
-    weights = config.residual_lambda
-    gets_no_gradient = (
-        config.v_residual in OUTER_SOURCES or WEIGHTINGS[config.residual_weights].gate
+    is_outer = config.v_residual in OUTER_SOURCES
+    refuse(
+        is_outer and not config.residual_layers,
+        f'v_residual={config.v_residual!r} needs residual_layers: name the layers that have the source',
     )
+    # With sources of weight 0, (0, 1) is vanilla, and (0, 0.5) scales a layer's own values. Where a source
+    # or a gate has parameters, neither is allowed: they would get no gradient.
+    weights = config.residual_lambda
+    has_parameters = is_outer or WEIGHTINGS[config.residual_weights].gate
     refuse(
         weights[:1] == (0,)
         and config.residual_weights != 'learned'
-        and (gets_no_gradient or weights[1] == 1),
+        and (has_parameters or weights[1] == 1),
         f'residual_lambda={weights} gives the sources of v_residual={config.v_residual!r} the weight 0 '
         'for ever; give them another',
     )
@@ -1158,7 +1195,8 @@ def check_ranges(config):
         allowed = choices(name)
         refuse(allowed and value not in allowed, f'{name}={value!r} is not one of {allowed}')
         if isinstance(value, int | float):
-            low, high = LEAST.get(name, 0), below.get(name, math.inf)
+            low = LEAST.get(name, 0)
+            high = below.get(name, math.inf)
             refuse(not low <= value < high, f'{name}={value} must be {low} or more, below {high}')
 
     n_embd, n_head, n_kv_head = config.n_embd, config.n_head, config.kv_heads
@@ -1210,8 +1248,10 @@ def check_contradictions(config):
         f'v_residual={config.v_residual!r} is no layer, and goes with residual_map=current alone; drop '
         'one of them',
     )
-    both = config.attn_res and config.denseformer
-    refuse(both, 'attn_res and denseformer exclude each other; drop one of them')
+    refuse(
+        config.attn_res and config.denseformer,
+        'attn_res and denseformer exclude each other; drop one of them',
+    )
     wiring = wire(config)
     read = {*wiring[0].raw_later}
     if config.neutreno:

@@ -53,8 +53,8 @@ REFUSED = [
         dict(RES, share_v=(0, 1, 1), share_v_heads=1, residual_map='cross'),
         'residual_map share_v_heads',
     ),
-    (dict(v_residual='token'), 'v_residual'),
-    (dict(v_residual='anchor'), 'v_residual'),
+    (dict(v_residual='token'), 'v_residual residual_layers'),
+    (dict(v_residual='anchor'), 'v_residual residual_layers'),
     (dict(k_residual='token', residual_layers=(1,)), 'k_residual token'),
     (dict(q_residual='x0', residual_layers=(1,)), 'q_residual x0'),
     (
