@@ -66,13 +66,15 @@ class GPTConfig:
     exclusive: bool = False  # a head's output without what lies along its own value (2603.09078)
     output_gate: bool = False  # a head's output times sigmoid(W x) (2505.06708)
     # residuals: what is mixed into v, q or k
-    v_residual: bool | str = False  # True: the first layer's; or another name in SOURCES (Fig. 8)
+    v_residual: bool | str = False  # True: the first layer's; or a name in SOURCES, OUTER_SOURCES
     q_residual: bool | str = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
     residual_weights: str = 'fixed'  # or learned, or gates of v, from x: head, channel, relu
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
-    residual_layers: tuple = ()  # layers (from 0) that mix; (): all but 0; token, x0, anchor need it
-    residual_map: str = 'current'  # values mapped by current (Eq. 4), identity (6), cross (2)
+    residual_layers: tuple = ()  # layers (from 0) that mix; (): all but 0; OUTER_SOURCES need it
+    residual_map: str = (
+        'current'  # attention of source values: current (Eq. 4), identity, cross (2)
+    )
     gate_inputs: int = 0  # of head and relu: how many channels of x they read; 0: all
     gate_bias: bool = False  # of head: W x + b in place of W x
     gate_rank: int = 32  # of channel: its inner width
@@ -156,8 +158,8 @@ class Part(nn.Module):
         """What the layer attends with, (B, heads, T, hs). Arguments as in Attention.forward()."""
         wiring = self.wiring
         if not wiring.heads:
-            return attended[wiring.reads[-1]]  # borrowed
-        t = raw.get(wiring.key)  # None where the layer projects none
+            return attended[wiring.reads[-1]]  # borrowed: its owner's
+        t = raw.get(wiring.key)  # from Attention.project(); None where the layer projects none
         if wiring.lenders:
             t = t[:, : wiring.heads]  # its own; raw has the lent ones, too, for later layers
         if wiring.sources:
@@ -174,11 +176,12 @@ class Part(nn.Module):
         hs) each; own is None where its weight is 0 for ever."""
         tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and its gradient, a sum over all positions, would
-        # overflow long before any other. So the products have the type of the weights.
+        # overflow long before any other. So products with learned weights and gates have their type, fp32.
         kind = WEIGHTINGS[self.wiring.weighting]
         with torch.autocast(x.device.type, enabled=False):
+            # One of each source, then own's; of one source [1/2, 1/2], see mix_sources(). Where own is None,
+            # the last one is unused.
             weights = gated(kind, self, x) if kind.gate else kind.weights(self)
-            # Of one source [1/2, 1/2], see mix_sources(). Where own is None, the last weight is unused.
             first, *others = [w * t for w, t in zip(weights, tensors, strict=False)]
             mixed = sum(others, first)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
@@ -208,8 +211,9 @@ class Attention(nn.Module):
     def forward(self, x, raw, attended, rope, cache, mask):
         """x (B, T, C) -> (B, T, C), and raw and attended with what this layer made.
 
-        raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file. rope: (cos, sin),
-        (T, hs) each, or () for gpt2. cache: a KVCache or None. mask: attend()'s.
+        raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file, of this call's tokens:
+        mixing is per token, and a cache keeps what was mixed. rope: (cos, sin), (T, hs) each, or () for
+        gpt2. cache: a KVCache or None. mask: attend()'s.
         """
         raw = raw | self.project(x, raw)
         # q, k and v as attention reads them, of this call's tokens. k and v also go into the cache, if there
@@ -220,7 +224,7 @@ class Attention(nn.Module):
         q, _, v = made.values()
 
         # What it attends to: its keys and values, also of the tokens in the cache, and with the cross
-        # map those of its sources.
+        # map those of its sources. Without that map, each list has one tensor, and this is attend().
         kv = attended if cache is None else cache
         keys = [kv[key] for key in self.k.wiring.reads]
         values = [kv[key] for key in self.v.wiring.reads]
@@ -233,8 +237,9 @@ class Attention(nn.Module):
     def project(self, x, raw):
         """{key: (B, heads, T, hs)} of what the layer projects from x (B, T, C): raw, and, with
         share_v_heads, the heads that it borrows behind its own."""
-        # Values that are not mixed are what attention keeps for its backward pass. In one product with
-        # q and k, they would keep the raw ones, too.
+        # products() returns views of one tensor. Attention saves a v that is not mixed for its backward
+        # pass, and that view would keep the raw q and k in memory, too. A mixed v is a new tensor. This is
+        # about memory and speed alone: the numbers are the same.
         groups = [[self.q, self.k], [self.v]]
         if self.v.wiring.sources:
             groups = [[self.q, self.k, self.v]]
@@ -301,7 +306,7 @@ class Block(nn.Module):
         y, raw, attended = self.attn(self.ln_1(x), raw, attended, rope, cache, mask)
         x = x + y
         x = x + self.mlp(self.ln_2(x))
-        # Only what wire() lists is handed on: for a tensor of your own, let it add a key to raw_later.
+        # Only what wire() lists is handed on: see there for a tensor of your own.
         raw = {key: t for key, t in raw.items() if key in self.wiring.raw_later}
         attended = {key: t for key, t in attended.items() if key in self.wiring.attended_later}
         return x, raw, attended
@@ -319,7 +324,7 @@ class GPT(nn.Module):
             {
                 'wte': nn.Embedding(config.vocab_size, C),
                 'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
-                've': nn.ModuleDict(),
+                've': nn.ModuleDict(),  # by layer, see OUTER_SOURCES
                 'vx': nn.ModuleDict(),
                 'ln_f': make_norm(config),
             }
@@ -448,8 +453,8 @@ class GPT(nn.Module):
     def connect(self, n, x, x0, past):
         """The input of block n, or of ln_f where n is n_layer, (B, T, C). x: what the block before
         returned, or the embedding; x0: embed()'s; past: a dict that lives for one forward pass."""
-        # past[n]: for denseformer this x, for attn_res, which excludes it, what the block before added, and
-        # for n = 0 the first block's input.
+        # denseformer: past[n] is this x. attn_res, which excludes it: past[0] is the first block's input,
+        # past[n] what block n - 1 added to its own, which is past['input'].
         config = self.config
         if config.denseformer:
             past[n] = x
@@ -538,7 +543,7 @@ class PartWiring:
     lenders: list = ()  # with share_v_heads: [the key of the tensor whose last heads it borrows]
     sources: list = ()  # keys of the raw tensors that are mixed in
     weighting: str = ''  # how they are weighted, see WEIGHTINGS; '': nothing is mixed in
-    weights: list = ()  # of each source, then its own; empty: a gate makes them
+    weights: list = ()  # of each source, then its own; empty: a gate's, or no mixture
     settings: list = ()  # the values of its settings, only for signature() to compare
 
     @property
@@ -583,6 +588,7 @@ def wire(config):
             layer.neutreno = config.neutreno
             raw.add(('v', 0))
         raw.update(layer.added)
+        # A layer that reads a tensor of your own adds its key here, too: raw.add((name, layer)).
         for part in layer.parts:
             raw.update(part.sources, part.lenders)
             attended.update(part.reads, part.lenders)
@@ -646,7 +652,7 @@ def owner_of(config, part, n):
 def keys_of(config, part, sources):
     """The keys of these sources' q, k or v: (part, the layer that owns it), or, of a source that is no
     layer, (part, its name)."""
-    # With share_v_heads, each layer has values of its own, of which it borrows some heads.
+    # With share_v_heads, each layer has values under its own key; only some of their heads are the owner's.
     if part == 'v' and config.share_v_heads:
         return [(part, n) for n in sources]
     return [(part, n if isinstance(n, str) else owner_of(config, part, n)) for n in sources]
@@ -668,9 +674,10 @@ def sources_of(config, part, n):
 
 @dataclass
 class Weighting:
-    """A value of residual_weights: a weight of each source, then one of the layer's own tensor."""
+    """One choice of residual_weights: how a mixture gets its weights, one of each source, and then one of
+    the layer's own tensor."""
 
-    make: Callable = lambda part: None  # gives a Part its parameters
+    make: Callable = lambda part: None  # gives a Part, the module, its parameters
     # {a part of a parameter's name: what it needs}: a matrix that is not named here starts at N(0, 0.02),
     # decays, and goes to Muon, as needs_of() says.
     needs: dict = field(default_factory=dict)
@@ -717,8 +724,8 @@ def channel_gate(part, x):
 
 
 def gated(kind, part, x):
-    """The weights of v by a gate g: the sources' mean has g, and the layer's own value 1 - g in a blend,
-    else 1. With residual_lambda (s, o), each source has s g and the own value o, in a blend, too."""
+    """The weights of v by a gate g: in a blend, v <- g mean(sources) + (1 - g) own, else g mean(sources) +
+    own. With residual_lambda (s, o), in both: s g sum(sources) + o own."""
     g = kind.activation(kind.gate(part, x))
     g = g.unflatten(2, (part.config.kv_heads, -1)).transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
     if part.wiring.weights:
@@ -728,13 +735,14 @@ def gated(kind, part, x):
     return [g / count] * count + [1 - g if kind.is_blend else 1.0]
 
 
-# What the matrices of gates need, and a few weights that start where nothing changes.
+# What the matrices of gates need ('v.gate' fits v.gate_down and v.gate_up, too; of several that fit, the
+# last wins), and a few weights without which a checkpoint computes as it would at their start.
 GATE = {'v.gate': dict(std=0.0, decay=False, muon=False)}
 NEUTRAL = dict(logged=True, optional=True)
 
 WEIGHTINGS = {
     'fixed': Weighting(),  # uniform, or residual_lambda
-    # A 0-d weight would not widen what it multiplies.
+    # [:, None], because a 0-d weight would not widen a half-precision tensor that it multiplies.
     'learned': Weighting(
         make_lambdas, {'residual_lambda': NEUTRAL}, lambda part: part.residual_lambda[:, None]
     ),
@@ -1145,8 +1153,9 @@ def check(config):
         is_outer and not config.residual_layers,
         f'v_residual={config.v_residual!r} needs residual_layers: name the layers that have the source',
     )
-    # With sources of weight 0, (0, 1) is vanilla, and (0, 0.5) scales a layer's own values. Where a source
-    # or a gate has parameters, neither is allowed: they would get no gradient.
+    # With sources of weight 0, (0, 1) is vanilla and refused, and (0, 0.5) scales a layer's own values and
+    # is allowed, unless a source or a gate has parameters: they would get no gradient. Learned weights
+    # only start there.
     weights = config.residual_lambda
     has_parameters = is_outer or WEIGHTINGS[config.residual_weights].gate
     refuse(

@@ -173,10 +173,11 @@ INCIDENTAL = frozenset(
     'compile attention activation_memory_budget activation_checkpointing backend'.split()
 )
 
-# Settings that may change when a run is resumed, because its steps stay what they were: besides those
-# above, where the data are, how a step is cut into micro-batches, and how much an evaluation reads (only
-# the last evaluation is the run's result). Every other setting acts while steps are taken, and so does
-# one that you add, unless it is named in one of the two.
+# Settings that may change even when a finished run is resumed, because its steps stay what they were:
+# besides those above, where the data are, how a step is cut into micro-batches, and how much an
+# evaluation reads (only the last evaluation is the run's result). Every other setting acts while steps
+# are taken, and so does one that you add, unless it is named in one of the two. A run with steps left
+# may change all that check_same_run() does not hold.
 HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 
@@ -197,6 +198,7 @@ def settings_of(checkpoint):
 def settings_to_resume(given):
     """{name: value} that a run was trained with, if it is to be resumed, else {}. configure() lets files
     and options, `given`, replace them."""
+    # Not with auto: its command is the one that began the run, with all its settings.
     if given.get('init_from') != 'resume':
         return {}
     out_dir = given.get('out_dir', TrainConfig.out_dir)
