@@ -72,9 +72,7 @@ class GPTConfig:
     residual_weights: str = 'fixed'  # or learned, or gates of v, from x: head, channel, relu
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
     residual_layers: tuple = ()  # layers (from 0) that mix; (): all but 0; OUTER_SOURCES need it
-    residual_map: str = (
-        'current'  # attention of source values: current (Eq. 4), identity, cross (2)
-    )
+    residual_map: str = 'current'  # map of source values: current (Eq. 4), identity (6), cross (2)
     gate_inputs: int = 0  # of head and relu: how many channels of x they read; 0: all
     gate_bias: bool = False  # of head: W x + b in place of W x
     gate_rank: int = 32  # of channel: its inner width
