@@ -1,4 +1,4 @@
-# The paper's 468M Transformer (Table 4), otherwise as at 82M. A step takes 49.4 GiB of a GPU, 54.5
+# The paper's 468M Transformer (Table 4), otherwise as at 82M. A step takes 49.8 GiB of a GPU, 50.5
 # of each of eight, with batch_size=16 26.5, with 8 15.1, checkpointed 13.9 (counted on a stand-in for
 # a GPU: results/fakegpu).
 from config.vanilla_82m import *
