@@ -10,6 +10,10 @@ TORCH_FOR_CPU = https://download.pytorch.org/whl/cpu
 # one, that made training three times as slow. Where nobody else works, waiting passively is free.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# A module is compiled when it is first imported, and most never are: installing is twice as fast.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL = $(RUN) -m pip install --quiet --no-compile
+
 # Two files of packages, two marks: a file that changed installs again. On Linux pip would take torch's
 # CUDA build, gigabytes of it. Without a GPU the CPU build comes first, if its index can be reached.
 $(VENV)/requirements: requirements.txt
@@ -18,15 +22,15 @@ $(VENV)/requirements: requirements.txt
 			|| { echo "$(PYTHON) must be Python 3.11 to 3.14: make PYTHON=python3.12"; exit 1; }; \
 		$(PYTHON) -m venv $(VENV); }
 	if test "$$(uname)" = Linux && ! command -v nvidia-smi > /dev/null; then \
-		$(RUN) -m pip install --quiet --retries=1 --timeout=15 --index-url=$(TORCH_FOR_CPU) \
+		$(PIP_INSTALL) --retries=1 --timeout=15 --index-url=$(TORCH_FOR_CPU) \
 			"$$(grep -o '^torch==[0-9.]*' requirements.txt)" 2> /dev/null \
 			|| echo "$(TORCH_FOR_CPU) cannot be reached: taking torch's usual build"; \
 	fi
-	$(RUN) -m pip install --quiet --requirement requirements.txt
+	$(PIP_INSTALL) --requirement requirements.txt
 	touch $@
 
 $(VENV)/requirements-dev: $(VENV)/requirements requirements-dev.txt
-	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
+	$(PIP_INSTALL) --requirement requirements-dev.txt
 	touch $@
 
 .PHONY: setup demo test lint format clean

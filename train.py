@@ -36,7 +36,6 @@ from configurator import configure
 
 import torch
 from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
@@ -256,8 +255,9 @@ def attention_setting(settings, config):
 
 # Fused reductions of weights, on CUDA and on by default in torch 2.13, are silently wrong for some shapes
 # (pytorch issue 193061). This may go when tests/test_gpu.py, which compares all compiled gradients with
-# eager ones, has passed on a GPU without it. bench.py compiles by itself, and imports this file.
-inductor_config.triton.mix_order_reduction = False
+# eager ones, has passed on a GPU without it. bench.py compiles by itself, and imports this file. The
+# compiler reads this when it is imported, which takes a second, and not every run compiles.
+os.environ['TORCHINDUCTOR_MIX_ORDER_REDUCTION'] = '0'
 
 
 def compile_model(model, settings):

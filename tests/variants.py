@@ -267,6 +267,22 @@ def greedy(model, idx, count, cache=None):
     return torch.cat((idx, *likeliest), dim=1)
 
 
+def covering():
+    """Names of variants in which each setting is on, with each word that it may be. The last variants have
+    most of them on."""
+    names = []
+    seen = set()
+    for name in reversed(VARIANTS):
+        values = {
+            (field, value if isinstance(value, str) else bool(value))
+            for field, value in vars(config_of(name)).items()
+        }
+        if not values <= seen:
+            names.append(name)
+        seen |= values
+    return names
+
+
 def uncovered():
     """[what to do] for each value of a setting that no variant has."""
     configs = [config_of(name) for name in VARIANTS]
