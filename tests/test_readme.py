@@ -101,7 +101,7 @@ def parse(words, monkeypatch):
 @pytest.mark.parametrize(
     'name, least',
     [
-        ('README.md', 5),
+        ('README.md', 4),
         ('docs/train.md', 6),
         ('docs/data.md', 3),
         ('docs/ideas.md', 2),
