@@ -22,9 +22,10 @@ ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / 'shared' / 'data'
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
-# A shell starts its background jobs with SIGINT ignored. What the tests start would inherit that, and
-# a test of Ctrl-C would wait in vain.
+# A shell starts its background jobs with SIGINT ignored, and nohup ignores SIGHUP. What the tests start
+# would inherit that, and a test of Ctrl-C would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 gc.set_threshold(50_000, 20, 20)  # the compiler makes many objects: an eighth less time
 
 
