@@ -173,7 +173,14 @@ def step_of(path):
 
 
 def no_checkpoint(path):
-    return f'{path} has no checkpoint: nothing to resume or load (hub.convert imports a Hugging Face folder)'
+    """The error where a run's folder or a checkpoint was expected. It names the runs that are near."""
+    folder = path if path.is_dir() else path.parent
+    runs = sorted({file.parent.name for file in folder.glob('*/ckpt_*.pt')})
+    names = textwrap.shorten(', '.join(runs) or 'none', 200, placeholder=' ...')
+    return FileNotFoundError(
+        f'no checkpoint to resume or load in {path} (runs in {folder}: {names}); '
+        'hub.convert imports a Hugging Face folder'
+    )
 
 
 # --- checkpoint files ----------------------------------------------------------------------------
@@ -216,7 +223,7 @@ def load_checkpoint(path, warn=print):
     path = Path(path)
     candidates = checkpoints(path) if path.is_dir() else [path]
     if not candidates or not path.exists():
-        raise FileNotFoundError(no_checkpoint(path))
+        raise no_checkpoint(path)
 
     damaged = {}
     for candidate in candidates:

@@ -40,7 +40,7 @@ def find_weights(path):
         return paths[0]
     if path.is_file():
         return path
-    raise FileNotFoundError(no_checkpoint(path))
+    raise no_checkpoint(path)
 
 
 def load_tokenizer(checkpoint, where):

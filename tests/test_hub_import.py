@@ -112,7 +112,7 @@ def test_an_imported_run_is_evaluated_and_trained_further(bpe):
 
     refused(run, 'another tokenizer', 'data/tiny', **{**start, 'dataset': 'tiny'})
     refused(run, 'imported', '--init_from', out_dir=run, **{**start, 'init_from': 'resume'})
-    refused('from/tiny', 'no checkpoint', 'hub.convert', **{**start, 'init_from': 'from/tiny'})
+    refused('no checkpoint', 'from/tiny', 'hub.convert', **{**start, 'init_from': 'from/tiny'})
 
 
 def test_a_tokenizer_of_another_kind_reads_and_writes_as_its_own_library(work):

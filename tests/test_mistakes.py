@@ -147,7 +147,7 @@ def test_resuming_on_other_data_or_tokens_is_refused(whole):
 
 
 def test_where_there_is_nothing_to_resume_that_is_said(work):
-    refused('out/refused', 'nothing to resume', init_from='resume')
+    refused('no checkpoint to resume', 'out/refused', init_from='resume')
 
 
 def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(half):

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import programs
 import pytest
@@ -153,6 +154,18 @@ def test_an_unsafe_checkpoint_is_refused_by_every_program(trained, tmp_path):
     assert not marker.exists() and not to.exists()
 
 
+def test_where_no_checkpoint_is_every_program_says_the_same_and_which_runs_are_near(trained):
+    shutil.copytree(trained, 'out/compare/mine')
+    Path('out/compare/empty').mkdir()
+    for name, near in (('', 'mine)'), ('/nothing', 'mine)'), ('/empty', 'none)')):
+        place = f'out/compare{name}'
+        messages = {sampled(place, '')[0]}
+        for mode in ('loss', 'tasks'):
+            messages.add(program(evaluate.main, mode, place, '--device=cpu')[0])
+        (message,) = messages
+        assert_one_line(message, place, near)
+
+
 def test_a_tokenizer_that_is_not_the_models_is_refused_in_one_line(trained, tmp_path):
     known = small_bpe(tmp_path / 'tokenizer')
     few = run_with(ours(vocab_size=256), trained, 'out/few-ids')
@@ -182,7 +195,6 @@ def test_weights_that_are_not_finite_are_refused_where_a_model_is_loaded(trained
 
 
 MISTAKES = [
-    (['--out_dir=out/nothing'], 'out/nothing'),
     (['--tokenizer=none.json'], 'none.json'),
     (['--max_new_tokens=0'], 'max_new_tokens=0'),
     (['--temperature=-1'], 'temperature=-1'),
