@@ -83,7 +83,9 @@ def plan_of(options, argv):
         raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
     arms = parse_arms(options.arms)
     if len(arms) < 2:
-        raise ValueError('give at least two arms: --arms="vanilla; mine: v_residual=True"')
+        raise ValueError(
+            'give at least two arms, separated by semicolons: --arms="vanilla; mine: v_residual=True"'
+        )
     return Plan(
         arms,
         folder_of(options.name or '_'.join(Path(path).stem for path in files)),

@@ -46,6 +46,12 @@ class ArmPlan:
 
 def parse_arms(text):
     """{name: {setting: its text}} of --arms. Raises ValueError if it cannot be read."""
+    # A comma inside a value, as in residual_lambda=(5.0, 1.0), is followed by no name.
+    comma = re.search(r',\s*([\w.+/-]+\s*[:=]|\S+\.py)', text)
+    if comma:
+        raise ValueError(
+            f'arms: {comma[0]!r} begins with a comma; spaces separate settings, semicolons arms'
+        )
     arms = {}
     for part in text.split(';'):
         if not part.strip():

@@ -94,6 +94,9 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         (['--arms=vanilla; Mine: share_v=True; mine: v_residual=True'], 'Mine and mine'),
         (['--arms=vanilla; a b: share_v=True'], 'a b'),
         (['--arms=vanilla; a: share_v'], 'key=value'),
+        (['--arms=vanilla, a: share_v=True'], "', a:'"),
+        (['--arms=vanilla; a: share_v=True, n_kv_head=2'], "', n_kv_head='"),
+        (['--arms=vanilla; a: share_v=True, typo.py'], "', typo.py'"),
         (['--arms=vanilla; a: seed=3'], 'arm a: seed'),
         (['--arms=vanilla; a: device=cpu'], 'seed_offset'),
         (['--arms=vanilla; a: n_kv_head=2'], 'seed_offset'),  # what the default stands for
