@@ -123,6 +123,7 @@ def run_losses(run, settings, machine):
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
         'step': checkpoint['step'],
+        'max_iters': checkpoint['settings'].get('max_iters', 0),  # an imported model has none
         'block_size': model.config.block_size,
     }
 
@@ -209,6 +210,7 @@ def run_tasks(run, settings, machine):
         # A name, not a path, which tells of somebody's machine. None: from the hub.
         'data': Path(settings.data_dir).resolve().name if settings.data_dir else None,
         'step': checkpoint['step'],
+        'max_iters': checkpoint['settings'].get('max_iters', 0),
         'block_size': block_size,
     }
 
@@ -282,7 +284,7 @@ def print_losses(numbers):
     columns = []
     for run, report in numbers['runs'].items():
         entries = {**report['domains'], 'mean': report['mean']}
-        title = f'{run}, step {report["step"]:,}'
+        title = f'{run}, step {report["step"]:,} of {report["max_iters"]:,}'
         columns.append((title, table_cells(entries, 'loss', 4, 'standard_error')))
         columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
     print_table(columns, numbers['standard_errors'])
@@ -302,6 +304,7 @@ def print_tasks(numbers):
     print_table(columns, numbers['standard_errors'])
 
     for run, report in numbers['runs'].items():
+        print(f'{run}: step {report["step"]:,} of {report["max_iters"]:,}.')
         cuts = {name: scores['cut_choices'] for name, scores in report['tasks'].items()}
         if any(cuts.values()):
             print(

@@ -182,6 +182,9 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
 
 def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
     outs = run('left'), run('right', 'short', **RESFORMER)
+    checkpoint = newest(outs[1])
+    checkpoint['settings']['max_iters'] = 100_000
+    torch.save(checkpoint, checkpoints(outs[1])[0])
     text = succeed(evaluate.main, 'loss', *outs, '--out=losses.json', '--device=cpu')
     reports = read_reports('losses.json')
     assert reports == compared(*outs)
@@ -190,7 +193,7 @@ def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
     assert errors in text and f'"{errors}"' in Path('losses.json').read_text()
 
     head, _, *rows = table(text)
-    first, second = (f'{out}, step 1' for out in outs)
+    first, second = f'{outs[0]}, step 1 of 1', f'{outs[1]}, step 1 of 100,000'
     assert head[1:] == [first, 'bits/byte', second, 'bits/byte']
     assert [row[0] for row in rows] == [*'ABC', 'mean']
     for name, *row in rows:

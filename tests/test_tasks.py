@@ -259,6 +259,7 @@ def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, p
     rows.append(['average', f'{report["average"]:.3f}', '', '0.500'])
     head, _, *body = table(out)
     assert [head, *body] == rows
+    assert f'{name}: step 1 of 1.' in out
     cuts = {task: score['cut_choices'] for task, score in report['tasks'].items()}
     assert f'{name} saw the last 32 tokens only of some choices: {cuts}' in out
     assert cuts['piqa'] > 0
