@@ -5,8 +5,7 @@ Raw documents -> token files, one per domain and split, in the proportions of th
 $ python prepare_slimpajama.py
 
 A local copy, or a part of one:
-$ python prepare_slimpajama.py --source=raw/slimpajama --tokenizer=raw/tokenizer.json \
-      --tokens=2e9 --out=data/sp2b
+$ python prepare_slimpajama.py --source=FOLDER --tokenizer=tokenizer.json --tokens=2e9 --out=data/2b
 
 All of your own texts (0 tokens: everything), and Python's own library, which needs no download:
 $ python prepare_slimpajama.py --source=my_texts --tokenizer=bytes --tokens=0 --out=data/mine
