@@ -60,6 +60,45 @@ def test_the_variants_cover_every_value_of_every_setting():
         pytest.skip('\n'.join(todo))
 
 
+# --- torch.compile: first, because these take longest, so that others fill the time beside them -----
+
+
+def compiled_equals_eager(model, backend):
+    torch._dynamo.reset()
+    loss, gradients = loss_and_gradients(model)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled_loss, compiled_gradients = loss_and_gradients(model, compiled)
+    assert compiled_loss == pytest.approx(loss, abs=1e-5)
+    assert_close(compiled_gradients, gradients, 1e-4)
+
+
+@pytest.mark.parametrize(
+    'name, backend, dtype',
+    [
+        ('ResFormer', 'inductor', torch.float32),
+        ('everything', 'aot_eager', torch.float32),
+        ('learned CLA', 'aot_eager', torch.float16),
+        ('identity from previous, a borrower', 'aot_eager', torch.float32),
+        ('cross NeuTRENO DenseFormer', 'aot_eager', torch.float32),
+    ],
+)
+def test_a_few_compile_to_a_forward_and_a_backward_graph(name, backend, dtype):
+    with torch.autocast('cpu', dtype=dtype, enabled=dtype != torch.float32):
+        compiled_equals_eager(make(name), backend)
+
+
+@pytest.mark.parametrize('name', covering())
+def test_it_compiles_to_one_graph(name):
+    compiled_equals_eager(make(name), 'eager')
+
+
+@pytest.mark.parametrize('name', ['ResFormer CLA', 'cross from all, GQA'])
+def test_activation_checkpointing_compiles_to_one_graph(name):
+    model = make(name)
+    checkpoint_blocks(model)
+    compiled_equals_eager(model, 'aot_eager')
+
+
 # --- what it computes ----------------------------------------------------------------------------
 
 
@@ -241,45 +280,6 @@ def test_a_block_lends_what_later_layers_read_and_nothing_else(name):
         for lent in lent_by(block, model):
             with pytest.raises(KeyError):
                 lent_by(block, model, lacking=lent)
-
-
-# --- torch.compile -------------------------------------------------------------------------------
-
-
-def compiled_equals_eager(model, backend):
-    torch._dynamo.reset()
-    loss, gradients = loss_and_gradients(model)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    compiled_loss, compiled_gradients = loss_and_gradients(model, compiled)
-    assert compiled_loss == pytest.approx(loss, abs=1e-5)
-    assert_close(compiled_gradients, gradients, 1e-4)
-
-
-@pytest.mark.parametrize('name', covering())
-def test_it_compiles_to_one_graph(name):
-    compiled_equals_eager(make(name), 'eager')
-
-
-@pytest.mark.parametrize(
-    'name, backend, dtype',
-    [
-        ('everything', 'aot_eager', torch.float32),
-        ('learned CLA', 'aot_eager', torch.float16),
-        ('identity from previous, a borrower', 'aot_eager', torch.float32),
-        ('cross NeuTRENO DenseFormer', 'aot_eager', torch.float32),
-        ('ResFormer', 'inductor', torch.float32),
-    ],
-)
-def test_a_few_compile_to_a_forward_and_a_backward_graph(name, backend, dtype):
-    with torch.autocast('cpu', dtype=dtype, enabled=dtype != torch.float32):
-        compiled_equals_eager(make(name), backend)
-
-
-@pytest.mark.parametrize('name', ['ResFormer CLA', 'cross from all, GQA'])
-def test_activation_checkpointing_compiles_to_one_graph(name):
-    model = make(name)
-    checkpoint_blocks(model)
-    compiled_equals_eager(model, 'aot_eager')
 
 
 # --- what a checkpoint may lack starts where nothing changes, bit for bit --------------------------
