@@ -175,7 +175,7 @@ def step_of(path):
 def no_checkpoint(path):
     """The error where a run's folder or a checkpoint was expected. It names the runs that are near."""
     folder = path if path.is_dir() else path.parent
-    runs = sorted({file.parent.name for file in folder.glob('*/ckpt_*.pt')})
+    runs = sorted(child.name for child in folder.glob('*') if checkpoints(child))
     names = textwrap.shorten(', '.join(runs) or 'none', 200, placeholder=' ...')
     return FileNotFoundError(
         f'no checkpoint to resume or load in {path} (runs in {folder}: {names}); '
