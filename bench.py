@@ -54,7 +54,14 @@ from lib.machine import ATTENTION, Machine
 from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from model import GPT, GPTConfig, refuse
-from train import TrainConfig, attention_setting, distribute, make_optimizers, train_step
+from train import (
+    TrainConfig,
+    attention_setting,
+    distribute,
+    leave_out_wrong_kernels,
+    make_optimizers,
+    train_step,
+)
 
 # {variant: its config file}
 VARIANTS = {
@@ -478,6 +485,7 @@ def compile_rows_apart():
     To the compiler, all rows are one piece of code. It would stop compiling it after a few of them,
     and the second batch size or length would be compiled for any size, which is slower.
     """
+    leave_out_wrong_kernels()
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.accumulated_recompile_limit = 1000
     torch._dynamo.config.automatic_dynamic_shapes = False

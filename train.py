@@ -253,11 +253,16 @@ def attention_setting(settings, config):
     return settings.attention
 
 
-# Fused reductions of weights, on CUDA and on by default in torch 2.13, are silently wrong for some shapes
-# (pytorch issue 193061). This may go when tests/test_gpu.py, which compares all compiled gradients with
-# eager ones, has passed on a GPU without it. bench.py compiles by itself, and imports this file. The
-# compiler reads this when it is imported, which takes a second, and not every run compiles.
-os.environ['TORCHINDUCTOR_MIX_ORDER_REDUCTION'] = '0'
+def leave_out_wrong_kernels():
+    """Let the compiler not fuse reductions of weights: to be called before anything is compiled.
+
+    On CUDA and by default in torch 2.13, fused ones are silently wrong for some shapes (pytorch issue
+    193061). This may go when tests/test_gpu.py, which compares all compiled gradients with eager ones,
+    has passed on a GPU without it.
+    """
+    from torch._inductor import config  # takes a second, and not every run compiles
+
+    config.triton.mix_order_reduction = False
 
 
 def compile_model(model, settings):
@@ -268,6 +273,7 @@ def compile_model(model, settings):
     """
     if not settings.compile:
         return model
+    leave_out_wrong_kernels()
     functorch_config.activation_memory_budget = settings.activation_memory_budget
     return torch.compile(model)
 

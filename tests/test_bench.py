@@ -12,6 +12,7 @@ from runs import ranks, run_main
 from torch.optim import AdamW, Muon
 
 import bench
+import train
 from hub.convert import llama_settings
 from lib.machine import Machine
 from model import GPTConfig
@@ -67,6 +68,18 @@ def few_tokens(monkeypatch):
 
 
 # --- training ------------------------------------------------------------------------------------
+
+
+def test_whatever_was_imported_before_nothing_is_compiled_to_wrong_kernels(graphs):
+    from torch._inductor import config
+
+    def compile_model():
+        train.compile_model(torch.nn.Linear(1, 1), train.TrainConfig(compile=True))
+
+    for prepare in (compile_model, bench.compile_rows_apart):
+        with config.patch({'triton.mix_order_reduction': True}):
+            prepare()
+            assert not config.triton.mix_order_reduction
 
 
 def test_the_table_and_the_json_have_every_row(work):

@@ -13,7 +13,7 @@ from variants import VARIANTS
 from bench import DecodeConfig
 from lib.machine import Machine
 from model import GPT, GPTConfig, attend
-from train import TrainConfig, checkpoint_blocks, compile_model
+from train import TrainConfig, checkpoint_blocks, compile_model, leave_out_wrong_kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 
@@ -32,6 +32,7 @@ def model_of(variant):
 @pytest.mark.parametrize('variant', TRAINED)
 def test_losses_and_gradients_in_float16_are_those_of_float32_on_the_cpu(variant, how):
     torch.compiler.reset()
+    leave_out_wrong_kernels()
     reference = model_of(variant)
     model = copy.deepcopy(reference).cuda()
     x, y = torch.randint(512, (2, 4, 256))
