@@ -134,8 +134,10 @@ def read_settings(path, fields=()):
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:  # whatever a user's file raises is that file's mistake
-        # That of a SyntaxError says the file and the line.
         message = ' '.join(str(error).splitlines())
+        # The message of a SyntaxError says the file and the number of the line, but not the line.
+        if isinstance(error, SyntaxError) and error.text:
+            message = f'{message}: {error.text.strip()}'
         raise ValueError(f'{path}: {type(error).__name__}: {message}') from error
 
     settings = {}

@@ -238,7 +238,7 @@ def test_a_config_builds_on_another_and_changes_a_line(write, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     'text, words',
     [
-        ('steps = 1\nrate = = 2\n', ['SyntaxError', 'bad.py, line 2']),
+        ('steps = 1\nrate = = 2\n', ['SyntaxError', 'bad.py, line 2): rate = = 2']),
         ('steps = 1\n\nrate = 1 / 0\n', ['ZeroDivisionError']),
         ('import sys\nsys.exit(3)\n', ['SystemExit']),
         ('raise ValueError("two\\nlines")\n', ['two lines']),
