@@ -122,8 +122,15 @@ def run_losses(run, settings, machine):
         **loss_summary(losses, dataset),
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
+        **origin(model, checkpoint),
+    }
+
+
+def origin(model, checkpoint):
+    """What each report says of the model. An imported one has no max_iters: None."""
+    return {
         'step': checkpoint['step'],
-        'max_iters': checkpoint['settings'].get('max_iters', 0),  # an imported model has none
+        'max_iters': checkpoint['settings'].get('max_iters'),
         'block_size': model.config.block_size,
     }
 
@@ -202,16 +209,13 @@ def run_tasks(run, settings, machine):
     model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
     lm = make_lm(model.to(machine.device), tokenizer, settings, machine)
     output = harness(names, settings.data_dir)(lm)
-    block_size = model.config.block_size
-    scores = {name: task_scores(output, name, lm, block_size) for name in names}
+    scores = {name: task_scores(output, name, lm, model.config.block_size) for name in names}
     return {
         'tasks': scores,
         'average': mean_of(scores, 'acc'),
         # A name, not a path, which tells of somebody's machine. None: from the hub.
         'data': Path(settings.data_dir).resolve().name if settings.data_dir else None,
-        'step': checkpoint['step'],
-        'max_iters': checkpoint['settings'].get('max_iters', 0),
-        'block_size': block_size,
+        **origin(model, checkpoint),
     }
 
 
@@ -284,7 +288,7 @@ def print_losses(numbers):
     columns = []
     for run, report in numbers['runs'].items():
         entries = {**report['domains'], 'mean': report['mean']}
-        title = f'{run}, step {report["step"]:,} of {report["max_iters"]:,}'
+        title = f'{run}, {progress(report)}'
         columns.append((title, table_cells(entries, 'loss', 4, 'standard_error')))
         columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
     print_table(columns, numbers['standard_errors'])
@@ -304,12 +308,19 @@ def print_tasks(numbers):
     print_table(columns, numbers['standard_errors'])
 
     for run, report in numbers['runs'].items():
-        print(f'{run}: step {report["step"]:,} of {report["max_iters"]:,}.')
+        print(f'{run}: {progress(report)}.')
         cuts = {name: scores['cut_choices'] for name, scores in report['tasks'].items()}
         if any(cuts.values()):
             print(
                 f'{run} saw the last {report["block_size"]:,} tokens only of some choices: {cuts}.'
             )
+
+
+def progress(report):
+    """How far the training of a report's model is."""
+    if report['max_iters'] is None:
+        return 'imported'
+    return f'step {report["step"]:,} of {report["max_iters"]:,}'
 
 
 def table_cells(entries, name, digits, error_name=''):
