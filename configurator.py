@@ -58,7 +58,7 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
     of_others -= hints.keys()
 
     files, words, options = sort_arguments(argv, plain)
-    # Before the files: the value of an option typed as `--key VALUE` would be taken for one.
+    # Before the files: else the VALUE of `--key VALUE` is refused as a missing config file.
     overrides = {}
     for option in options:
         key, equals, text = option[2:].partition('=')

@@ -139,7 +139,7 @@ SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 
 class Part(nn.Module):
     """The queries, keys or values of a layer. A layer that owns them projects them, unless their weight
-    in its mixture is 0 for ever; a borrower has nothing. wiring: a PartWiring."""
+    in its mixture is 0 for ever; who borrows all heads has nothing. wiring: a PartWiring."""
 
     def __init__(self, config, wiring):
         super().__init__()
@@ -233,8 +233,8 @@ class Attention(nn.Module):
         return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
 
     def project(self, x, raw):
-        """{key: (B, heads, T, hs)} of what the layer projects from x (B, T, C): raw, and, with
-        share_v_heads, the heads that it borrows behind its own."""
+        """{key: (B, heads, T, hs)}, raw: what the layer projects from x (B, T, C). With share_v_heads,
+        the heads that it borrows follow its own."""
         # products() returns views of one tensor. Attention saves a v that is not mixed for its backward
         # pass, and that view would keep the raw q and k in memory, too. A mixed v is a new tensor. This is
         # about memory and speed alone: the numbers are the same.
@@ -329,7 +329,7 @@ class GPT(nn.Module):
         )
         # The sources that are no layers have names, see OUTER_SOURCES, and those that are have numbers.
         sources = {source for layer in self.wiring for _, source in layer.v.sources}
-        self.outer_sources = sorted(sources - {*range(L)})
+        self.outer_sources = sorted(source for source in sources if isinstance(source, str))
         for name in self.outer_sources:
             self.transformer.set_submodule(name, make_outer_source(config, name))
         if config.arch == 'gpt2':
@@ -362,8 +362,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Draw each matrix as needs_of() says, and set each `bias` to 0. All else, such as norms, lambdas
-        and `gate_bias`, stays as it was made.
+        """Draw each matrix called `weight` as needs_of() says, and set each `bias` to 0. All else, such
+        as norms, lambdas and `gate_bias`, stays as it was made.
 
         Each matrix has a generator of its own, seeded by (seed, name). So variants of one size start with
         the same shared weights; a matrix of fewer rows has the first ones.
@@ -531,7 +531,8 @@ OUTER_SOURCES = {
 
 @dataclass
 class PartWiring:
-    """How layer n gets its q, k or v. A key, (part, layer), names a raw or an attended tensor."""
+    """How layer n gets its q, k or v. A key, (part, layer or a source's name),
+    is that of a raw or an attended tensor."""
 
     name: str  # q, k or v
     n: int
@@ -657,7 +658,7 @@ def keys_of(config, part, sources):
 
 
 def sources_of(config, part, n):
-    """The sources of layer n for its q, k or v. Only a layer that projects its own has any."""
+    """The sources of layer n for its q, k or v. Only a layer that owns its own has any."""
     residual = getattr(config, f'{part}_residual')
     every = () if residual in OUTER_SOURCES else range(config.n_layer)
     is_named = n in (config.residual_layers or every)
@@ -734,7 +735,8 @@ def gated(kind, part, x):
 
 
 # What the matrices of gates need ('v.gate' fits v.gate_down and v.gate_up, too; of several that fit, the
-# last wins), and a few weights without which a checkpoint computes as it would at their start.
+# last wins), and what a few weights do that a checkpoint may lack: their initial values change nothing in
+# what it computes.
 GATE = {'v.gate': dict(std=0.0, decay=False, muon=False)}
 NEUTRAL = dict(logged=True, optional=True)
 
@@ -950,8 +952,8 @@ def rope_tables(config):
 
 
 class KVCache:
-    """The attended keys and values of the tokens so far: (B, n_kv_head, max_len, hs) for each layer
-    that owns them; borrowers have none.
+    """The attended keys and values of the tokens so far: (B, heads, max_len, hs) for each layer, with
+    the heads that it has itself; those that it borrows are in the cache once.
 
     The position is a tensor, so that a compiled model decodes without recompiling. In a compiled
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
@@ -1121,7 +1123,7 @@ def normalize(config):
     for part in 'qkv':
         residual = f'{part}_residual'
         share = f'share_{part}'
-        if getattr(config, residual) == 'first':
+        if getattr(config, residual) in (True, 'first'):  # or 1
             setattr(config, residual, True)
         setattr(config, share, spelled(getattr(config, share), config.n_layer))
     check_contradictions(config)
@@ -1151,23 +1153,23 @@ def check(config):
         is_outer and not config.residual_layers,
         f'v_residual={config.v_residual!r} needs residual_layers: name the layers that have the source',
     )
-    # With sources of weight 0, (0, 1) is vanilla and refused, and (0, 0.5) scales a layer's own values and
-    # is allowed, unless a source or a gate has parameters: they would get no gradient. Learned weights
-    # only start there.
-    weights = config.residual_lambda
-    has_parameters = is_outer or WEIGHTINGS[config.residual_weights].gate
-    refuse(
-        weights[:1] == (0,)
-        and config.residual_weights != 'learned'
-        and (has_parameters or weights[1] == 1),
-        f'residual_lambda={weights} gives the sources of v_residual={config.v_residual!r} the weight 0 '
-        'for ever; give them another',
-    )
     for name, value in config.variant().items():
         refuse(
             not changes_the_model(config, name),
             f'{name}={value!r} does nothing beside the other settings; drop it',
         )
+    # With sources of weight 0, (0, 1) is vanilla and refused, and (0, 0.5) scales a layer's own values and
+    # is allowed, unless a source or a gate has parameters: they would get no gradient. Learned weights
+    # only start there.
+    weights = config.residual_lambda
+    on = {name: value for name in RESIDUALS if (value := getattr(config, name))}
+    has_parameters = is_outer or WEIGHTINGS[config.residual_weights].gate
+    refuse(
+        weights[:1] == (0,)
+        and config.residual_weights != 'learned'
+        and (has_parameters or weights[1] == 1),
+        f'residual_lambda={weights} gives the sources of {on} the weight 0 for ever; give them another',
+    )
 
 
 def changes_the_model(config, name):

@@ -39,7 +39,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import is_plain, mute, one_line_errors, unreadable
+from lib.files import is_plain, locked, mute, one_line_errors, unreadable
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.rundir import (
     RunFolder,
@@ -113,10 +113,9 @@ class TrainConfig:
             f'out_dir={self.out_dir!r} is not UTF-8, or a log or a picture cannot show it; name another '
             'folder',
         )
-        refuse(
-            self.optimizer not in ('adamw', 'muon'),
-            f"optimizer={self.optimizer!r} is not one of ('adamw', 'muon')",
-        )
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name)
+            refuse(value not in allowed, f'{name}={value!r} is not one of {allowed}')
         refuse(
             self.init_from not in STARTS
             and not (os.path.isfile(self.init_from) or os.path.isdir(self.init_from)),
@@ -137,12 +136,6 @@ class TrainConfig:
     def rows_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size
 
-    @property
-    def first_save(self):
-        """The step of its first checkpoint."""
-        steps = (self.save_interval, *self.save_steps, self.max_iters)
-        return min(step for step in steps if step > 0)
-
 
 STARTS = ('scratch', 'resume', 'auto')  # values of init_from that are no path
 
@@ -162,6 +155,7 @@ RANGES = {
     (0, 1): 'activation_memory_budget',
     (1, 10**9): 'max_iters',
 }
+ALLOWED = {'optimizer': ('adamw', 'muon'), 'backend': ('auto', 'nccl', 'gloo')}
 
 # Settings that say where a run happens and how it is watched. Two runs that differ only in these are
 # the same run. dtype, compile and attention change how its numbers are rounded, which is usually the
@@ -201,8 +195,13 @@ def settings_to_resume(given):
     if given.get('init_from') != 'resume':
         return {}
     out_dir = given.get('out_dir', TrainConfig.out_dir)
-    # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
-    checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
+    with contextlib.ExitStack() as held:
+        # Whoever trains here may be about to write its last checkpoint. Shared: torchrun's processes
+        # all read it.
+        if os.path.isdir(out_dir):
+            held.enter_context(locked(out_dir, 'training in', shared=True))
+        # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
+        checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
     saved = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)
     return saved | {'out_dir': out_dir}
 
@@ -460,7 +459,7 @@ def start_run(settings, config, machine, folder):
         if settings.init_from == 'resume':
             carry_on(folder.newest(machine.warn), start, machine.warn)
         else:
-            folder.check_unused(decisive(start.facts()), settings.first_save)
+            folder.check_unused(decisive(start.facts()))
             if settings.init_from != 'scratch':
                 take_weights(load_checkpoint(settings.init_from, machine.warn), start, machine.warn)
         plan = {

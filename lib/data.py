@@ -133,7 +133,7 @@ class Dataset:
 
         if marks != remembered:
             # A read-only dataset remembers nothing, and is checked at every start. So is one whose
-            # memory two runs have written at once, and damaged.
+            # memory two runs damaged by writing it at once.
             with contextlib.suppress(OSError):
                 write_whole(memory, json.dumps(marks))
 

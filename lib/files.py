@@ -101,8 +101,9 @@ def sync_folder(folder):
 
 
 @contextlib.contextmanager
-def locked(folder, activity, setting='--out_dir'):
-    """Hold a folder during a `with` block, at most until this process ends, however it ends.
+def locked(folder, activity, setting='--out_dir', shared=False):
+    """Hold a folder during a `with` block, at most until this process ends, however it ends. Several
+    processes may hold one that is shared.
 
     If another process holds it, raises OSError: `another process is {activity} {folder}; choose
     another {setting}`. A file system without locks gets a warning. On NFS, Linux keeps the lock of a
@@ -110,7 +111,7 @@ def locked(folder, activity, setting='--out_dir'):
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         message = f'another process is {activity} {folder}; choose another {setting}'

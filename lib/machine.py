@@ -251,8 +251,15 @@ def advise_on_memory(advice):
     """Turn running out of memory into an OSError of one line, with advice."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise OSError(f'{first_line(error)} {advice}') from error
+
+
+def is_out_of_memory(error):
+    """Whether memory ran out: a GPU's, or a CPU's, for which torch has no type of error."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class Signals:

@@ -40,6 +40,7 @@ from lib.files import (
     write_whole,
 )
 from lib.logs import PROVENANCE, Log, read_log
+from lib.machine import is_out_of_memory
 from model import GPT, SHAPE, GPTConfig, refuse
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +81,8 @@ class RunFolder:
                         path.rmdir()
 
     def newest(self, warn):
-        """The newest Checkpoint that is whole. Newer files are set aside as soon as the run goes on."""
+        """The newest Checkpoint that is whole. Newer, damaged files get the suffix .damaged as soon as the
+        run goes on."""
         checkpoint = load_checkpoint(self.path, warn)
         self.damaged = checkpoint['damaged']
         self.entries = read_log(self.path / 'log.jsonl', checkpoint['step'], warn)
@@ -89,12 +91,12 @@ class RunFolder:
     def has_evaluation(self, step):
         return any('val' in entry and entry['step'] == step for entry in self.entries)
 
-    def check_unused(self, run, first_save):
+    def check_unused(self, run):
         """ValueError where a new run would write over results, whatever else the folder lacks.
 
         A run that died in its first step, perhaps for lack of memory, left none, nor did the same run
         when it died before its first checkpoint. run: {name: value} of all in its config.json that
-        decides its numbers. first_save: the step of its first checkpoint.
+        decides its numbers.
         """
         advice = 'choose another --out_dir, or delete it'
         if checkpoints(self.path):
@@ -116,6 +118,9 @@ class RunFolder:
                     f'{self.path} holds the config.json or the log.jsonl of something else, with '
                     f'{name}={theirs.get(name)!r}, not {value!r}; {advice}'
                 )
+        with unreadable(f'{path} cannot be used', advice):
+            saves = (theirs['save_interval'], *theirs['save_steps'], theirs['max_iters'])
+            first_save = min(step for step in saves if step > 0)
         if any(entry['step'] >= first_save for entry in entries):
             raise ValueError(
                 f'{self.path} holds the log of a run whose checkpoints are gone, and which would begin '
@@ -375,9 +380,9 @@ def name_misfits(path):
     file."""
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError that is not the checkpoint's fault
-        raise
     except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+        if is_out_of_memory(error):  # not the checkpoint's fault
+            raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         raise ValueError(f'{path} does not fit: {reason}') from error
 

@@ -26,6 +26,8 @@ REFUSED = [
     ),
     (dict(RES, share_v=3), 'v_residual'),
     (dict(RES, **NEUTRAL), 'residual_lambda'),
+    (dict(NEUTRAL, q_residual=True), 'residual_lambda q_residual'),
+    (NEUTRAL, 'residual_lambda nothing'),
     (dict(RES, residual_layers=(1,), residual_weights='channel', gate_bias=True), 'gate_bias'),
     (dict(arch='gpt2', rope_theta=500.0), 'rope_theta'),
     # contradictions
@@ -131,6 +133,7 @@ def test_useless_or_contradictory_settings_are_refused_by_name(settings, words):
         (dict(share_v=(0, 0, 0)), SV),
         (dict(share_k=(0, 0, 2)), KEYS2),
         (dict(v_residual='first'), RES),
+        (dict(v_residual=1), RES),
     ],
     ids=str,
 )

@@ -153,14 +153,20 @@ def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypat
 # --- in training ---------------------------------------------------------------------------------
 
 
-def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeypatch):
-    def run_out(*args):
-        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
+def run_out_on_a_gpu(*args):
+    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
 
+
+def run_out_on_a_cpu(*args):
+    torch.empty(2**50)
+
+
+@pytest.mark.parametrize('run_out', [run_out_on_a_gpu, run_out_on_a_cpu])
+def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeypatch, run_out):
     monkeypatch.setattr(train, 'train', run_out)
     status, _ = here('out/too_large')
     settings = ('batch_size', 'activation_memory_budget', 'activation_checkpointing')
-    assert_one_line(status, 'CUDA out of memory', *settings)
+    assert_one_line(status, 'memory', 'ocate', *settings)
 
 
 def test_the_budget_reaches_the_compiler(monkeypatch):

@@ -102,7 +102,10 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
     (model / 'config.json').write_text('{"model_type": "gpt2", "vocab_size": 64}')
     refused(model, out_dir=model, init_from=weights)
 
-    good(fragment, init_from='auto')
+    # Its own settings say when it saved first, at step 6, and not those of today.
+    saved = left('out/saved', 10)
+    refused(saved, 'checkpoints', out_dir=saved, init_from='auto', save_steps=())
+    good(fragment, init_from='auto', save_interval=1)
     assert_same_run(fragment, whole)
     good(left('out/first step', 1), max_iters=1, batch_size=1, warmup_iters=0)
 
