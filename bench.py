@@ -208,7 +208,9 @@ def check_peer(settings, config):
         not importlib.util.find_spec('transformers'),
         '--peers=hf needs transformers: pip install -r requirements-dev.txt',
     )
-    ours = [*config.variant()]
+    from hub.convert import LLAMA
+
+    ours = [name for name in config.variant() if name not in LLAMA]
     if settings.optimizer == 'muon':
         ours.append('optimizer')
     refuse(ours, f"hf is transformers' Llama, which has no {', '.join(ours)} of ours; drop it")
@@ -443,7 +445,7 @@ class Decoder(Row):
 
     @torch.no_grad()
     def act(self, idx):
-        """Prefill all but the last NEW_TOKENS of the texts, and decode those. Returns seconds per token.
+        """Prefill all but the last NEW_TOKENS of the texts, and decode those. Returns the seconds of those.
 
         The prefill is not compiled: a program that decodes would compile for every length of text.
         """
@@ -459,9 +461,7 @@ class Decoder(Row):
         for token in rest.split(1, dim=1):
             logits, _ = one_token(token, cache=cache, last_only=True)
             logits.argmax(dim=-1)
-        total = seconds()
-        self.first = self.first or total
-        return total / NEW_TOKENS
+        return seconds()
 
     def numbers(self, seconds):
         batch, context = self.about['batch'], self.about['context']
@@ -470,8 +470,8 @@ class Decoder(Row):
         _, _, cache = self.parts
         return {
             'prefill_tok_per_s': prompts / prefill,
-            'ms_per_token': 1e3 * seconds,
-            'tok_per_s': batch / seconds,
+            'ms_per_token': 1e3 * seconds / NEW_TOKENS,
+            'tok_per_s': batch * NEW_TOKENS / seconds,
             'cache_bytes': cache.nbytes,
         }
 
@@ -535,7 +535,7 @@ def time_groups(groups, settings, about, machine):
             bar.set_postfix_str(row.name)
             timed = round_ >= 0
             attempt(row, row.step, batch, timed)
-            if round_ == rounds[0] and not row.problem:
+            if machine.is_first and round_ == rounds[0] and not row.problem:
                 bar.write(f'{row.name}: {row.first:.1f} s', file=sys.stderr)
             if timed and row is rows[-1]:
                 reports = compared(rows)

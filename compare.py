@@ -29,7 +29,7 @@ from pathlib import Path
 from configurator import configure, sort_arguments
 
 from comparison import charts, launch, report
-from comparison.arms import parse_arms, parse_contrasts
+from comparison.arms import parse_arms
 from comparison.assemble import compare_plan, compare_runs
 from comparison.plan import Plan, check_training
 from comparison.record import write_plan
@@ -94,7 +94,7 @@ def plan_of(options, argv):
         options.seeds,
         options.rates,
         options.tuning_seeds,
-        parse_contrasts(options.contrasts, arms),
+        options.contrasts,
         options.mixed_code,
         options.judgement,
     )

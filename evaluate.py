@@ -26,10 +26,10 @@ from tqdm import tqdm
 from lib.data import Dataset, read_windows, windows
 from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
-from lib.rundir import provenance
+from lib.rundir import candidates, provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from lib.tasks import TASKS, harness
-from lib.trained import find_weights, load_run
+from lib.trained import load_run
 from model import LOSS_CHUNK, refuse
 
 
@@ -357,7 +357,7 @@ def main():
         modes = {'loss': (LossConfig,), 'tasks': (TasksConfig,)}
         mode, (settings,) = choose(modes, __doc__, plain='runs')
         for run in settings.runs:
-            find_weights(run)  # all of them, before the first is evaluated
+            candidates(run)  # all of them, before the first is evaluated
         machine = Machine(settings.device, settings.dtype, attention='flash')
         refuse(
             mode == 'tasks' and machine.world_size > 1,

@@ -29,7 +29,7 @@ validation-00000-of-00001.parquet. What says nothing is for training; test is le
 
 Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
 when hash(seed, text) < val_fraction, and each domain's first one always is (the first whose text is not
-trained on as another domain's), with all its copies.
+trained on as another domain's), with all its copies in such domains.
 
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
 <|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,

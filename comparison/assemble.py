@@ -60,7 +60,7 @@ def compare_plan(results, record):
     return comparison | {'plan': record, 'judgement': plan.judgement}
 
 
-def verdicts_on(arms, contrasts, shared, judgement='paired'):
+def verdicts_on(arms, contrasts, shared, judgement):
     """{contrast: its numbers and verdict} of arms, {name: ArmRuns}.
 
     shared: facts that two arms must share. judgement: one of verdict.RULES.
@@ -86,7 +86,7 @@ def verdicts_on(arms, contrasts, shared, judgement='paired'):
         losses = [(numbers['mean'], numbers['sd']) for numbers in each]
         known[key] = {'ours': ours, 'theirs': theirs, 'losses': losses}
     if independent:
-        losses = {name: arm.losses() for name, arm in arms.items()}
+        losses = {name: values[name] for name in arms}
         verdicts, by = judge_together(losses, incomplete), "by Dunnett's test"
     else:
         verdicts, by = judge(differences, incomplete), 'after Holm'
@@ -235,7 +235,8 @@ def curves_of_arms(arms, baseline):
 
 # Facts that two runs of different arms must share, too.
 SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
-# Facts in which the test runs of an arm may differ. Those of SHARED among them leave it without a verdict.
+# Facts in which the test runs of an arm may differ. Other data or code
+# leave it without a verdict, and a pair must agree in `resumed`.
 OWN = ('seed', 'resumed', 'data', 'code', *ROUNDING)
 
 

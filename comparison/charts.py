@@ -117,9 +117,8 @@ def contrasts_plot(contrasts, arms):
     look, words = looks(arms), 'below 0 is better; small dots are seeds'
     if not all(contrast['ours'] in arms for contrast in rows):
         words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
-    drawing, axes = pyplot().subplots(figsize=(WIDTH, 0.95 + 0.5 * len(rows)), layout='constrained')
-    axes.set_title('Difference of validation loss (nats)')
-    axes.grid(linewidth=0.6)
+    size = WIDTH, 0.95 + 0.5 * len(rows)
+    drawing, axes = picture('Difference of validation loss (nats)', size)
     axes.axvline(0, color=INK, linewidth=1.2)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     for y, contrast in enumerate(rows):
@@ -183,7 +182,9 @@ def curves_plot(curves, arms, smooth):
     right.set_title('validation loss', fontsize=10)
     counts = sorted({len(arm['ends']) for arm in curves.values()})
     words = ' or '.join(map(seeds_text, counts))
-    right.set_xlabel(words + '\n95% intervals,\nuncorrected' * (counts[-1] > 1))
+    if counts[-1] > 1:
+        words += '\n95% intervals,\nuncorrected'
+    right.set_xlabel(words)
     right.set_xlim(-0.7, len(curves) - 0.3)
     right.set_xticks([])
     right.legend(**BESIDE)

@@ -18,7 +18,7 @@ import itertools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from comparison.arms import ArmPlan, all_contrasts, check_given, check_names, of_arm
+from comparison.arms import ArmPlan, check_given, check_names, of_arm, parse_contrasts
 from comparison.runs import ROUNDING, difference, differences, facts
 from comparison.verdict import RULES
 from lib.data import Dataset
@@ -47,7 +47,7 @@ class Plan:
 
     arms: {name: {setting: value}}. common: {setting: value} of all arms, on top of config `files`.
     seeds: of the test, or how many (5: 1 to 5). rates: learning rates that every arm tries on the
-    tuning seeds; (): untuned. contrasts: of parse_contrasts(), besides each arm against the first.
+    tuning seeds; (): untuned. contrasts: text, as in --contrasts.
     mixed_code: whether runs of different code may share a verdict. judgement: one of verdict.RULES.
     Values may be as text, too. Raises ValueError or OSError for everything that can be refused before training.
     """
@@ -61,7 +61,7 @@ class Plan:
         seeds=5,
         rates=(),
         tuning_seeds=(101, 102),
-        contrasts=(),
+        contrasts='',
         mixed_code=False,
         judgement='paired',
     ):
@@ -75,7 +75,7 @@ class Plan:
         self.rates = tuple(sorted(rates))
         check_names(arms)
         self.baseline = next(iter(arms))
-        self.contrasts = all_contrasts(arms, contrasts)
+        self.contrasts = parse_contrasts(contrasts, arms)
 
         # The config files are read here alone: somebody may edit them while the runs are trained.
         common = dict(common or {})
@@ -180,7 +180,7 @@ class Plan:
         """The fingerprint of the data of all arms; None where they are not: runs may be trained
         elsewhere."""
         with contextlib.suppress(ValueError, OSError):
-            return Dataset(self.settings.dataset).fingerprint()
+            return Dataset(self.arms[self.baseline].training.dataset).fingerprint()
 
 
 def seeds_of(seeds):

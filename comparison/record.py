@@ -95,7 +95,7 @@ def hash_of(values):
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_same_plan(old, new, path, but=()):
+def check_same_plan(old, new, path, but):
     """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
     # A setting that was taken away since does not count, and one that was added may have its default.
     before, now = old['settings'], new['settings']

@@ -92,7 +92,8 @@ class Results:
     def jobs(self):
         """The runs still to be trained, as launch.Job.
 
-        A run that failed is tried again, but for a tuning run that diverged; a foreign one is never touched.
+        A run that failed is tried again, but no tuning run that diverged; those of kind `diverged` or
+        `foreign` are never touched.
         """
         jobs = []
         for run in self.all_runs():

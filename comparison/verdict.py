@@ -28,7 +28,7 @@ import math
 import numpy as np
 
 LEVEL = 0.05  # of all contrasts together (family-wise)
-POWER = 0.8  # the probability with which outlook()'s smallest difference is found
+POWER = 0.8  # the probability with which smallest_difference() is found
 LEAST_SEEDS = 3  # fewer never give a verdict
 MOST_SEEDS = 1000  # more are not counted: nobody will train them
 

@@ -136,8 +136,8 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f'this model has no position beyond block_size={config.block_size}')
 
     def compute(self, input_ids, past, last_only):
-        """Logits. A cache keeps no gradients: at its beginning, a second pass without it gives them, and
-        later there are none."""
+        """Logits. A cache keeps no gradients: its first call is computed again without it, and later calls
+        have none."""
         has_own_pass = past is None or (torch.is_grad_enabled() and not past.get_seq_length())
         if past is not None:
             with torch.no_grad():

@@ -219,19 +219,25 @@ def save_checkpoint(folder, parts):
         raise OSError(f'cannot write {path}: {first_line(reason)}') from error
 
 
-def load_checkpoint(path, warn=print):
+def candidates(path):
+    """The checkpoint files in a run's folder, the highest step first, or this one file. Raises
+    FileNotFoundError where there is none."""
+    path = Path(path)
+    paths = checkpoints(path) if path.is_dir() else [path]
+    if not paths or not path.exists():
+        raise no_checkpoint(path)
+    return paths
+
+
+def load_checkpoint(path, warn):
     """The Checkpoint in a file or, of a run's folder, in its newest file that is whole.
 
     Raises FileNotFoundError or ValueError where there is none, and OSError where the newest one
     cannot be read.
     """
-    path = Path(path)
-    candidates = checkpoints(path) if path.is_dir() else [path]
-    if not candidates or not path.exists():
-        raise no_checkpoint(path)
-
     damaged = {}
-    for candidate in candidates:
+    paths = candidates(path)
+    for candidate in paths:
         try:
             parts = read_checkpoint(candidate)
         except ValueError as error:
@@ -249,7 +255,7 @@ def load_checkpoint(path, warn=print):
         for error in damaged.values():
             warn(f'warning: {error}; going on from {candidate}, step {parts["step"]}')
         return Checkpoint(parts, path=candidate, damaged=list(damaged))
-    raise damaged[candidates[0]]
+    raise damaged[paths[0]]
 
 
 def read_checkpoint(path):

@@ -109,8 +109,9 @@ def find_units(source, revision, weights, seed, column='text'):
         if not natural[domain]:
             names = [unit.name for unit in units if unit.domain == domain]
             raise ValueError(
-                f'all files of the domain {domain}, such as {names[0]}, are of validation: move them to '
-                'the folder of the domain that they belong to, or choose domains with --weights'
+                f'the domain {domain} has nothing to train on: its files, such as {names[0]}, are of '
+                'validation or empty; move them to the folder of the domain that they belong to, or choose '
+                'domains with --weights'
             )
     units = [unit for unit in units if unit.domain in ('', *weights)]
     # Where no name of a domain says validation, each document's hash decides.

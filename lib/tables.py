@@ -5,12 +5,10 @@ from pathlib import Path
 from lib.files import write_json
 
 
-def markdown_table(head, rows, text_columns=(0,)):
-    """A table, without a line break at its end; cells are strings.
-
-    Columns hold numbers, aligned right, but for the text_columns.
-    """
-    rule = ['---' if column in text_columns else '---:' for column in range(len(head))]
+def markdown_table(head, rows):
+    """A table, without a line break at its end; cells are strings, and those of all columns but the first
+    are aligned right, as numbers."""
+    rule = ['---'] + ['---:'] * (len(head) - 1)
     return '\n'.join([markdown_row(head), f'|{"|".join(rule)}|', *map(markdown_row, rows)])
 
 

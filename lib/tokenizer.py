@@ -122,8 +122,8 @@ class BytePairs:
     def encode(self, text):
         """str -> (n,) uint16 ids, without <|endoftext|>.
 
-        Lone surrogates, which are not text, become U+FFFD. White space is cut every 200,000
-        characters (see MAX_BLANKS), the one place where ids may differ from Hugging Face's.
+        Lone surrogates, which are not text, become U+FFFD. Longer runs of white space are cut every
+        200,000 characters (see MAX_BLANKS), the one place where ids may differ from Hugging Face's.
         """
         if self.name == 'gpt-neox':
             text = unicodedata.normalize('NFC', text)

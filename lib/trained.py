@@ -4,11 +4,11 @@ A trained model for use: of a run's folder, or of one of its checkpoints.
 >>> model, tokenizer, checkpoint = load_run('out/run')
 """
 
-from pathlib import Path
+import sys
 
 from lib import tokenizer as tokenizers
 from lib.data import dataset_folder
-from lib.rundir import checkpoints, load_checkpoint, no_checkpoint
+from lib.rundir import load_checkpoint
 
 
 def load_run(path, tokenizer=''):
@@ -18,7 +18,7 @@ def load_run(path, tokenizer=''):
     Raises ValueError or OSError if something is missing, or if the tokenizer is not the one that the
     model was trained with.
     """
-    checkpoint = load_checkpoint(find_weights(path))
+    checkpoint = load_checkpoint(path, warn=lambda message: print(message, file=sys.stderr))
     encoder = load_tokenizer(checkpoint, tokenizer)
     model = checkpoint.build()
     for name, weight in model.state_dict().items():
@@ -30,17 +30,6 @@ def load_run(path, tokenizer=''):
             f'the model {model.config.vocab_size:,}'
         )
     return model.eval(), encoder, checkpoint
-
-
-def find_weights(path):
-    """The checkpoint file that load_run() reads. FileNotFoundError if it is missing."""
-    path = Path(path)
-    paths = checkpoints(path)
-    if paths:
-        return paths[0]
-    if path.is_file():
-        return path
-    raise no_checkpoint(path)
 
 
 def load_tokenizer(checkpoint, where):

@@ -567,7 +567,9 @@ def main():
     with one_line_errors():
         modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
-        labels_of(settings.runs)  # a name that no picture can show is refused before any work
+        # What no picture can show is refused before any work.
+        labels_of(settings.runs)
+        charts.pyplot()
         numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
         out = Path(settings.out or f'out/{kind}')
         write_json(f'{out}.json', numbers)

@@ -142,6 +142,7 @@ def test_the_peer_is_timed_compiled_and_not(work):
     rows = bench.row_recipes(settings, shape, machine)
     compiled = {name: own.compile for name, own, _, _ in rows}
     assert compiled == {'vanilla': True, 'hf': True, 'hf+compile=False': False}
+    assert bench.read_name('hf+n_kv_head=1', settings, shape)[1].n_kv_head == 1
 
     run(*TINY, EAGER, '--variants=vanilla', '--peers=hf', '--n_layer=1', '--out=hf.json')
     ours, theirs = read_rows(work / 'hf.json')

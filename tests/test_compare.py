@@ -25,7 +25,14 @@ from comparisons import (
     pretend_all,
     scatter,
 )
-from conftest import assert_one_line, contents, raises_one_line, read_json, write_json
+from conftest import (
+    assert_one_line,
+    contents,
+    raises_one_line,
+    read_json,
+    write_dataset,
+    write_json,
+)
 
 import compare
 import train
@@ -35,6 +42,7 @@ from comparison.plan import Plan, Run
 from comparison.record import code_state, contents_of, hash_of, write_plan
 from comparison.results import Results, next_rate, planned_steps
 from comparison.runs import read_state
+from lib.data import Dataset
 from lib.files import as_json, locked
 from lib.rundir import code_fingerprint
 
@@ -134,6 +142,12 @@ def test_mistakes_are_one_line_before_anything_is_written(place, words, names):
     Path('typo.py').write_text('residual_lamda = (5.0, 1.0)\n')
     assert_one_line(compare_command(*words)[0], names)
     assert not Path('out').exists()
+
+
+def test_arms_may_name_their_dataset(place):
+    write_dataset(Path('data/other'))
+    plan = make_plan('--arms=a: dataset=other; b: dataset=other v_residual=True')
+    assert plan.data == Dataset('other').fingerprint() != Dataset('chain').fingerprint()
 
 
 def test_an_arm_may_differ_in_how_it_rounds_alone(place):

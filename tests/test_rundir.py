@@ -25,7 +25,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_called_damaged(
     for name in ('ckpt_2.pt', 'ckpt_1.pt'):
         (tmp_path / name).touch()
     with pytest.raises(type(error)):
-        load_checkpoint(tmp_path)
+        load_checkpoint(tmp_path, warn=print)
 
 
 def test_a_lack_of_memory_is_not_a_checkpoint_that_does_not_fit():
@@ -36,7 +36,7 @@ def test_a_lack_of_memory_is_not_a_checkpoint_that_does_not_fit():
 
 
 def test_a_setting_that_an_older_checkpoint_lacks_has_its_default(whole):
-    checkpoint = load_checkpoint(whole)
+    checkpoint = load_checkpoint(whole, warn=print)
     del checkpoint['settings']['max_skipped']
     assert settings_of(checkpoint).max_skipped == TrainConfig.max_skipped
 

@@ -131,6 +131,13 @@ def test_domains_that_training_could_not_use_are_refused(names, words):
         find_units('raw')
 
 
+def test_a_domain_whose_files_are_empty_is_refused():
+    write_texts('raw', ['de/a.txt', 'notes/b.txt'])
+    Path('raw/notes/b.txt').write_text('')
+    with raises_one_line('domain notes', 'notes/b.txt', 'empty'):
+        find_units('raw')
+
+
 def test_a_byte_order_mark_is_no_text():
     for name, text in (('texts/a.txt', 'a \ufeff'), ('rows/a.jsonl', '{"text": "a \ufeff"}')):
         path = Path(name)
