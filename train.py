@@ -583,6 +583,10 @@ def carry_on(checkpoint, start, warn):
     passed = {kept for kept in old.save_steps if kept <= step}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
     start.changed = check_same_run(checkpoint, old, start)
+    # A run that is shortened may have been evaluated here on another text, or on less of it.
+    texts = [each.eval_iters * each.batch_size for each in (old, settings)]
+    if 'max_iters' in start.changed and texts[0] != texts[1]:
+        start.folder.forget_evaluation(step)
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']

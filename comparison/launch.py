@@ -113,10 +113,20 @@ def launch(jobs, slots, gpus, tick):
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
     running, attempts, free = [], set(), list(slots)
-    queue = list(jobs())
+    queue, held = list(jobs()), set()
     try:
         while queue or running:
-            for job in [job for job in queue if not is_held(job.folder)][: len(free)]:
+            # Others may train in some folders, such as what a killed compare.py has left. When they leave,
+            # it may be decided anew what is to be trained.
+            was_held, held = held, {job.folder for job in queue if free and is_held(job.folder)}
+            for folder in held - was_held:
+                print(
+                    f'\nnote: waiting for another process that trains in {folder}', file=sys.stderr
+                )
+            if was_held - held:
+                queue = [job for job in jobs() if job.name not in attempts]
+                continue
+            for job in [job for job in queue if job.folder not in held][: len(free)]:
                 queue.remove(job)
                 attempts.add(job.name)
                 # The GPU on which the fewest are: there may be more slots than GPUs.
@@ -173,6 +183,7 @@ def stop(running):
         job.process.terminate()
     for job in started:
         job.process.wait()
+        record(job)
 
 
 def record(job):

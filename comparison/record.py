@@ -51,27 +51,25 @@ def contents_of(plan):
 def write_plan(plan):
     """Write plan.json, or read it where the same plan is there. Returns what it holds.
 
-    Raises ValueError where it is another plan, damaged or edited. More seeds are the same plan: it says
-    how many there were before.
+    Raises ValueError where it is another plan, damaged or edited. More seeds are the same plan: it stays
+    as it was written, and says which there were before, and when and at which code they were added.
     """
     path = plan.folder / 'plan.json'
-    contents, earlier = contents_of(plan), []
+    contents = contents_of(plan)
+    now = {'date': datetime.datetime.now().isoformat(' ', 'seconds'), **code_state()}
     if path.exists():
-        old = read_plan(path)
-        check_same_plan(old['plan'], contents, path, ['code'] * plan.mixed_code)
-        before = old['plan']['seeds']
-        if before == contents['seeds']:
-            return old
-        contents = old['plan'] | {'seeds': contents['seeds']}
-        earlier = [*old['earlier_seeds'], before]
-    record = {
-        'date': datetime.datetime.now().isoformat(' ', 'seconds'),
-        'runs_before': len(list(plan.folder.glob('*/log.jsonl'))),
-        'earlier_seeds': earlier,
-        'plan': contents,
-        **code_state(),
-    }
-    record = {'hash': hash_of(record)} | record
+        record = read_plan(path)
+        check_same_plan(record['plan'], contents, path, ['code'] * plan.mixed_code)
+        before = record['plan']['seeds']
+        if set(before) == set(contents['seeds']):
+            return record
+        record['plan']['seeds'] = contents['seeds']
+        record['earlier_seeds'].append(before)
+        record.setdefault('extensions', []).append(now)
+    else:
+        begun = len(list(plan.folder.glob('*/log.jsonl')))
+        record = {**now, 'runs_before': begun, 'earlier_seeds': [], 'plan': contents}
+    record['hash'] = hash_of(record)
     write_json(path, record)
     return record
 
@@ -82,17 +80,17 @@ def read_plan(path):
     with unreadable(f'{path} is damaged', advice):
         record = json.loads(path.read_text(errors='replace'))
         deciding_values(record['plan'])
-        rest = dict(record)
-        stated = rest.pop('hash')
-    if stated != hash_of(rest):
+        stated = record['hash']
+    if stated != hash_of(record):
         raise ValueError(
             f'{path} was edited: its hash is not {stated} any more; restore it, or {advice}'
         )
     return record
 
 
-def hash_of(values):
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+def hash_of(record):
+    rest = {name: value for name, value in record.items() if name != 'hash'}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_same_plan(old, new, path, but):

@@ -91,6 +91,11 @@ class RunFolder:
     def has_evaluation(self, step):
         return any('val' in entry and entry['step'] == step for entry in self.entries)
 
+    def forget_evaluation(self, step):
+        self.entries = [
+            entry for entry in self.entries if not ('val' in entry and entry['step'] == step)
+        ]
+
     def check_unused(self, run):
         """ValueError where a new run would write over results, whatever else the folder lacks.
 

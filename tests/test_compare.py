@@ -187,7 +187,11 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     before['plan'] |= {'equal': 'steps', 'settings': before['plan']['settings'] | {'gone': 1}}
     write_json(path, before | {'hash': hash_of(before)})
     assert 'the plan had 1, 2 before' in report.markdown(collect(finished()))
-    assert read_json(path)['earlier_seeds'] == [[1, 2]]
+    # The plan stays as it was written.
+    now = read_json(path)
+    assert now['earlier_seeds'] == [[1, 2]] and len(now['extensions']) == 1
+    assert [now[name] for name in ('date', 'runs_before')] == [before['date'], 0]
+    assert written_plan(ARMS, '--seeds=(3, 2, 1)').read_text() == path.read_text()
 
 
 def test_a_damaged_plan_is_named(place):
@@ -414,14 +418,11 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
         f'(both-norm) is higher than (v-vanilla) by {contrast["mean"]:.4f} nats: less is gained'
         in text
     )
-    lead = comparison['contrasts']['both-norm']['mean']
-    assert f'Differences of losses {report.signed(lead)} and' in text
-
-    shutil.rmtree(folder_of(plan, 'norm', 2))
-    *_, contrast = collect(plan)['contrasts'].values()
-    assert (
-        contrast['verdict'] == 'undecided' and 'norm_lr0.02_seed2 is missing' in contrast['reason']
+    # Both lose, and the one with the norm less.
+    lost = finished(
+        arms, '--seeds=4', contrasts, '--name=lost', **{**gains, 'v': 0.4, 'both': -0.1}
     )
+    assert 'nats: less is lost there' in report.headline(collect(lost))
 
 
 def test_leads_of_different_code_or_texts_have_no_verdict(place):
@@ -469,6 +470,10 @@ def test_many_independent_arms_are_judged_together_where_the_user_says_so(place)
     assert fewer['contrasts']['a3-vanilla']['verdict'] == 'better'
 
     assert_one_line(compare_command(*words[:2])[0], 'judgement was dunnett, not paired')
+
+    planned['arms']['vanilla']['sd'] = 1.0
+    (caution,) = [note for note in report.cautions(planned) if 'scatters' in note]
+    assert caution.startswith('vanilla scatters ')
     shutil.rmtree(folder_of(plan, 'a3', 303))
     for contrast in collect(plan)['contrasts'].values():
         assert contrast['verdict'] == 'undecided' and 'a3_lr0.02_seed303' in contrast['reason']
@@ -589,8 +594,15 @@ def test_existing_runs_are_judged_as_their_plan_judges_them(place):
     pretend(plan, Run('vanilla', 5e-3, 101), 1.0)
     assert_one_line(status(*folders, *options), 'arm vanilla', '0.01, but its best one is 0.005')
     tests = [name for name in folders if name.endswith(('seed1', 'seed2', 'seed3'))]
-    assert status(*tests) == 0
-    assert 'learning rates were not tuned' in Path('out/compare/runs/report.md').read_text()
+    trials = [name for name in folders if 'svformer' in name and '_seed10' in name]
+    for words, untuned in (
+        (tests, 'vanilla, resformer, svformer'),
+        ([*tests, *trials, options[1]], 'vanilla, resformer'),
+    ):
+        assert status(*words) == 0
+        text = Path('out/compare/runs/report.md').read_text()
+        assert f'the learning rates of {untuned} were not tuned' in text
+        assert 'at rates that were not tuned (0.02, 0.01)' in text
 
 
 def test_existing_runs_that_cannot_be_compared_are_refused(place):

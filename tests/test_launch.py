@@ -58,8 +58,11 @@ def test_a_slot_has_one_training_and_no_gpu_is_shared_while_another_idles(tmp_pa
     assert begun[3:] == [(1, '3', '5'), (1, '4', '4')]
 
 
-def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, monkeypatch):
-    """As after a compare.py that was killed, and whose trainings went on."""
+@pytest.mark.parametrize('is_finished', [False, True])
+def test_when_another_process_has_left_a_folder_what_is_left_is_trained(
+    tmp_path, monkeypatch, capsys, is_finished
+):
+    """As after a compare.py that was killed, and whose trainings went on, to their end or not."""
     started, looks, holding = [], [], contextlib.ExitStack()
     job = launch.Job('mine', [], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
     monkeypatch.setattr(launch, 'start', lambda *words: started.append(len(looks)))
@@ -72,8 +75,12 @@ def test_a_training_starts_when_another_process_has_left_its_folder(tmp_path, mo
     monkeypatch.setattr(launch.time, 'sleep', wait)
     with holding:
         holding.enter_context(locked(tmp_path, 'training in'))
-        launch.launch(lambda: [job], [{}], 1, lambda running: None)
-    assert started == [3] and not launch.failure_file(tmp_path).exists()
+        jobs = lambda: [] if is_finished and len(looks) == 3 else [job]  # noqa: E731
+        launch.launch(jobs, [{}], 1, lambda running: None)
+    assert started == [3] * (not is_finished) and not launch.failure_file(tmp_path).exists()
+    assert (
+        capsys.readouterr().err.count(f'waiting for another process that trains in {tmp_path}') == 1
+    )
 
 
 def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
@@ -98,11 +105,14 @@ def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
 
 
 def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatch):
+    """And one that cannot save itself has failed."""
     calls = []
 
     def start(job, gpus):
         terminate, wait = (lambda: calls.append('terminate')), (lambda: calls.append('wait'))
-        job.process = SimpleNamespace(terminate=terminate, wait=wait)
+        job.process = SimpleNamespace(terminate=terminate, wait=wait, returncode=1)
+        job.folder.mkdir()
+        (job.folder / 'train.log').write_text('error: cannot write ckpt_4.pt\n')
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, 'start', start)
@@ -110,6 +120,7 @@ def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         launch.launch(lambda: jobs, [{}, {}], 1, lambda running: None)
     assert calls == ['terminate', 'wait'] and jobs[1].process is None
+    assert 'cannot write ckpt_4.pt' in launch.failure_file(tmp_path / 'mine').read_text()
 
 
 @pytest.mark.parametrize(

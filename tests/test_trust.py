@@ -169,6 +169,15 @@ def test_a_run_shortened_to_the_step_of_its_interruption_is_evaluated_there_once
     assert steps_of_checkpoints('out/shortened') == [4]
 
 
+def test_a_run_shortened_to_an_evaluation_of_other_text_is_evaluated_again(whole, work):
+    shutil.copytree(whole, 'out/short')
+    Path('out/short/ckpt_12.pt').unlink()
+    good('out/short', init_from='resume', max_iters=6, eval_iters=0)
+    *_, last = evaluations('out/short')
+    (before,) = (entry for entry in evaluations(whole) if entry['step'] == 6)
+    assert last['step'] == 6 and last['val'] != before['val']
+
+
 # --- the log -------------------------------------------------------------------------------------
 
 
