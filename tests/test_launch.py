@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import comparisons
+import forked
 import pytest
 import runs
-import soak
 import torch
 from comparisons import make_place
 from conftest import raises_one_line
@@ -179,16 +179,16 @@ def test_killed_and_started_again_the_report_is_the_same(place, tmp_path_factory
     make_place(other)
     folder = Path('out/compare/small')
     for number, ends in ((signal.SIGKILL, -9), (signal.SIGTERM, 75), (None, 1)):
-        process = runs.fork(soak.run_program, 'compare.py', [*words, '--jobs=1'])
+        process = runs.fork(forked.run_program, 'compare.py', [*words, '--jobs=1'])
         while number and process.is_alive():
             steps = [launch.last_step(log.parent) for log in folder.glob('*/log.jsonl')]
-            if soak.trainings() and any(5 < step < 50 for step in steps):
+            if forked.trainings() and any(5 < step < 50 for step in steps):
                 os.kill(process.pid, number)
                 break
             time.sleep(0.02)
         status, _, err = runs.finish(process)
-        while left := soak.trainings():
-            soak.send(signal.SIGKILL, left)
+        while left := forked.trainings():
+            forked.send(signal.SIGKILL, left)
         assert status == ends, err
         assert ('the same command goes on' in err) == (number == signal.SIGTERM)
     assert without_times(folder) == whole
