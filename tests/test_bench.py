@@ -109,6 +109,19 @@ def test_the_numbers_follow_from_the_seconds():
     assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5
 
 
+def test_what_decodes_follows_from_the_seconds_of_its_last_tokens():
+    config = GPTConfig(**SHAPE)
+    row = bench.Decoder(
+        'vanilla', bench.DecodeConfig(), config, batch=3, context=bench.NEW_TOKENS + 8
+    )
+    row.prefill, row.seconds = [4.0, 2.0], [0.5]
+    row.parts = None, None, SimpleNamespace(nbytes=7)
+    numbers = row.numbers(0.5)
+    assert numbers['prefill_tok_per_s'] == 3 * 8 / 2 and numbers['cache_bytes'] == 7
+    assert numbers['tok_per_s'] == 3 * bench.NEW_TOKENS / 0.5
+    assert numbers['ms_per_token'] == 500 / bench.NEW_TOKENS
+
+
 def test_a_step_that_takes_minutes_on_a_cpu_is_announced(capsys):
     for batch_size, is_said in ((32, True), (1, False)):
         settings = bench.BenchConfig(batch_size=batch_size)

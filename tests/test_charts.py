@@ -32,6 +32,12 @@ def test_a_curve_is_the_mean_of_a_window_and_ends_with_the_validation_loss(tmp_p
     assert all_of_it['curves'][1] == pytest.approx([(other - base).mean()])
 
 
+def test_a_long_curve_has_fewer_points_from_its_beginning_to_its_end(tmp_path):
+    pair = state(tmp_path / 'b', np.ones(1200)), state(tmp_path / 'a', np.zeros(1200))
+    (arm,) = measure_curves({'b': {1: pair}}, 5).values()
+    assert arm['steps'][0] < 10 and arm['steps'][-1] == 1199 and len(arm['steps']) <= 600
+
+
 def test_a_window_is_of_steps_also_where_not_every_step_was_logged():
     logged = np.arange(0, 400, 10)
     steps, means = smoothed(logged, -0.01 * logged, 50)

@@ -45,6 +45,7 @@ from comparison.runs import read_state
 from lib.data import Dataset
 from lib.files import as_json, locked
 from lib.rundir import code_fingerprint
+from model import GPT
 
 place = comparisons.place
 
@@ -98,7 +99,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
     [
         (['--arms=vanilla'], 'two arms'),
         ([], 'two arms'),
-        (['--arms=vanilla; vanilla: share_v=True'], 'vanilla'),
+        (['--arms=vanilla; vanilla: share_v=True'], 'two arms are named vanilla'),
         (['--arms=vanilla; Mine: share_v=True; mine: v_residual=True'], 'Mine and mine'),
         (['--arms=vanilla; a b: share_v=True'], 'a b'),
         (['--arms=vanilla; a: share_v'], 'key=value'),
@@ -142,6 +143,12 @@ def test_mistakes_are_one_line_before_anything_is_written(place, words, names):
     Path('typo.py').write_text('residual_lamda = (5.0, 1.0)\n')
     assert_one_line(compare_command(*words)[0], names)
     assert not Path('out').exists()
+
+
+def test_an_arm_may_have_a_least_rate_of_its_own(place):
+    plan = make_plan('--arms=vanilla; zero: min_lr=0')
+    settings, _ = plan.configs(plan.example('zero'))
+    assert settings.min_lr == 0 < plan.configs(plan.example('vanilla'))[0].min_lr
 
 
 def test_arms_may_name_their_dataset(place):
@@ -744,7 +751,12 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     needed = undecided['seeds_needed']
     assert f'would find a difference of {undecided["smallest"]:.4f} with 80% probability' in text
     assert f'would need about {needed} seeds, {needed - 6} more.' in text or needed is None
-    assert comparison['arms']['vanilla']['cache_bytes_per_token'] == 2 * 2 * 32 * 2
+    vanilla = comparison['arms']['vanilla']
+    assert vanilla['cache_bytes_per_token'] == 2 * 2 * 32 * 2
+    _, config = make_plan(ARMS).configs(Run('vanilla', 0.02, 1))
+    model = GPT(config)
+    assert vanilla['parameters'] == sum(p.numel() for p in model.parameters())
+    assert vanilla['flops'] == model.flops_per_token(32) * 8 * 32 * vanilla['steps']
     # The loss itself, the spread between seeds, interval and p corrected alike, and the cost.
     contrast = comparison['contrasts']['Res-vanilla']
     losses = [scatter(seed, 'Res') - 0.2 for seed in range(1, 7)]
@@ -876,6 +888,7 @@ def test_vanilla_is_vanilla_and_a_third_of_the_best_rate_is_worse(place):
     assert status == 0
     contrasts = read_json('out/compare/small/report.json')['contrasts']
     assert contrasts['again-vanilla']['verdict'] == 'undecided'
+    assert contrasts['again-vanilla']['reason'] == ''  # such as that the losses are the same
     assert contrasts['slow-vanilla']['verdict'] == 'worse'
     assert 'slow is worse than vanilla by' in text
     data = make_plan(*words).data

@@ -58,6 +58,8 @@ def test_overlays_are_table_3(length, batch, sequences):
 def test_the_gates_of_others_weigh_as_theirs():
     for name, weights in (('nanochat', (3.0, 1.0)), ('x0_values', (2.0, 1.0))):
         assert read(f'{name}_82m.py')[1].residual_lambda == weights
+    for name, weight in (('neutreno', 0.4), ('neutreno_resformer', 0.2)):
+        assert read(f'{name}_82m.py')[1].neutreno == weight
 
 
 def test_every_config_can_be_read():

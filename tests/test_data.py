@@ -52,6 +52,11 @@ def first_rows(dataset, n, seed=0, weights=None, start=0):
 # --- which sequence is row r ---------------------------------------------------------------------
 
 
+def test_without_weights_domains_are_mixed_as_they_were_prepared(tiny):
+    expected = {'A': 5 / 9, 'B': 3 / 9, 'C': 1 / 9}
+    assert TrainingRows(tiny, BLOCK, 0).shares == pytest.approx(expected)
+
+
 def test_the_order_is_fixed_for_ever():
     """A change here breaks every resume of every run there is."""
     dataset = sizes_only({'A': 5, 'B': 3})

@@ -36,6 +36,26 @@ def test_a_channel_gate_starts_as_rwkvs():
     torch.testing.assert_close(short, 0.01 * torch.eye(len(short)).double(), atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize(
+    'name, part, std',
+    [
+        ('tables', '.ve.', 64**-0.5),
+        ('projections of x0', '.vx.', 0.02),
+        ('anchor', '.anchor.', 0.02),
+        ('relu gate', 'v.gate', 0.02),
+        ('output gate GQA', 'attn.gate', 0.02),
+    ],
+)
+def test_a_matrix_of_the_family_starts_as_wide_as_it_should(name, part, std):
+    model = GPT(config_of(name, n_embd=64))
+    drawn = [p for key, p in model.named_parameters() if part in key and p.dim() == 2]
+    assert drawn and all(p.std().item() == pytest.approx(std, rel=0.25) for p in drawn)
+
+
+def test_the_gain_of_normed_queries_starts_as_nanochats():
+    assert GPT(config_of('vanilla', qk_norm=True)).transformer.h[0].attn.q.gain.unique() == 1.44
+
+
 def test_the_heads_that_a_borrower_keeps_start_as_vanillas_first_ones():
     """Also where torch draws fewer numbers otherwise than the first of more: their number is odd."""
     size = {**SIZE, 'n_embd': 20, 'arch': 'gpt2'}
@@ -61,7 +81,8 @@ def test_what_decays_what_is_logged_and_what_is_muons():
             'V_1 and tables, learned', x0_residual=True, denseformer=True, qk_norm=True, arch='gpt2'
         )
     )
-    gates = [GPT(config_of(name)) for name in ('head gate from all GQA', 'channel gate')]
+    names = ('head gate from all GQA', 'channel gate', 'relu gate', 'output gate GQA')
+    gates = [GPT(config_of(name)) for name in names]
     anchors = [GPT(config_of(name)) for name in ('anchor', 'projections of x0')]
     needs = {}
     for each in (model, *gates, *anchors):

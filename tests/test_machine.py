@@ -74,6 +74,7 @@ def test_more_processes_or_a_higher_number_than_there_are_gpus_are_refused(gpu, 
     [
         ('NVIDIA H200', 989),
         ('NVIDIA H100 PCIe', 756),
+        ('NVIDIA H100 80GB HBM3', 989),
         ('NVIDIA GeForce RTX 4090 D', None),
         ('NVIDIA H200 MIG 1g.18gb', None),
         ('NVIDIA A1000', None),

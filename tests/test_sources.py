@@ -131,6 +131,17 @@ def test_domains_that_training_could_not_use_are_refused(names, words):
         find_units('raw')
 
 
+def test_every_file_is_in_a_unit_and_domains_weigh_as_many_bytes():
+    write_texts('raw', ['de/a.txt', 'en/b.txt', 'en/c.txt', 'en/d.txt'])
+    for path in Path('raw').rglob('*.txt'):
+        path.write_bytes(b'x' * 2**21)
+    units, weights, _ = find_units('raw')
+    assert sorted(path.name for unit in units for path in unit.paths) == [
+        f'{c}.txt' for c in 'abcd'
+    ]
+    assert len(units) > 2 and weights == {'de': 0.25, 'en': 0.75}
+
+
 def test_a_domain_whose_files_are_empty_is_refused():
     write_texts('raw', ['de/a.txt', 'notes/b.txt'])
     Path('raw/notes/b.txt').write_text('')

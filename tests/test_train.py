@@ -18,10 +18,12 @@ from conftest import ROOT
 from runs import (
     TINY,
     assert_close_losses,
+    assert_same,
     assert_same_run,
     command_line,
     evaluations,
     good,
+    load,
     log,
     losses,
     model_of,
@@ -35,7 +37,7 @@ from runs import (
 from variants import config_of, tokens
 
 import train
-from lib.data import Dataset
+from lib.data import Dataset, TrainingRows, validation_batches
 from lib.machine import Machine, Signals
 from lib.rundir import FACTS
 from model import GPT, GPTConfig
@@ -84,6 +86,31 @@ def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
         field.name for kind in (train.TrainConfig, GPTConfig) for field in dataclasses.fields(kind)
     }
     assert set(config) <= settings | FACTS
+
+
+def test_a_seed_decides_the_weights_and_the_data(work):
+    good('out/seeded', seed=2, max_iters=1, save_steps=(0,))
+    start = load('out/seeded/ckpt_0.pt')
+    model = GPT(GPTConfig(**start['model_config']), seed=2)
+    assert_same(start['model'], model.state_dict())
+    rows = torch.from_numpy(TrainingRows(Dataset('tiny'), 32, 2).batch(8))
+    loss = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())[1].item()
+    assert training_steps('out/seeded')[0]['loss'] == pytest.approx(loss, abs=1e-5)
+
+
+def test_muon_warms_up_and_its_gradients_are_unscaled(whole):
+    options = dict(optimizer='muon', dtype='float16', max_iters=1, save_steps=(0,))
+    good('out/warming', **options)
+    before, after = (load(f'out/warming/ckpt_{n}.pt')['model'] for n in (0, 1))
+    (step,) = training_steps('out/warming')
+    assert step['grad_norm'] == pytest.approx(training_steps(whole)[0]['grad_norm'], rel=1e-2)
+    assert all((after[name] - w).abs().max() < 1e-6 for name, w in before.items())  # rate 1e-7
+
+
+def test_the_gradients_are_clipped_as_grad_clip_says(work, monkeypatch):
+    monkeypatch.setattr(train, 'train_step', mock.Mock(wraps=train.train_step))
+    good('out/clipped', max_iters=1, grad_clip=0.25)
+    assert train.train_step.call_args.args[-1] == 0.25
 
 
 def test_checkpoints_are_written_every_save_interval_at_save_steps_and_at_the_end(work):
@@ -138,6 +165,13 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
     assert result['mean'] == pytest.approx((result['A'] + result['B'] + result['C']) / 3)
 
 
+def test_validation_rows_are_evenly_spaced(work):
+    batches = validation_batches(Dataset('tiny'), 'A', 32, 2, 7, Machine('cpu'))
+    rows = torch.cat([x for x, _ in batches])
+    text = Dataset('tiny').read('validation', 'A', 0, 9999)
+    assert rows[:, 0].tolist() == [text[32 * (i * 20 // 13)] for i in range(14)]
+
+
 # --- resuming ------------------------------------------------------------------------------------
 
 
@@ -179,7 +213,7 @@ def changed_in(out_dir):
     return changed
 
 
-def test_changes_that_resume_allows_take_effect_and_are_logged(half):
+def test_changes_that_resume_allows_are_logged(half):
     name = half('out/changed')
     changes = {'weight_decay': [0.1, 0.5], 'beta2': [0.95, 0.9], 'batch_size': [2, 1]}
     changes |= {'gradient_accumulation_steps': [4, 8], 'max_iters': [12, 8]}

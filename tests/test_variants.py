@@ -174,8 +174,9 @@ def test_a_text_in_chunks_through_the_cache_gives_the_logits_of_the_full_forward
 @every_variant
 def test_each_parameter_is_in_one_group_of_the_optimizer_with_the_decay_that_it_says(name):
     model = GPT(config_of(name))
-    (optimizer,) = make_optimizers(model, TrainConfig(weight_decay=0.3))
+    (optimizer,) = make_optimizers(model, TrainConfig(weight_decay=0.3, beta1=0.8, beta2=0.7))
     groups = optimizer.param_groups
+    assert {group['betas'] for group in groups} == {(0.8, 0.7)}
     decays = [(id(p), group['weight_decay']) for group in groups for p in group['params']]
     named = list(model.named_parameters())
     assert len(decays) == len(named)

@@ -107,7 +107,9 @@ def test_words_of_verdicts():
         'undecided',
         'undecided',
     ]
-    assert results['c']['smallest'] > 0.01
+    c = results['c']
+    assert c['smallest'] == smallest_difference(c['sd'], 4, contrasts=4)
+    assert c['seeds_needed'] == seeds_needed(c['mean'], c['sd'], 4, 4)
     assert results['a']['smallest'] is None
     assert 'nothing was changed' in results['d']['reason']
 
@@ -152,3 +154,8 @@ def test_a_verdict_says_on_which_seed_it_rests():
         left = {other: value for other, value in values.items() if other != seed}
         assert (judge({'a': left})['a']['verdict'] == 'undecided') == (seed in close['rests_on'])
     assert judge({'a': seeds(-0.1, -0.11, -0.12)})['a']['rests_on'] == [1, 2, 3]
+
+    # What one contrast survives, three may not, after the correction.
+    values = seeds(-0.10, -0.14, -0.12, -0.05)
+    assert judge({'a': values})['a']['rests_on'] == [1, 3]
+    assert judge(dict.fromkeys('abc', values))['a']['rests_on'] == [1, 2, 3]
