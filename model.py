@@ -888,8 +888,10 @@ def remove_along(y, v):
 
 def products(x, matrices):
     """[matrix(x)] of several nn.Linear. In training it is one product, which a GPU computes faster;
-    without gradients it is not, because a decoder would copy the weights for each token."""
-    if len(matrices) < 2 or not torch.is_grad_enabled():
+    without gradients it is not, because a decoder would copy the weights for each token. Nor is it where
+    something else, such as LoRA, stands in the place of a matrix."""
+    are_plain = all(type(matrix) is nn.Linear for matrix in matrices)
+    if len(matrices) < 2 or not torch.is_grad_enabled() or not are_plain:
         return [matrix(x) for matrix in matrices]
     weight = torch.cat([matrix.weight for matrix in matrices])
     bias = None

@@ -31,7 +31,7 @@ from lib.hub import hub_error
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
 from lib.trained import load_run
-from model import GPT, GPTConfig, changes_the_model, refuse, with_value
+from model import GPT, GPTConfig, changes_the_model, refuse, rope_tables, with_value
 
 # What a variant takes along, as it stands here.
 HERE = Path(__file__).parent
@@ -132,6 +132,7 @@ def read_transformers(source):
         odd = sorted(name for name in odd if not name.endswith('.attn.masked_bias'))
         refuse(odd, f'config.json and the weights differ in {", ".join(odd[:3])}')
         weights = our_weights(model.state_dict(), kind, config)
+        check_logits(model, config, weights)
     eot = theirs.eos_token_id
     return config, weights, eot[0] if isinstance(eot, list) else eot
 
@@ -217,8 +218,26 @@ def our_weights(theirs, kind, config):
     if config.tie_embeddings:
         weights['lm_head.weight'] = theirs.pop('lm_head.weight')
     refuse(theirs, f'it has weights that GPT has not: {", ".join(theirs)[:200]}')
-    GPT.without_weights(config).load_state_dict(weights, assign=True)  # their shapes fit
     return weights
+
+
+def check_logits(theirs, config, weights):
+    """Refuse a model that transformers computes otherwise than GPT, whatever its config.json says."""
+    ours = GPT.without_weights(config).eval()
+    ours.load_state_dict(weights, assign=True)  # their shapes fit
+    if config.tie_embeddings:
+        ours.lm_head.weight = ours.transformer.wte.weight
+    if config.arch == 'llama':
+        ours.cos, ours.sin = rope_tables(config)
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(config.vocab_size, (1, min(config.block_size, 64)), generator=generator)
+    with torch.no_grad():
+        expected = theirs(idx).logits
+        difference = (ours(idx)[0] - expected).abs().max()
+    refuse(
+        not difference < 1e-3 * expected.std(),
+        f'transformers computes other logits than GPT: they differ by up to {difference:.1e}',
+    )
 
 
 # --- out -----------------------------------------------------------------------------------------
@@ -237,7 +256,9 @@ def export(model, tokenizer, to):
     settings = plain_settings(config) if is_plain else remote_settings(config)
     state = rename_weights(model, settings['model_type'])
     settings['dtype'] = 'float32'
-    settings['bos_token_id'] = settings['eos_token_id'] = tokenizer.eot
+    settings['eos_token_id'] = tokenizer.eot
+    if tokenizer.name != tokenizers.Foreign.name:  # whose texts may begin with another token
+        settings['bos_token_id'] = tokenizer.eot
 
     with new_folder(to) as folder:
         write_json(folder / 'config.json', settings)
@@ -340,13 +361,14 @@ def write_tokenizer(folder, tokenizer, block_size):
     eot = tokenizer.decode([tokenizer.eot])
     settings = {
         'tokenizer_class': 'PreTrainedTokenizerFast',
-        'bos_token': eot,
         'eos_token': eot,
         'model_max_length': block_size,
         'clean_up_tokenization_spaces': False,
         # transformers 4 would add token_type_ids, which generate() refuses.
         'model_input_names': ['input_ids', 'attention_mask'],
     }
+    if tokenizer.name != tokenizers.Foreign.name:
+        settings['bos_token'] = eot
     write_json(folder / 'tokenizer_config.json', settings)
 
 
@@ -385,16 +407,13 @@ ROPE_SCALING = (
     'original_max_position_embeddings',
 )
 
-# The only values of these that GPT computes; the first is transformers' default. What else differs, such
-# as wider heads, shows in the weights.
+# The only values of these that GPT computes; the first is transformers' default. What else differs
+# shows in the weights, such as wider heads and biases, or in the logits.
 COMPUTED = {
     'hidden_act': ('silu',),
-    'attention_bias': (False,),
-    'mlp_bias': (False,),
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
-    'add_cross_attention': (False,),
     'quantization_config': (None,),
 }
 

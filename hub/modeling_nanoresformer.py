@@ -107,6 +107,7 @@ class Tokens(DynamicLayer):
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoResFormerConfig
     base_model_prefix = 'model'
+    _supports_sdpa = True
     _tied_weights_keys = {'model.lm_head.weight': 'model.transformer.wte.weight'}
 
     def __init__(self, config):

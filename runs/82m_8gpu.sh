@@ -15,6 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 make setup
+[ "$(nvidia-smi --list-gpus | wc -l)" -ge 8 ] || { echo 'error: this machine has no eight GPUs' >&2; exit 1; }
 
 python prepare_slimpajama.py
 

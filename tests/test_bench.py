@@ -3,6 +3,7 @@
 import re
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,6 +108,14 @@ def test_the_numbers_follow_from_the_seconds():
     assert slow['tok_per_s'] == tokens / 2 and slow['x vanilla'] == 0.5
     assert slow['mfu'] == pytest.approx(100 * tokens / 2 / 8 / 1e4)
     assert slow['spread'] == 0.5 / 2  # quartiles 2 and 2.5
+
+
+def test_a_step_has_as_many_micro_batches_as_are_counted(monkeypatch):
+    monkeypatch.setattr(bench, 'train_step', Mock())
+    row = bench.Row('vanilla', bench.BenchConfig(micro_steps=3), GPTConfig(**SHAPE))
+    row.parts, row.machine = (None, [], None), Machine('cpu')
+    row.act(None)
+    assert bench.train_step.call_args.args[5:] == (3, train.TrainConfig.grad_clip)
 
 
 def test_what_decodes_follows_from_the_seconds_of_its_last_tokens():

@@ -146,6 +146,7 @@ CHANGES = {
     'nothing': (lambda past: None, lambda idx: idx),
     'a copy continued': (lambda past: copy.deepcopy(past).crop(-3), lambda idx: idx),
     'cropped by three': (lambda past: past.crop(-3), lambda idx: idx[:, :4]),
+    'cropped to four': (lambda past: past.crop(4), lambda idx: idx[:, :4]),
     'rows exchanged': (
         lambda past: past.reorder_cache(torch.tensor([1, 0])),
         lambda idx: idx.flip(0),
@@ -176,6 +177,11 @@ def test_a_cache_can_be_changed_and_continued(theirs, name):
     whole = theirs(torch.cat([before, new], dim=1), use_cache=False)
     assert whole.past_key_values is None
     torch.testing.assert_close(logits, whole.logits[:, -5:], atol=1e-4, rtol=1e-4)
+
+
+def test_it_is_loaded_with_the_attention_that_it_has(tmp_path):
+    export(ours(**RES), BYTES, tmp_path)
+    load_remote(tmp_path, attn_implementation='sdpa')
 
 
 def test_with_a_cache_gradients_are_right_or_missing_never_wrong(theirs):

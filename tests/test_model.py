@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from variants import CLA, RES, SIZE, SV, make, tokens
@@ -20,6 +21,23 @@ both_architectures = pytest.mark.parametrize('arch', ['llama', 'gpt2'])
 def test_more_tokens_than_block_size_are_refused(arch):
     with pytest.raises(ValueError, match='33.*block_size=32'):
         make(arch=arch)(tokens(1, 33))
+
+
+def test_what_stands_in_the_place_of_a_matrix_is_called_with_and_without_gradients():
+    """As LoRA's layers do, which are nn.Linear with more."""
+
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = GPT(GPTConfig(**SIZE, v_residual=True))
+    for block in model.transformer.h:
+        for matrix in (block.attn.q.proj, block.attn.v.proj, block.mlp.c_gate):
+            matrix.__class__ = Shifted
+    idx = tokens(2, 8)
+    with torch.no_grad():
+        expected = model(idx)[0]
+    torch.testing.assert_close(model(idx)[0], expected)
 
 
 def test_a_second_derivative_of_the_loss_is_refused_rather_than_wrong():

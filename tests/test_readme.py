@@ -66,7 +66,8 @@ def typed(code):
         python() { printf '%s\37' "$@"; printf '\36'; }
         torchrun() { while [[ $1 == --* ]]; do shift; done; python "$@"; }
         make() { python make "$@"; }
-        export -f python torchrun make
+        nvidia-smi() { seq 8; }
+        export -f python torchrun make nvidia-smi
     """
     done = subprocess.run(['bash', '-euc', stand_ins + code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

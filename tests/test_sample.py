@@ -116,6 +116,15 @@ def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, 
     assert screen.buffer.getvalue() == b'abcn? ???\n'
 
 
+def test_the_likeliest_token_is_drawn_where_the_settings_leave_no_other(trained):
+    greedy = said(trained, 'def ')
+    for flag in ('--top_k=1', '--top_p=1e-9', '--temperature=1e-5'):
+        _, out, _ = program(
+            sample.main, f'--out_dir={trained}', '--start=def ', '--device=cpu', flag
+        )
+        assert out == greedy
+
+
 def test_without_a_prompt_a_document_begins(trained):
     out_dir = run_with(parrot(SCRIPT, 1), trained, 'out/empty')
     for start in ('', '<|endoftext|>'):
