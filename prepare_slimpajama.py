@@ -75,8 +75,8 @@ from lib.files import (
     write_whole,
 )
 
-# Characters shuffled together, of one to four bytes each in memory: they bound a worker's memory,
-# whatever the size of a file.
+# Characters shuffled together, of one to four bytes each in memory: they bound a worker's memory
+# but for some 100 bytes a document, whatever the size of a file.
 BLOCK = 64 * 2**20
 
 # What a piece says of each document, in the order of their ids: the number of its domain, ids, bytes
@@ -109,6 +109,7 @@ class PrepareConfig:
                 '--tokens, --workers and --seed must be 0 or more and below 2**64, and --val_fraction '
                 'in [0, 1)'
             )
+        self.weights = dict(sorted(self.weights.items()))  # in any order, they are the same
         for weight in self.weights.values():
             if not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f'--weights must be positive numbers, not {self.weights}')
@@ -122,7 +123,7 @@ class PrepareConfig:
 # ---- The worker: one unit -> one piece -----------------------------------------------------------
 
 
-def make_piece(unit, piece, room, tokenizer_path, settings):
+def make_piece(unit, piece, room, tokenizer_path, sha256, settings):
     """Write the ids of a unit's documents, in shuffled order, to <piece>.ids, and then the table of
     them, DOCUMENT, to `piece`, whose presence means finished.
 
@@ -134,13 +135,19 @@ def make_piece(unit, piece, room, tokenizer_path, settings):
     if piece.exists():
         return
     encoder = load_tokenizer(tokenizer_path)
+    if encoder.sha256 != sha256:
+        raise ValueError(f'{tokenizer_path} has changed since this began')
+    documents = shuffled_documents(unit, settings.seed, piece.parent)
+    # A unit may be of one domain, and that may be full.
+    if room.get(unit.domain, math.inf) <= 0:
+        documents = ()
     domains = list(room)
     places = set()
     longest = 0
     table = bytearray()
 
     with open(piece.with_suffix('.ids'), 'wb') as file:
-        for domain, text in shuffled_documents(unit, settings.seed, piece.parent):
+        for domain, text in documents:
             if room.get(domain, -math.inf) <= -len(domains) * longest:
                 continue
             ids = np.append(encoder.encode(text), np.uint16(encoder.eot)).astype('<u2')
@@ -330,7 +337,7 @@ def check_space(plan):
     tokens = plan.settings.tokens
     # Two bytes a token, twice. Without --tokens, what it takes is not known before it is read.
     needed = 4 * tokens
-    need = f'{needed / 1e9:,.2f} GB' if tokens else 'an unknown part'
+    need = f'{needed / 1e9:,.2f} GB, and what validation takes,' if tokens else 'an unknown part'
     # Pieces of an earlier call are used again, and its token files are written anew.
     present = [*plan.pieces.glob('*.ids'), *plan.out.glob('*/*.bin')]
     space = shutil.disk_usage(plan.out).free + sum(path.stat().st_size for path in present)
@@ -443,7 +450,8 @@ def submit_units(plan, counts, submit):
     running = collections.deque()
     for unit, piece in units_and_pieces(plan):
         wanted = room(plan, counts)
-        task = functools.partial(make_piece, unit, piece, wanted, plan.encoder.path, plan.settings)
+        known = plan.encoder.path, plan.encoder.sha256
+        task = functools.partial(make_piece, unit, piece, wanted, *known, plan.settings)
         running.append((unit, piece, submit(task)))
         if len(running) == ahead:
             yield running.popleft()

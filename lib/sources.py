@@ -177,6 +177,9 @@ def refuse_folder(error):
 def file_units(source, sizes, commit, seed, column):
     """The units of a source's files, {name: bytes}; those of the hub have a commit."""
     files = files_to_read(source, sizes, is_text_read=not commit)
+    for name in files:
+        if not Path(name).name.isprintable():  # such as one that is not UTF-8
+            raise ValueError(f'{name!r} of {source} has a name that cannot be shown: rename it')
     splits = {name: split_of(name) for name in files}
     tell_unread([name for name in splits if splits[name] == 'test'], 'of the test split')
     splits = {name: split for name, split in splits.items() if split != 'test'}

@@ -8,8 +8,9 @@ array([12092,  1533], dtype=uint16)
 >>> t.decode(t.encode('Hello world')), t.eot, t.n_vocab, t.name
 ('Hello world', 0, 50277, 'gpt-neox')
 
-Ids are those of Hugging Face `tokenizers`, one by one, at over three times its speed on one core.
-One thing differs on purpose: a special token spelled out in a text, like <|endoftext|>, stays
+Ids are those of Hugging Face `tokenizers`, one by one, at over three times its speed on one core;
+in rare orders of combining marks, which NFC sorts, Python's version of Unicode decides. One thing
+differs on purpose: a special token spelled out in a text, like <|endoftext|>, stays
 ordinary text. Data cannot inject a token.
 """
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lib import data
 from lib.data import Dataset, Loader, TrainingRows
 from lib.files import sha256_of
+from lib.sources import TABLE_2
 from train import TrainConfig
 
 BLOCK = 8
@@ -63,6 +64,11 @@ def test_the_order_is_fixed_for_ever():
     rows = first_rows(dataset, 10, seed=1337, weights={'A': 0.7, 'B': 0.3})
     assert ''.join(domain for domain, _ in rows) == 'ABAAABAABA'
     assert [start for _, start in rows] == [16, 0, 32, 0, 8, 16, 24, 0, 8, 32]
+
+    rows = first_rows(sizes_only(dict.fromkeys(TABLE_2, 99)), 40, weights=TABLE_2)
+    letters = dict(zip(sorted(TABLE_2), 'ABCDEFG', strict=True))
+    order = ''.join(letters[domain] for domain, _ in rows)
+    assert order == 'DCDEDCDADBDCDFDGDECDDCDEDCDADBDCDFDGDECD'
 
 
 @settings(max_examples=40, deadline=None)

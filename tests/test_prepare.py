@@ -31,8 +31,10 @@ from documents import (
     run_prepare,
     settings,
     texts_of,
+    write_records,
     write_rows,
 )
+from programs import train_bpe
 from runs import call
 
 import prepare_slimpajama
@@ -333,6 +335,34 @@ def test_pieces_of_an_exchanged_source_are_made_again(change):
     run_prepare(tokens=0)
     run_prepare(out='whole', tokens=0)
     assert contents('out') == contents('whole')
+
+
+def test_pieces_of_another_tokenizer_in_the_same_place_are_made_again():
+    make_source()
+    one, two = (train_bpe(Path(name), [name * 9], 260) for name in ('one', 'twenty'))
+    place = Path(shutil.copytree(one, 'tokenizer'))
+    stop_halfway(tokens=0, tokenizer=str(place))
+    shutil.copytree(two, place, dirs_exist_ok=True)
+    prepare_slimpajama.load_tokenizer.cache_clear()  # as in another process
+    run_prepare(tokens=0, tokenizer=str(place))
+    run_prepare(out='whole', tokens=0, tokenizer=str(two))
+    ids = {name: data for name, data in contents('whole').items() if name.endswith('.bin')}
+    assert ids and {name: contents('out')[name] for name in ids} == ids
+
+
+def test_files_of_a_domain_that_is_full_are_not_read(monkeypatch):
+    for n in range(20):
+        write_records(Path(f'raw/web/{n}.jsonl'), [{'text': f'{n} {m}' * 9} for m in range(9)])
+    write_records(Path('raw/wiki/0.jsonl'), [{'text': c} for c in 'abc'])
+    read, documents = [], sources.documents
+
+    def spy(unit, scratch):
+        read.append(unit.domain)
+        yield from documents(unit, scratch)
+
+    monkeypatch.setattr(sources, 'documents', spy)
+    run_prepare(tokens=1000, weights={'wiki': 1, 'web': 1})
+    assert 1 < read.count('web') < 10
 
 
 def test_a_damaged_dataset_is_not_called_complete():

@@ -142,6 +142,13 @@ def test_every_file_is_in_a_unit_and_domains_weigh_as_many_bytes():
     assert len(units) > 2 and weights == {'de': 0.25, 'en': 0.75}
 
 
+def test_a_file_whose_name_is_not_utf_8_is_refused():
+    write_texts('raw', ['en/b.txt'])
+    Path(os.fsdecode(b'raw/en/caf\xe9.txt')).write_text('a')
+    with raises_one_line('caf\\udce9.txt', 'rename'):
+        find_units('raw')
+
+
 def test_a_domain_whose_files_are_empty_is_refused():
     write_texts('raw', ['de/a.txt', 'notes/b.txt'])
     Path('raw/notes/b.txt').write_text('')
