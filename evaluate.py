@@ -122,11 +122,11 @@ def run_losses(run, settings, machine):
         **loss_summary(losses, dataset),
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
-        **origin(model, checkpoint),
+        **about(model, checkpoint),
     }
 
 
-def origin(model, checkpoint):
+def about(model, checkpoint):
     """What each report says of the model. An imported one has no max_iters: None."""
     return {
         'step': checkpoint['step'],
@@ -215,7 +215,7 @@ def run_tasks(run, settings, machine):
         'average': mean_of(scores, 'acc'),
         # A name, not a path, which tells of somebody's machine. None: from the hub.
         'data': Path(settings.data_dir).resolve().name if settings.data_dir else None,
-        **origin(model, checkpoint),
+        **about(model, checkpoint),
     }
 
 

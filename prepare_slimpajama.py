@@ -129,22 +129,25 @@ def make_piece(unit, piece, room, tokenizer_path, sha256, settings):
 
     room: {domain: training tokens still wanted}, an upper bound, because units before this one may
     still be on their way. append() decides where a domain ends, and which text of each domain becomes
-    validation, with all its copies; the worker stops once every domain certainly has enough without
-    these. Raises ValueError for a unit that cannot be read.
+    validation, with all its copies; the worker stops once every domain that the unit may have certainly has
+    enough without these. Raises ValueError for a unit that cannot be read.
     """
     if piece.exists():
         return
     encoder = load_tokenizer(tokenizer_path)
     if encoder.sha256 != sha256:
         raise ValueError(f'{tokenizer_path} has changed since this began')
-    documents = shuffled_documents(unit, settings.seed, piece.parent)
-    # A unit may be of one domain, and that may be full.
-    if room.get(unit.domain, math.inf) <= 0:
-        documents = ()
     domains = list(room)
+    own = [unit.domain] if unit.domain else domains  # those that the unit may have
     places = set()
     longest = 0
     table = bytearray()
+
+    def is_enough():
+        return max(room[domain] for domain in own) <= -len(domains) * longest
+
+    # A domain may be full before: then nothing of it is read.
+    documents = () if is_enough() else shuffled_documents(unit, settings.seed, piece.parent)
 
     with open(piece.with_suffix('.ids'), 'wb') as file:
         for domain, text in documents:
@@ -163,7 +166,7 @@ def make_piece(unit, piece, room, tokenizer_path, sha256, settings):
             places.add(place)
             longest = max(longest, len(ids))
             room[domain] -= len(ids)
-            if max(room.values()) <= -len(domains) * longest:
+            if is_enough():
                 break
         file.flush()
         os.fsync(file.fileno())

@@ -195,11 +195,10 @@ def settings_to_resume(given):
     if given.get('init_from') != 'resume':
         return {}
     out_dir = given.get('out_dir', TrainConfig.out_dir)
-    with contextlib.ExitStack() as held:
-        # Whoever trains here may be about to write its last checkpoint. Shared: torchrun's processes
-        # all read it.
-        if os.path.isdir(out_dir):
-            held.enter_context(locked(out_dir, 'training in', shared=True))
+    # Whoever trains here may be about to write its last checkpoint. Shared: torchrun's processes all
+    # read it.
+    is_there = os.path.isdir(out_dir)
+    with locked(out_dir, 'training in', shared=True) if is_there else contextlib.nullcontext():
         # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
         checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
     saved = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)

@@ -113,7 +113,11 @@ def launch(jobs, slots, gpus, tick):
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
     running, attempts, free = [], set(), list(slots)
-    queue, held = list(jobs()), set()
+
+    def untried():
+        return [job for job in jobs() if job.name not in attempts]
+
+    queue, held = untried(), set()
     try:
         while queue or running:
             # Others may train in some folders, such as what a killed compare.py has left. When they leave,
@@ -124,7 +128,7 @@ def launch(jobs, slots, gpus, tick):
                     f'\nnote: waiting for another process that trains in {folder}', file=sys.stderr
                 )
             if was_held - held:
-                queue = [job for job in jobs() if job.name not in attempts]
+                queue = untried()
                 continue
             for job in [job for job in queue if job.folder not in held][: len(free)]:
                 queue.remove(job)
@@ -141,7 +145,7 @@ def launch(jobs, slots, gpus, tick):
                 free.append(job.slot)
                 record(job)
             if ended or not running:
-                queue = [job for job in jobs() if job.name not in attempts]
+                queue = untried()
             tick(running)
     except BaseException:
         stop(running)

@@ -56,7 +56,6 @@ def write_plan(plan):
     """
     path = plan.folder / 'plan.json'
     contents = contents_of(plan)
-    now = {'date': datetime.datetime.now().isoformat(' ', 'seconds'), **code_state()}
     if path.exists():
         record = read_plan(path)
         check_same_plan(record['plan'], contents, path, ['code'] * plan.mixed_code)
@@ -65,10 +64,10 @@ def write_plan(plan):
             return record
         record['plan']['seeds'] = contents['seeds']
         record['earlier_seeds'].append(before)
-        record.setdefault('extensions', []).append(now)
+        record.setdefault('extensions', []).append(date_and_code())
     else:
         begun = len(list(plan.folder.glob('*/log.jsonl')))
-        record = {**now, 'runs_before': begun, 'earlier_seeds': [], 'plan': contents}
+        record = {**date_and_code(), 'runs_before': begun, 'earlier_seeds': [], 'plan': contents}
     record['hash'] = hash_of(record)
     write_json(path, record)
     return record
@@ -122,6 +121,10 @@ def deciding_values(contents):
     for name in ('contrasts', 'rates', 'seeds', 'tuning_seeds', 'level', 'judgement', 'rounding'):
         values[name] = contents[name]
     return values
+
+
+def date_and_code():
+    return {'date': datetime.datetime.now().isoformat(' ', 'seconds'), **code_state()}
 
 
 def code_state():

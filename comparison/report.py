@@ -222,11 +222,15 @@ def cautions(comparison):
 def unequal_spreads(arms):
     """Where the spreads between seeds differ so much that it is hardly chance."""
     spreads = {name: arm['sd'] for name, arm in arms.items() if arm['sd']}
-    least, most = (choose(spreads, key=spreads.get, default=None) for choose in (min, max))
-    if not spreads or spreads[most] < 3 * spreads[least]:
+    if not spreads:
+        return []
+    least = min(spreads, key=spreads.get)
+    most = max(spreads, key=spreads.get)
+    ratio = spreads[most] / spreads[least]
+    if ratio < 3:
         return []
     return [
-        f'{most} scatters {spreads[most] / spreads[least]:.1f} times as much between seeds as {least}. '
+        f'{most} scatters {ratio:.1f} times as much between seeds as {least}. '
         "Dunnett's test takes all for equal; if the baseline scatters three times as much as the others, "
         'it is wrong in 15% of cases with four arms, not 5%.'
     ]

@@ -224,7 +224,8 @@ def our_weights(theirs, kind, config):
 def check_logits(theirs, config, weights):
     """Refuse a model that transformers computes otherwise than GPT, whatever its config.json says."""
     ours = GPT.without_weights(config).eval()
-    ours.load_state_dict(weights, assign=True)  # their shapes fit
+    # In their memory, which may be tens of GB. What shares or computes weights then needs to be told.
+    ours.load_state_dict(weights, assign=True)
     if config.tie_embeddings:
         ours.lm_head.weight = ours.transformer.wte.weight
     if config.arch == 'llama':
@@ -256,9 +257,9 @@ def export(model, tokenizer, to):
     settings = plain_settings(config) if is_plain else remote_settings(config)
     state = rename_weights(model, settings['model_type'])
     settings['dtype'] = 'float32'
-    settings['eos_token_id'] = tokenizer.eot
-    if tokenizer.name != tokenizers.Foreign.name:  # whose texts may begin with another token
-        settings['bos_token_id'] = tokenizer.eot
+    settings |= dict.fromkeys(
+        [f'{role}_token_id' for role in roles_of_eot(tokenizer)], tokenizer.eot
+    )
 
     with new_folder(to) as folder:
         write_json(folder / 'config.json', settings)
@@ -361,15 +362,19 @@ def write_tokenizer(folder, tokenizer, block_size):
     eot = tokenizer.decode([tokenizer.eot])
     settings = {
         'tokenizer_class': 'PreTrainedTokenizerFast',
-        'eos_token': eot,
+        **{f'{role}_token': eot for role in roles_of_eot(tokenizer)},
         'model_max_length': block_size,
         'clean_up_tokenization_spaces': False,
         # transformers 4 would add token_type_ids, which generate() refuses.
         'model_input_names': ['input_ids', 'attention_mask'],
     }
-    if tokenizer.name != tokenizers.Foreign.name:
-        settings['bos_token'] = eot
     write_json(folder / 'tokenizer_config.json', settings)
+
+
+def roles_of_eot(tokenizer):
+    """What transformers calls the token that ends a text. Ours begins one, too, but the texts of a
+    tokenizer of another kind may begin otherwise."""
+    return ['eos'] if tokenizer.name == tokenizers.Foreign.name else ['bos', 'eos']
 
 
 # --- what transformers has -----------------------------------------------------------------------

@@ -89,12 +89,10 @@ class RunFolder:
         return checkpoint
 
     def has_evaluation(self, step):
-        return any('val' in entry and entry['step'] == step for entry in self.entries)
+        return any(is_evaluation(entry, step) for entry in self.entries)
 
     def forget_evaluation(self, step):
-        self.entries = [
-            entry for entry in self.entries if not ('val' in entry and entry['step'] == step)
-        ]
+        self.entries = [entry for entry in self.entries if not is_evaluation(entry, step)]
 
     def check_unused(self, run):
         """ValueError where a new run would write over results, whatever else the folder lacks.
@@ -164,6 +162,10 @@ class RunFolder:
 
     def give_up(self, error):
         write_whole(failure_file(self.path), f'{error}\n')
+
+
+def is_evaluation(entry, step):
+    return 'val' in entry and entry['step'] == step
 
 
 def failure_file(folder):

@@ -425,10 +425,18 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
         f'(both-norm) is higher than (v-vanilla) by {contrast["mean"]:.4f} nats: less is gained'
         in text
     )
-    # Both lose, and the one with the norm less.
-    lost = finished(
-        arms, '--seeds=4', contrasts, '--name=lost', **{**gains, 'v': 0.4, 'both': -0.1}
+    lead = comparison['contrasts']['both-norm']['mean']
+    assert f'Differences of losses {report.signed(lead)} and' in text
+
+    shutil.rmtree(folder_of(plan, 'norm', 2))
+    *_, contrast = collect(plan)['contrasts'].values()
+    assert (
+        contrast['verdict'] == 'undecided' and 'norm_lr0.02_seed2 is missing' in contrast['reason']
     )
+
+    # Both lose, and the one with the norm less.
+    gains |= {'v': 0.4, 'both': -0.1}
+    lost = finished(arms, '--seeds=4', contrasts, '--name=lost', **gains)
     assert 'nats: less is lost there' in report.headline(collect(lost))
 
 
