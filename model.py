@@ -235,9 +235,9 @@ class Attention(nn.Module):
     def project(self, x, raw):
         """{key: (B, heads, T, hs)}, raw: what the layer projects from x (B, T, C). With share_v_heads,
         the heads that it borrows follow its own."""
-        # products() returns views of one tensor. Attention saves v for its backward pass, and that view
-        # would keep the raw q and k in memory, too. Where v is mixed, it is a new tensor, but one product
-        # of all three made ResFormer's step on an H100 slower (results/speed). The numbers are the same.
+        # Not v, too: products() returns views of one tensor. Attention saves v for its backward pass, and
+        # that view would keep the raw q and k in memory. Where v is mixed, it is a new tensor, but on an
+        # H100 ResFormer's kernels took longer so (results/speed). The numbers are the same.
         projected = {}
         for group in ([self.q, self.k], [self.v]):
             parts = [part for part in group if part.wiring.projects]
@@ -280,8 +280,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         if self.config.arch == 'llama':
-            gate, x = products(x, [self.c_gate, self.c_fc])
-            x = F.silu(gate) * x
+            x = F.silu(self.c_gate(x)) * self.c_fc(x)
         else:
             x = F.gelu(self.c_fc(x), approximate='tanh')
         return F.dropout(self.c_proj(x), self.config.dropout, self.training)
@@ -923,10 +922,8 @@ def rms_norm(config, x):
 
 def rotate(x, cos, sin):
     """RoPE of x (B, heads, T, hs), by halves as in Hugging Face's Llama; cos and sin are (T, hs)."""
-    # In the order of the projection, (B, T, heads, hs), in which its backward pass needs the gradient.
-    x, cos, sin = x.transpose(1, 2), cos[:, None], sin[:, None]
     x1, x2 = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x).transpose(1, 2)
+    return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).type_as(x)
 
 
 def rope_tables(config):
