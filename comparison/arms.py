@@ -95,8 +95,10 @@ def parse_contrasts(text, arms):
     """[(ours, theirs)]: each arm against the first, and those of --contrasts, such as 'mine-resformer'.
 
     Ours and theirs are two arms or, as in '(a-b)-(c-d)', two leads: contrasts of arms that stand before.
+    Each pair is there once.
     """
-    contrasts = all_contrasts(arms)
+    baseline, *others = arms
+    contrasts = [(name, baseline) for name in others]
     for word in filter(None, re.split(r'[\s,;]+', text)):
         leads = [lead(*pair) for pair in contrasts if pair[0] in arms]
         known = [*itertools.permutations(arms, 2), *itertools.permutations(leads, 2)]
@@ -106,23 +108,15 @@ def parse_contrasts(text, arms):
                 f'contrasts: {word!r} is A-B in {len(pairs)} ways, not in one, where A and B are two of '
                 f'{", ".join(arms)}, or two of {", ".join(leads)}'
             )
-        contrasts = all_contrasts(arms, [*contrasts, *pairs])
+        (pair,) = pairs
+        if not {pair, pair[::-1]} & set(contrasts):
+            contrasts.append(pair)
     return contrasts
 
 
 def lead(ours, theirs):
     """The name of a contrast of two arms where another contrast is about it."""
     return f'({contrast_name(ours, theirs)})'
-
-
-def all_contrasts(arms, more=()):
-    """[(ours, theirs)]: each arm against the first, then the others, each pair once."""
-    baseline, *others = arms
-    contrasts = [(name, baseline) for name in others]
-    for ours, theirs in more:
-        if not {(ours, theirs), (theirs, ours)} & set(contrasts):
-            contrasts.append((ours, theirs))
-    return contrasts
 
 
 def contrast_name(ours, theirs):

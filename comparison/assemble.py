@@ -15,7 +15,7 @@ import torch
 
 from comparison.arms import check_name, contrast_name, lead, of_arm, parse_contrasts
 from comparison.compute import multipliers
-from comparison.curves import measure_curves, smoothing
+from comparison.curves import measure_curves
 from comparison.plan import TEXT, changes, check_judgement
 from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, disagreement, parts_of, read_state
@@ -221,14 +221,15 @@ def origins(states):
 
 
 def curves_of_arms(arms, baseline):
-    """measure_curves() of the finished runs of all arms but the baseline."""
-    pairs = {}
+    """measure_curves() of the finished runs of all arms but the baseline that take as many steps: a run's
+    middle is not compared with another's end."""
+    base, pairs = arms[baseline], {}
     for name, arm in arms.items():
-        both = paired(arm.finished(), arms[baseline].finished())
+        both = paired(arm.finished(), base.finished())
         both = {seed: pair for seed, pair in both.items() if all(x.training() for x in pair)}
-        if both and name != baseline:
+        if both and name != baseline and arm.facts['max_iters'] == base.facts['max_iters']:
             pairs[name] = both
-    return measure_curves(pairs, smoothing(arms[baseline].facts['max_iters']))
+    return measure_curves(pairs)
 
 
 # --- runs that exist ------------------------------------------------------------------------------
@@ -250,9 +251,11 @@ def compare_runs(words, title, contrasts='', tuning_seeds=(), mixed_code=False, 
     by_arm = {}
     for word in words:
         name, folder = arm_of(word)
-        state = read_state(folder, but=['code'] if mixed_code else ())
+        state = read_state(folder)
         if not state.config:
             raise ValueError(f'{folder} is not a run: {state.reason}')
+        if mixed_code:
+            state.facts['code'] = None  # as of a run that does not record it
         by_arm.setdefault(name, []).append(state)
     if len(by_arm) < 2:
         raise ValueError(

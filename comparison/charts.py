@@ -7,16 +7,13 @@ import functools
 import io
 import math
 import re
-import textwrap
 
 import numpy as np
-
-from comparison.verdict import describe
 
 INK, FAINT = '#1c1f23', '#d9dde2'
 # Okabe and Ito's colors and two of Tol's, which color-blind readers can tell apart; gray.
 COLORS = '#000000 #D55E00 #0072B2 #009E73 #CC79A7 #56B4E9 #E69F00 #882255 #999933 #888888'.split()
-MINUS, TIMES = '\N{MINUS SIGN}', '\N{MULTIPLICATION SIGN}'
+MINUS = '\N{MINUS SIGN}'
 LINES = ('-', '--', ':', '-.')
 WIDTH = 4.2  # inches; the page scales them
 SIZE = (7.4, 3.7)  # of curves: in a README, their letters are as large as the text's
@@ -97,10 +94,6 @@ def looks(arms):
     return result
 
 
-def signed(value, digits=4):
-    return '' if value is None else f'{value:+.{digits}f}'.replace('-', MINUS)
-
-
 def seeds_text(count):
     return '1 seed' if count == 1 else f'{count} seeds'
 
@@ -153,57 +146,32 @@ BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.05, 0.5), 'frameon': False}
 
 
 @styled
-def curves_plot(curves, arms, smooth):
-    """The curve of each seed, thin, and the mean; beside them where they end, with 95% intervals.
+def curves_plot(curves, arms):
+    """The curve of each seed, thin, and the mean.
 
     curves: of curves.measure_curves(). arms: all names; that of the baseline, the zero line, is the first.
     """
     if not curves:
         return ''
     baseline, look = arms[0], looks(arms)
-    figure, (left, right) = picture('', ncols=2, width_ratios=(5, 1), sharey=True)
-    for axes in (left, right):
-        axes.axhline(0, color=INK, linewidth=1, label=baseline)
+    # As high as the legend, where that has many lines.
+    size = SIZE[0], max(SIZE[1], 0.8 + 0.18 * len(curves))
+    drawing, axes = picture('Training loss relative to the baseline', size)
+    axes.axhline(0, color=INK, linewidth=1, label=baseline)
     shown = [0.0]
-    for column, (name, arm) in enumerate(curves.items()):
+    for name, arm in curves.items():
         each = list(arm['curves'].values())
         # Not the first tenth of the steps, where losses differ by more than they ever will again.
         shown += np.ravel([curve[len(curve) // 10 :] for curve in each]).tolist()
-        shown += arm['ends'].values()
         if len(each) > 1:
-            left.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
-        left.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, **look[name])
-        draw_end(right, column, describe(arm['ends']), name, look[name])
-    show_all(left, shown)
-    left.margins(x=0)
-    left.set_xlabel(f'step (curves: mean of up to {smooth} steps)')
-    left.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
-    left.set_title('training loss', fontsize=10)
-    right.set_title('validation loss', fontsize=10)
-    counts = sorted({len(arm['ends']) for arm in curves.values()})
-    words = ' or '.join(map(seeds_text, counts))
-    if counts[-1] > 1:
-        words += '\n95% intervals,\nuncorrected'
-    right.set_xlabel(words)
-    right.set_xlim(-0.7, len(curves) - 0.3)
-    right.set_xticks([])
-    right.legend(**BESIDE)
-    # As high as the legend, where that has many lines.
-    lines = '\n'.join(right.get_legend_handles_labels()[1]).count('\n') + 1
-    figure.set_figheight(max(figure.get_figheight(), 0.8 + 0.18 * lines))
-    return svg(figure, 'Training loss relative to the baseline, over steps')
-
-
-def draw_end(axes, x, end, label, look):
-    """Seeds, mean and interval in a column of their own; end: from verdict.describe()."""
-    words = signed(end['mean'], 3)
-    if end['low'] is not None:
-        words += f' ± {(end["high"] - end["low"]) / 2:.3f}'
-        axes.plot([x, x], [end['low'], end['high']], color=look['color'])
-    dots = list(end['differences'].values())
-    axes.plot([x - 0.25] * len(dots), dots, 'o', color=look['color'], markersize=2.5, alpha=0.6)
-    axes.plot(x, end['mean'], 'D', markersize=4, color=look['color'])
-    axes.plot([], [], label=textwrap.fill(f'{words}  {label}', 30), **look)
+            axes.plot(arm['steps'], np.transpose(each), linewidth=0.5, alpha=0.4, **look[name])
+        axes.plot(arm['steps'], np.mean(each, axis=0), linewidth=1.8, label=name, **look[name])
+    show_all(axes, shown)
+    axes.margins(x=0)
+    axes.set_xlabel('step (curves: means over a fiftieth of the steps)')
+    axes.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
+    axes.legend(**BESIDE)
+    return svg(drawing, 'Training loss relative to the baseline, over steps')
 
 
 def show_all(axes, values):

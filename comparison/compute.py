@@ -4,8 +4,7 @@ The compute multiplier: how much more compute the baseline needs for the loss of
 Where a comparison has the baseline's model at several sizes or numbers of tokens, each of its seeds gives
 a curve, the loss over training FLOPs. Between two points it is a line over the FLOPs' logarithm; beyond
 them nothing is said. No law with constants to be fitted is assumed. The FLOPs at which the curve has an
-arm's loss, divided by the arm's own FLOPs, are the multiplier. Times the ratio of throughputs in FLOPs a
-second, as logged, the arm's to that of the baseline's model of its size, it is one of time.
+arm's loss, divided by the arm's own FLOPs, are the multiplier.
 """
 
 import math
@@ -36,23 +35,10 @@ def multipliers(arms, numbers, baseline):
     same = [name for name, arm in arms.items() if not difference(arm.facts, base.facts, LADDER)]
     # Of two at one size and length, such as under other seeds, the first is the point.
     points = {numbers[name]['flops']: name for name in reversed(same)}
-    curve = [points[flops] for flops in sorted(points)]
+    curve = [numbers[points[flops]] for flops in sorted(points)]
     if len(curve) < 2:
         return {}
-    result = {}
-    for name in arms:
-        if name not in same:
-            shape = arms[name].config.shape()
-            alike = [numbers[other] for other in curve if arms[other].config.shape() == shape]
-            result[name] = multiplier(numbers[name], [numbers[other] for other in curve])
-            speeds = [speed(one) for one in (numbers[name], *alike[:1]) if one['ms_per_step']]
-            result[name]['speed'] = speeds[0] / speeds[1] if len(speeds) == 2 else None
-    return result
-
-
-def speed(numbers):
-    """FLOPs a second, as logged."""
-    return 1e3 * numbers['flops'] / numbers['steps'] / numbers['ms_per_step']
+    return {name: multiplier(numbers[name], curve) for name in arms if name not in same}
 
 
 def multiplier(numbers, curve):

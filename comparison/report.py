@@ -9,17 +9,22 @@ import math
 from html import escape
 
 from comparison import charts
-from comparison.charts import MINUS, TIMES, seeds_text, signed
-from comparison.curves import smoothing
+from comparison.charts import MINUS, seeds_text
 from comparison.record import METRIC
 from comparison.verdict import RULES
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
 
+TIMES = '\N{MULTIPLICATION SIGN}'
+
 
 def plain(value, digits=4):
     return '' if value is None else f'{value:.{digits}f}'
+
+
+def signed(value):
+    return '' if value is None else f'{value:+.4f}'.replace('-', MINUS)
 
 
 def p_text(p):
@@ -346,17 +351,14 @@ def tuning_table(comparison):
 
 
 def multiplier_table(comparison):
-    """How much more compute the baseline needs for an arm's loss, and in how much more time."""
-    head = ['arm', 'FLOPs', '95% interval', 'throughput, as logged', 'time']
+    """How much more compute the baseline needs for an arm's loss."""
+    head = ['arm', 'FLOPs', '95% interval']
     rows = []
     for name, numbers in comparison['multipliers'].items():
-        mean, ratio = numbers['mean'], numbers['speed']
-        row = [name, numbers['reason'] if mean is None else f'{TIMES}{mean:.3f}', '', '', '']
+        mean = numbers['mean']
+        row = [name, numbers['reason'] if mean is None else f'{TIMES}{mean:.3f}', '']
         if numbers['low'] is not None:
             row[2] = f'{TIMES}{numbers["low"]:.3f} to {TIMES}{numbers["high"]:.3f}'
-        if ratio:
-            row[3] = f'{TIMES}{ratio:.3f}'
-            row[4] = '' if mean is None else f'{TIMES}{mean * ratio:.3f}'
         rows.append(row)
     title = f'Compute multiplier: what {comparison["baseline"]} needs for the loss of an arm'
     return title, head, rows
@@ -438,11 +440,10 @@ ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; overflow-wrap: any
 def draw(comparison):
     """{name: <svg>} of the plots that show anything, in the order of report.html."""
     arms = list(comparison['arms'])
-    steps = comparison['arms'][comparison['baseline']]['steps']
     plots = {
         'forest': charts.contrasts_plot(comparison['contrasts'], arms),
         'rates': charts.losses_by_rate(comparison['tuning'], arms),
-        'relative': charts.curves_plot(comparison['curves'], arms, smoothing(steps)),
+        'relative': charts.curves_plot(comparison['curves'], arms),
     }
     return {name: plot for name, plot in plots.items() if plot}
 

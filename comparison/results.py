@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from comparison import launch
 from comparison.plan import Run
-from comparison.runs import MIXED_CODE, read_state
+from comparison.runs import MIXED_CODE, foreign_text, read_state
 
 
 class Results:
@@ -33,8 +33,10 @@ class Results:
     def state(self, run):
         """The State of a run."""
         if run.name not in self.finished:
-            folder = self.plan.run_folder(run)
-            state = read_state(folder, self.plan.facts(run), self.plan.ignored(run.arm))
+            state = read_state(self.plan.run_folder(run))
+            foreign = foreign_text(state, self.plan.facts(run), self.plan.ignored(run.arm))
+            if foreign:
+                state.kind, state.detail = 'foreign', foreign
             if state.kind != 'finished':
                 return state
             self.finished[run.name] = state
@@ -79,11 +81,9 @@ class Results:
         """Every run known so far, in the order of training: seed by seed, all arms of a seed."""
         arms = self.plan.arms
         runs = []
-        if self.plan.rates:
-            trials = {arm: self.tune(arm)['trials'] for arm in arms}
-            for seed in self.plan.tuning_seeds:
-                for rate in sorted(set().union(*trials.values())):
-                    runs += [Run(arm, rate, seed) for arm in arms if rate in trials[arm]]
+        for seed in self.plan.tuning_seeds:  # none without rates
+            for arm in arms:
+                runs += [Run(arm, rate, seed) for rate in self.tune(arm)['trials']]
         test_runs = [self.test_runs(arm) for arm in arms]
         for seed in self.plan.seeds:
             runs += [by_seed[seed] for by_seed in test_runs if by_seed]
@@ -92,14 +92,11 @@ class Results:
     def jobs(self):
         """The runs still to be trained, as launch.Job.
 
-        A run that failed is tried again, but no tuning run that diverged; those of kind `diverged` or
-        `foreign` are never touched.
+        A run that failed is tried again; one that diverged or is foreign is never touched.
         """
         jobs = []
         for run in self.all_runs():
-            state = self.state(run)
-            has_lost = run.seed in self.plan.tuning_seeds and state.has_diverged
-            if not has_lost and state.kind not in ('finished', 'diverged', 'foreign'):
+            if self.state(run).kind not in ('finished', 'diverged', 'foreign'):
                 folder = self.plan.run_folder(run)
                 jobs.append(launch.Job(run.name, self.plan.arguments(run), folder))
         return jobs
@@ -110,7 +107,7 @@ class Results:
         for run in self.all_runs():
             state = self.state(run)
             is_tuning = run.seed in self.plan.tuning_seeds
-            if state.kind == 'finished' or (is_tuning and state.has_diverged):
+            if state.kind == 'finished' or (is_tuning and state.kind == 'diverged'):
                 continue
             texts[run.name] = state.reason
             if state.kind == 'foreign':
@@ -132,9 +129,9 @@ def losses_of(states):
     """
     losses = []
     for state in states:
-        if state.kind != 'finished' and not state.has_diverged:
+        if state.kind not in ('finished', 'diverged'):
             return None
-        losses.append(math.inf if state.has_diverged else state.loss)
+        losses.append(math.inf if state.kind == 'diverged' else state.loss)
     return losses
 
 
@@ -171,9 +168,6 @@ def train_plan(results, jobs=0, gpus=1):
     """
     plan = results.plan
     slots = launch.find_slots(plan.settings.device, jobs, gpus)
-    for job in results.jobs():
-        # Tried again: until then it would count as lost, and its arm would go on at another rate.
-        launch.failure_file(job.folder).unlink(missing_ok=True)
     # A log file takes a line a minute.
     interval = 1 if sys.stderr.isatty() else 60
     bar = tqdm(unit='step', desc='runs', mininterval=interval)

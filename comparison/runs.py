@@ -4,7 +4,7 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
     state = read_state('out/run')
     state.kind, state.detail          'finished', or what else it is, and why
     state.config                      what config.json says: settings, origin, data, provenance
-    state.losses, state.loss          the last evaluation: {domain: loss, ..., 'mean': ...}, its mean
+    state.loss                        the last evaluation's mean over domains, of a finished run
     state.training()                  {step: training loss}
     state.model                       GPTConfig; None of a run whose settings are not today's
     state.facts                       {name: value} of all that decides the run's numbers
@@ -145,7 +145,7 @@ class State:
     missing, unfinished  it has not begun, or not reached its last evaluation
     damaged              its log cannot be read; training resumes it, and leaves out the damaged line
     failed               training ended with an error
-    diverged             its last evaluation is not finite
+    diverged             its numbers were not finite at the end, or so long that training gave up
     foreign              it is not the run that was wanted
     """
 
@@ -155,29 +155,16 @@ class State:
     entries: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
     model: GPTConfig | None = None  # None where it has older settings or a fork's
-    but: tuple = ()  # names of facts that do not count
-    # At the end of training: {domain: validation loss, ..., 'mean': mean over domains}
-    losses: dict = field(default_factory=dict)
-
-    @property
-    def loss(self):
-        return self.losses.get('mean')
+    loss: float | None = None  # validation loss at the end of training, mean over domains
 
     @property
     def reason(self):
         """Why it has not finished."""
         return f'{self.kind}: {self.detail}'.removesuffix(': ')
 
-    @property
-    def has_diverged(self):
-        """Whether training itself has led to numbers that are not finite, at whatever step."""
-        gave_up = self.kind == 'failed' and NOT_FINITE in self.detail
-        return self.kind == 'diverged' or gave_up
-
     @functools.cached_property
     def facts(self):
-        own = facts(self.config, self.entries)
-        return {name: value for name, value in own.items() if name not in self.but}
+        return facts(self.config, self.entries)
 
     @property
     def code(self):
@@ -201,34 +188,30 @@ def model_of(config, path):
     return build_config({name: config[name] for name in config if name in names}, path)
 
 
-def read_state(folder, wanted=None, but=()):
-    """The State of a run. wanted: the facts that it must have. Those named in `but` do not count as its
-    facts."""
+def read_state(folder):
+    """The State of a run, which may be another one than is wanted: see foreign_text()."""
     folder = Path(folder)
     log, failure = folder / 'log.jsonl', failure_file(folder)
     failed = failure.read_text(errors='replace').strip() if failure.exists() else ''
+    end = 'diverged' if NOT_FINITE in failed else 'failed'
     if not log.exists():
-        return State(folder, 'failed' if failed else 'missing', failed)
-    state = State(folder, 'unfinished', but=tuple(but))
+        return State(folder, end if failed else 'missing', failed)
+    state = State(folder, 'unfinished')
     losses = {}
     try:
         state.config = read_run_config(folder / 'config.json')
         state.entries = read_entries(log)
         state.model = model_of(state.config, folder / 'config.json')
-        foreign = foreign_text(state, wanted, but)
-        if foreign:
-            state.kind, state.detail = 'foreign', foreign
-            return state
         losses = final_losses(state.entries, state.config['max_iters'])
     except (ValueError, OSError) as error:
         state.kind, state.detail = 'damaged', first_line(error)
 
     if losses and all(isinstance(x, float) and math.isfinite(x) for x in losses.values()):
-        state.kind, state.losses = 'finished', losses
+        state.kind, state.loss = 'finished', losses['mean']
     elif losses:
         state.kind, state.detail = 'diverged', 'its validation loss is not finite'
     elif failed:
-        state.kind, state.detail = 'failed', failed
+        state.kind, state.detail = end, failed
     elif state.kind == 'unfinished':
         step = max((entry['step'] for entry in state.entries), default=0)
         state.detail = f'step {step} of {state.config["max_iters"]}'
@@ -256,8 +239,8 @@ def read_entries(path):
 
 def foreign_text(state, wanted, but):
     """In words, how a run differs from the one that is wanted; '' where it does not."""
-    other = difference(state.facts, wanted, but) if wanted else None
-    if not other:
+    other = difference(state.facts, wanted, but)
+    if not (state.config and other):
         return ''
     name, value, expected = other
     if name == 'data':

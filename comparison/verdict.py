@@ -189,10 +189,11 @@ def seeds_needed(difference, sd, n, contrasts=1):
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def decide(mean, p, seeds):
-    """`better` (a lower loss), `worse` or `undecided`, from p after Holm; the arguments may be arrays."""
-    decided = (np.asarray(p) <= LEVEL) & (seeds >= LEAST_SEEDS)
-    return np.where(decided, np.where(np.asarray(mean) < 0, 'better', 'worse'), 'undecided')
+def decide(mean, p):
+    """`better` (a lower loss), `worse` or `undecided`, from p after Holm, of at least LEAST_SEEDS seeds."""
+    if p <= LEVEL:
+        return 'better' if mean < 0 else 'worse'
+    return 'undecided'
 
 
 def describe(differences):
@@ -269,8 +270,8 @@ def judge_together(losses, incomplete):
     ends = test.confidence_interval(1 - LEVEL)
     for result, *numbers in zip(results.values(), test.pvalue, ends.low, ends.high, strict=True):
         p, low, high = map(float, numbers)
-        verdict = str(decide(result['mean'], p, result['seeds']))
-        result |= {'p_holm': p, 'low_holm': low, 'high_holm': high, 'verdict': verdict}
+        result |= {'p_holm': p, 'low_holm': low, 'high_holm': high}
+        result['verdict'] = decide(result['mean'], p)
     return results
 
 
@@ -297,7 +298,7 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
         added['reason'] = f'{n} of at least {LEAST_SEEDS} seeds'
     elif not any(values):
         added['reason'] = 'the losses are the same in every seed: nothing was changed'
-    elif (verdict := str(decide(mean, p_holm, n))) != 'undecided':
+    elif (verdict := decide(mean, p_holm)) != 'undecided':
         added['verdict'] = verdict
         added['rests_on'] = seeds_rested_on(result['differences'], factor)
     else:

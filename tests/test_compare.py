@@ -529,7 +529,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
 
     monkeypatch.setattr(launch, 'launch', lambda *words: None)  # no run arrives
     status, text = compare_command(*words)
-    assert status == 1 and 'Not finished' in text and 'CUDA out of memory' not in text
+    assert status == 1 and 'Not finished' in text
     for name in ('report.md', 'report.html'):
         page = Path('out/compare/small', name).read_text()
         assert 'my_flag=True' in page and 'a2_lr0.02_seed2: missing' in page
@@ -708,7 +708,7 @@ def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
 
 
 def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
-    """At 30, 60 and 120 steps; an arm that ends as vanilla would after 90 of them, at half the speed."""
+    """At 30, 60 and 120 steps; an arm that ends as vanilla would after 90 of them."""
     arms = (
         'vanilla; v30: max_iters=30 cooldown_iters=3; v120: max_iters=120; mine: v_residual=True; '
         'far: share_v=True; '
@@ -717,18 +717,12 @@ def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
     plan = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3')
     steps = {'vanilla': 60, 'again': 60, 'v30': 30, 'v120': 120, 'mine': 90, 'far': 500}
     pretend_all(plan, lambda run: 3 - 0.1 * math.log(steps[run.arm]) + scatter(run.seed))
-    for folder in folders_of(plan):
-        log = Path(folder, 'log.jsonl')
-        if '/mine' in folder:
-            log.write_text(log.read_text().replace('"tok_per_s": 1000.0', '"tok_per_s": 500.0'))
     comparison = collect(plan)
     found = comparison['multipliers']
     assert list(found) == ['mine', 'far']
     # Between 60 and 120 steps, a line over the logarithm is the curve itself.
     assert [found['mine'][name] for name in ('mean', 'low', 'high')] == pytest.approx([1.5] * 3)
-    assert found['mine']['speed'] == pytest.approx(0.5)
-    (row,) = re.findall(r'\| mine \| ×1\.500 .*', report.markdown(comparison))
-    assert row.endswith('| ×0.500 | ×0.750 |')
+    assert '| mine | ×1.500 | ×1.500 to ×1.500 |' in report.markdown(comparison)
     assert found['far']['mean'] is None and 'beyond' in found['far']['reason']
 
     not_falling = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3', '--name=b')
@@ -821,13 +815,12 @@ def test_all_time_is_shown_and_a_replaced_setting_is_said(page, capsys):
 
 
 def test_a_curve_is_the_arm_minus_the_baseline_of_the_same_seed(place):
-    plan = make_plan('--arms=vanilla; longer: max_iters=60', '--seeds=3')
+    """One that takes more steps than the baseline has no curve."""
+    plan = make_plan('--arms=vanilla; mine: v_residual=True; longer: max_iters=60', '--seeds=3')
     pretend_all(plan, lambda run: 2.0 + run.seed * (0.1 if run.arm == 'vanilla' else 0.3))
-    longer = collect(plan)['curves']['longer']
+    (mine,) = collect(plan)['curves'].values()
     for seed in (1, 2, 3):
-        assert longer['ends'][seed] == pytest.approx(0.2 * seed)
-    # At the same share of training, the longer one has learned more.
-    assert longer['steps'][-1] == 59 and longer['curves'][1][30] < 0.2 - 0.01
+        assert mine['curves'][seed] == pytest.approx([0.2 * seed] * 30)
 
 
 def test_no_two_arms_look_alike_and_one_named_after_another_has_its_color():
