@@ -13,10 +13,8 @@ and loads with trust_remote_code=True.
 """
 
 import contextlib
-import os
 import pickle
 import shutil
-import tempfile
 import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,31 +44,12 @@ class ConvertConfig:
     tokenizer: str = ''  # as in prepare_slimpajama.py; '': that of the source
 
 
-@contextlib.contextmanager
-def new_folder(to):
-    """A folder to fill, which becomes `to` at the end: whole or not at all.
-
-    Raises ValueError if `to` holds anything, and OSError if it cannot be written. `to` is then as it was.
-    """
-    check_empty(to)
-    to = Path(to).resolve()
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'{to.name}.', dir=to.parent) as ours:
-        whole = Path(ours, 'whole')  # `ours` itself only its owner may read
-        whole.mkdir()
-        yield whole
-        os.sync()  # else `to` could be half of it when the power fails
-        try:
-            os.replace(whole, to)
-        except OSError:
-            check_empty(to)  # something came there in the meantime
-            raise
-
-
-def check_empty(to):
+def empty_folder(to):
+    """The Path `to`, which holds nothing yet; it need not exist."""
     path = Path(to)
     if not to or path.is_file() or any(path.glob('*')):
         raise ValueError(f'--to={to} must be a new or an empty folder')
+    return path
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -80,9 +59,9 @@ def import_checkpoint(source, to, tokenizer=''):
     """Write a checkpoint of transformers, from a folder or a hub id, as the folder of a run at step 0.
 
     tokenizer: where to find it; '': beside the weights. Raises ValueError for a model that GPT does not
-    compute, and OSError for what transformers cannot read. `to` is then as it was.
+    compute, and OSError for what transformers cannot read; nothing is written then.
     """
-    check_empty(to)  # before it takes a while
+    folder = empty_folder(to)  # before it takes a while
     config, weights, eot = read_transformers(source)
     encoder = tokenizers.load(tokenizer) if tokenizer else own_tokenizer(source, eot)
     trained = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab', 'eot')}
@@ -100,10 +79,11 @@ def import_checkpoint(source, to, tokenizer=''):
         'wandb_id': None,
         'provenance': made,
     }
-    with new_folder(to) as folder:
-        (folder / 'tokenizer.json').write_bytes(encoder.as_file())
-        write_json(folder / 'config.json', {**asdict(config), 'origin': str(source), **made})
-        save_checkpoint(folder, checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'tokenizer.json').write_bytes(encoder.as_file())
+    write_json(folder / 'config.json', {**asdict(config), 'origin': str(source), **made})
+    # Last: without a checkpoint, the folder is no run.
+    save_checkpoint(folder, checkpoint)
 
 
 def read_transformers(source):
@@ -245,12 +225,12 @@ def check_logits(theirs, config, weights):
 
 
 def export(model, tokenizer, to):
-    """Write `model` and its tokenizer as a Hugging Face folder, whole or not at all.
+    """Write `model` and its tokenizer as a Hugging Face folder.
 
     Raises ValueError if one of its weights would be lost or `to` holds anything, and OSError if the
-    folder cannot be written. `to` is then as it was.
+    folder cannot be written.
     """
-    check_empty(to)
+    folder = empty_folder(to)
     config = without_idle(model.config)
     # Whether a model of transformers computes the same.
     is_plain = {*config.shape(), *config.variant()} <= EXPRESSIBLE[config.arch]
@@ -261,13 +241,14 @@ def export(model, tokenizer, to):
         [f'{role}_token_id' for role in roles_of_eot(tokenizer)], tokenizer.eot
     )
 
-    with new_folder(to) as folder:
-        write_json(folder / 'config.json', settings)
-        write_tokenizer(folder, tokenizer, config.block_size)
-        if not is_plain:
-            for path in CODE:
-                shutil.copy(path, folder)
-        write_weights(folder / 'model.safetensors', state)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / 'config.json', settings)
+    write_tokenizer(folder, tokenizer, config.block_size)
+    if not is_plain:
+        for path in CODE:
+            shutil.copy(path, folder)
+    # Last: without weights, nobody loads the folder.
+    write_weights(folder / 'model.safetensors', state)
 
 
 def without_idle(config):
@@ -502,7 +483,6 @@ def main():
         if mode == 'import':
             import_checkpoint(source, settings.to, settings.tokenizer)
         else:
-            check_empty(settings.to)  # before it takes a while
             model, tokenizer, _ = load_run(source, settings.tokenizer)
             export(model, tokenizer, settings.to)
     print(f'wrote {settings.to}')
