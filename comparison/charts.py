@@ -16,7 +16,7 @@ COLORS = '#000000 #D55E00 #0072B2 #009E73 #CC79A7 #56B4E9 #E69F00 #882255 #99993
 MINUS = '\N{MINUS SIGN}'
 LINES = ('-', '--', ':', '-.')
 WIDTH = 4.2  # inches; the page scales them
-SIZE = (7.4, 3.7)  # of curves: in a README, their letters are as large as the text's
+SIZE = (7.4, 3.7)  # of plots with a legend: in a README, their letters are as large as the text's
 STYLE = {
     'svg.fonttype': 'none',
     'svg.hashsalt': 'comparison',  # the same drawing is the same text
@@ -155,7 +155,7 @@ def curves_plot(curves, arms):
         return ''
     baseline, look = arms[0], looks(arms)
     # As high as the legend, where that has many lines.
-    size = SIZE[0], max(SIZE[1], 0.8 + 0.18 * len(curves))
+    size = SIZE[0], max(SIZE[1], 0.6 + 0.22 * len(curves))
     drawing, axes = picture('Training loss relative to the baseline', size)
     axes.axhline(0, color=INK, linewidth=1, label=baseline)
     shown = [0.0]

@@ -34,8 +34,8 @@ def multipliers(arms, numbers, baseline):
     arms = {name: arm for name, arm in arms.items() if arm.config}
     same = [name for name, arm in arms.items() if not difference(arm.facts, base.facts, LADDER)]
     # Of two at one size and length, such as under other seeds, the first is the point.
-    points = {numbers[name]['flops']: name for name in reversed(same)}
-    curve = [numbers[points[flops]] for flops in sorted(points)]
+    points = {numbers[name]['flops']: numbers[name] for name in reversed(same)}
+    curve = [points[flops] for flops in sorted(points)]
     if len(curve) < 2:
         return {}
     return {name: multiplier(numbers[name], curve) for name in arms if name not in same}

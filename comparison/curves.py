@@ -6,7 +6,7 @@ A pair is (a run, its baseline), two finished States of comparison/runs.py. Loss
 
 import numpy as np
 
-POINTS = 500  # of a curve, at most
+POINTS = 500  # of a curve, or up to twice as many
 
 
 def pair_series(ours, theirs):

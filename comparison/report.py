@@ -355,11 +355,10 @@ def multiplier_table(comparison):
     head = ['arm', 'FLOPs', '95% interval']
     rows = []
     for name, numbers in comparison['multipliers'].items():
-        mean = numbers['mean']
-        row = [name, numbers['reason'] if mean is None else f'{TIMES}{mean:.3f}', '']
-        if numbers['low'] is not None:
-            row[2] = f'{TIMES}{numbers["low"]:.3f} to {TIMES}{numbers["high"]:.3f}'
-        rows.append(row)
+        mean, low, high = numbers['mean'], numbers['low'], numbers['high']
+        middle = numbers['reason'] if mean is None else f'{TIMES}{mean:.3f}'
+        ends = '' if low is None else f'{TIMES}{low:.3f} to {TIMES}{high:.3f}'
+        rows.append([name, middle, ends])
     title = f'Compute multiplier: what {comparison["baseline"]} needs for the loss of an arm'
     return title, head, rows
 

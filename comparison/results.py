@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from comparison import launch
 from comparison.plan import Run
-from comparison.runs import MIXED_CODE, foreign_text, read_state
+from comparison.runs import MIXED_CODE, difference, read_state
 
 
 class Results:
@@ -81,9 +81,10 @@ class Results:
         """Every run known so far, in the order of training: seed by seed, all arms of a seed."""
         arms = self.plan.arms
         runs = []
-        for seed in self.plan.tuning_seeds:  # none without rates
-            for arm in arms:
-                runs += [Run(arm, rate, seed) for rate in self.tune(arm)['trials']]
+        trials = {arm: self.tune(arm)['trials'] for arm in arms if self.plan.rates}
+        for seed in self.plan.tuning_seeds:
+            for arm, rates in trials.items():
+                runs += [Run(arm, rate, seed) for rate in rates]
         test_runs = [self.test_runs(arm) for arm in arms]
         for seed in self.plan.seeds:
             runs += [by_seed[seed] for by_seed in test_runs if by_seed]
@@ -119,6 +120,19 @@ class Results:
                 reason = untuned.get(arm, 'none of its --rates ends with a finite loss')
                 texts[arm] = f'the learning rate of {arm} is not known, because {reason}'
         return texts
+
+
+def foreign_text(state, wanted, but):
+    """In words, how a run differs from the one that is wanted; '' where it does not."""
+    other = difference(state.facts, wanted, but) if state.config else None
+    if not other:
+        return ''
+    name, value, expected = other
+    if name == 'data':
+        return f'it was trained on other data than {wanted["dataset"]} now holds'
+    if name == 'code':
+        return f'it was trained by other code, {value}, not {expected}; {MIXED_CODE}'
+    return f'a run with {name}={value!r}, not {expected!r}'
 
 
 def losses_of(states):

@@ -189,7 +189,7 @@ def model_of(config, path):
 
 
 def read_state(folder):
-    """The State of a run, which may be another one than is wanted: see foreign_text()."""
+    """The State of a run, which may be another one than is wanted."""
     folder = Path(folder)
     log, failure = folder / 'log.jsonl', failure_file(folder)
     failed = failure.read_text(errors='replace').strip() if failure.exists() else ''
@@ -235,19 +235,6 @@ def read_entries(path):
         with unreadable(f'{path}, line {number}: not a line of a training log'):
             entries.append(parse_line(line))
     return entries
-
-
-def foreign_text(state, wanted, but):
-    """In words, how a run differs from the one that is wanted; '' where it does not."""
-    other = difference(state.facts, wanted, but)
-    if not (state.config and other):
-        return ''
-    name, value, expected = other
-    if name == 'data':
-        return f'it was trained on other data than {wanted["dataset"]} now holds'
-    if name == 'code':
-        return f'it was trained by other code, {value}, not {expected}; {MIXED_CODE}'
-    return f'a run with {name}={value!r}, not {expected!r}'
 
 
 def final_losses(entries, steps):

@@ -190,7 +190,7 @@ def seeds_needed(difference, sd, n, contrasts=1):
 
 
 def decide(mean, p):
-    """`better` (a lower loss), `worse` or `undecided`, from p after Holm, of at least LEAST_SEEDS seeds."""
+    """`better` (a lower loss), `worse` or `undecided`, from a corrected p of at least LEAST_SEEDS seeds."""
     if p <= LEVEL:
         return 'better' if mean < 0 else 'worse'
     return 'undecided'

@@ -13,6 +13,7 @@ and loads with trust_remote_code=True.
 """
 
 import contextlib
+import os
 import pickle
 import shutil
 import typing
@@ -336,6 +337,7 @@ def write_weights(path, state):
         save_file(state, path, metadata={'format': 'pt'})
     except SafetensorError as error:  # the disk is full, say
         raise OSError(f'cannot write {path}: {error}') from error
+    os.sync()  # a file has its length before its bytes: after a power failure, zeros would be loaded
 
 
 def write_tokenizer(folder, tokenizer, block_size):
@@ -483,6 +485,7 @@ def main():
         if mode == 'import':
             import_checkpoint(source, settings.to, settings.tokenizer)
         else:
+            empty_folder(settings.to)  # before it takes a while
             model, tokenizer, _ = load_run(source, settings.tokenizer)
             export(model, tokenizer, settings.to)
     print(f'wrote {settings.to}')

@@ -29,6 +29,14 @@ def test_a_curve_is_the_mean_of_a_fiftieth_of_the_steps(tmp_path):
     assert arm['curves'][1] == pytest.approx(expected)
 
 
+def test_a_window_is_of_steps_also_where_not_every_step_was_logged(tmp_path):
+    pair = state(tmp_path / 'b', np.arange(1000.0)), state(tmp_path / 'a', np.zeros(1000))
+    for run in pair:
+        run.entries = [e for e in run.entries if e['step'] % 10 == 0 or 'val' in e]
+    (arm,) = measure_curves({'b': {1: pair}}).values()
+    assert arm['steps'][-1] == 990 and arm['curves'][1][-1] == 985
+
+
 def test_a_long_curve_has_fewer_points_from_its_beginning_to_its_end(tmp_path):
     pair = state(tmp_path / 'b', np.ones(1200)), state(tmp_path / 'a', np.zeros(1200))
     (arm,) = measure_curves({'b': {1: pair}}).values()

@@ -495,7 +495,7 @@ def test_many_independent_arms_are_judged_together_where_the_user_says_so(place)
 
 
 def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
-    arms = '; '.join(f'a{i}: neutreno=0.{i}' for i in range(1, 8))
+    arms = '; '.join(f'a{i}: neutreno=0.{i}' for i in range(1, 9))
     words = (f'--arms=vanilla; {arms}', '--seeds=3')
     plan = finished(*words)
     folders = {arm: plan.folder / f'{arm}_lr0.02_seed2' for arm in plan.arms}
@@ -508,6 +508,8 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     logs['a5'].write_text('')
     (folders['a5'] / 'failed.txt').write_text('CUDA out of memory\n')
     not_finite(folders['a6'])
+    logs['a8'].write_text(''.join(logs['a8'].read_text().splitlines(keepends=True)[:12]))
+    (folders['a8'] / 'failed.txt').write_text(f'20 steps {train.NOT_FINITE}\n')  # it gave up
 
     comparison = collect(plan)
     names = {
@@ -517,6 +519,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
         'a4': 'my_flag=True, not None',
         'a5': 'CUDA out of memory',
         'a6': 'diverged',
+        'a8': 'diverged',
     }
     for arm, text in names.items():
         contrast = comparison['contrasts'][f'{arm}-vanilla']

@@ -188,6 +188,7 @@ def test_nothing_is_replaced(trained, tmp_path):
 def test_an_export_that_stops_half_way_is_no_model(trained, tmp_path, monkeypatch):
     errors = {
         'hub.convert.write_tokenizer': OSError,
+        'shutil.copy': OSError,
         'safetensors.torch.save_file': SafetensorError,
     }
     for step, error in errors.items():
@@ -196,6 +197,7 @@ def test_an_export_that_stops_half_way_is_no_model(trained, tmp_path, monkeypatc
             assert_one_line(exported(trained, tmp_path / step)[0], 'No space left')
         with pytest.raises(OSError):
             load_remote(tmp_path / step)
+        assert not (tmp_path / step / 'model.safetensors').exists()
 
 
 def test_a_mistake_is_one_line_and_without_a_command_the_usage_is_told(tmp_path):
