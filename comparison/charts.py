@@ -145,6 +145,12 @@ def picture(title, size=SIZE, **options):
 BESIDE = {'loc': 'center left', 'bbox_to_anchor': (1.05, 0.5), 'frameon': False}
 
 
+def size_beside(names):
+    """The size of a plot that has these names in a legend beside it, which must not be cut."""
+    width, height = SIZE
+    return width, max(height, 0.6 + 0.22 * len(names))
+
+
 @styled
 def curves_plot(curves, arms):
     """The curve of each seed, thin, and the mean.
@@ -154,9 +160,7 @@ def curves_plot(curves, arms):
     if not curves:
         return ''
     baseline, look = arms[0], looks(arms)
-    # As high as the legend, where that has many lines.
-    size = SIZE[0], max(SIZE[1], 0.6 + 0.22 * len(curves))
-    drawing, axes = picture('Training loss relative to the baseline', size)
+    drawing, axes = picture('Training loss relative to the baseline', size_beside(arms))
     axes.axhline(0, color=INK, linewidth=1, label=baseline)
     shown = [0.0]
     for name, arm in curves.items():
@@ -186,7 +190,8 @@ def losses_by_rate(tuning, arms):
     known = {name: sweep for name, sweep in tuning.items() if sweep['best'] is not None}
     if not known:
         return ''
-    drawing, axes = picture('Validation loss by learning rate (dots: runs, diamonds: the best)')
+    title = 'Validation loss by learning rate (dots: runs, diamonds: the best)'
+    drawing, axes = picture(title, size_beside(known))
     shown = []
     for name, sweep in known.items():
         look = looks(arms)[name]
