@@ -174,8 +174,11 @@ def write_report(folder, comparison):
         'report.md': report.markdown(comparison),
         'report.html': report.html(comparison, plots),
     }
-    texts |= {f'{name}.svg': plot for name, plot in plots.items()}
+    texts |= {f'{name}.svg': plot for name, plot in plots.items() if plot}
     write_together({folder / name: text for name, text in texts.items()})
+    for name, plot in plots.items():
+        if not plot:  # there may be one of an earlier report
+            (folder / f'{name}.svg').unlink(missing_ok=True)
 
 
 def main():

@@ -107,10 +107,11 @@ def obstacles(ours, theirs, shared, independent=False):
     for state in states:
         if state.kind != 'finished':
             yield f'{state.folder} is {state.reason}'
+    # Every pair is alike in how it was resumed; in all else, any two runs are.
     for pair in pairs:
-        # Every pair is alike in how it was resumed; in all else, all runs are.
         yield disagreement(*pair, only=shared)
-        yield disagreement(pairs[0][0], pair[1], ['resumed'], shared)
+    for two in itertools.combinations(itertools.chain(*pairs), 2):
+        yield disagreement(*two, ['resumed'], shared)
 
 
 def obstacles_of_leads(arms, ours, theirs, shared):
@@ -167,11 +168,11 @@ def arm_numbers(arm, base):
     rates = {'learning_rate': arm.rate} if arm.rate not in (base.rate, None) else {}
     tokens = facts['gradient_accumulation_steps'] * facts['batch_size'] * facts['block_size']
     skipped, speeds = {}, []
-    for seed, state in arm.states.items():
+    for state in arm.states.values():
         # How many of its steps had no update, because their gradient was not finite.
         steps = max((entry.get('skipped') or 0 for entry in state.entries), default=0)
         if steps:
-            skipped[seed] = steps
+            skipped[state.config['seed']] = steps
         speeds += [entry['tok_per_s'] for entry in state.entries if entry.get('tok_per_s')]
     return {
         'changes': changes(facts, base.facts) | rates,
@@ -329,7 +330,7 @@ def tuned_by(trials, rate):
         raise ValueError(f'its rates were tried on different --tuning_seeds: {sorted(seeds)}')
     tuned = sweep({rate: losses_of(states.values()) for rate, states in trials.items()})
     if tuned['best'] != rate:
-        best = 'not known, for a tuning run has not finished'
+        best = 'not known: tuning runs have not finished, or diverged at every rate'
         if tuned['best'] is not None:
             best = f'{tuned["best"]:g}'
         raise ValueError(f'its test runs have learning rate {rate:g}, but its best one is {best}')

@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from comparison.plan import TEXT
 from comparison.runs import ROUNDING, difference
 from comparison.verdict import describe
 from model import GPTConfig
@@ -19,26 +20,30 @@ from model import GPTConfig
 LADDER = {
     *GPTConfig().shape(),
     *'max_iters lr_decay_iters warmup_iters cooldown_iters learning_rate seed'.split(),
-    *'resumed data batch_size gradient_accumulation_steps'.split(),
+    *'resumed batch_size gradient_accumulation_steps'.split(),
     *ROUNDING,
 }
 
 
 def multipliers(arms, numbers, baseline):
-    """{arm: multiplier()} of the arms of other models than the baseline's; {} without a curve.
+    """{arm: multiplier()} of the arms of other models than the baseline's, where their losses may be
+    compared with its; {} without a curve.
 
     arms: {name: ArmRuns} of assemble.py. numbers: {name: its line in the tables}.
     """
     base = arms[baseline]
-    # The FLOPs of older settings are not known.
-    arms = {name: arm for name, arm in arms.items() if arm.config}
-    same = [name for name, arm in arms.items() if not difference(arm.facts, base.facts, LADDER)]
+    comparable = {}
+    for name, arm in arms.items():
+        other = difference(arm.facts, base.facts, only=(*TEXT, 'code', 'data'))
+        if arm.config and not other:  # the FLOPs of older settings are not known
+            comparable[name] = arm
+    same = [name for name in comparable if not difference(arms[name].facts, base.facts, LADDER)]
     # Of two at one size and length, such as under other seeds, the first is the point.
     points = {numbers[name]['flops']: numbers[name] for name in reversed(same)}
     curve = [points[flops] for flops in sorted(points)]
     if len(curve) < 2:
         return {}
-    return {name: multiplier(numbers[name], curve) for name in arms if name not in same}
+    return {name: multiplier(numbers[name], curve) for name in comparable if name not in same}
 
 
 def multiplier(numbers, curve):

@@ -200,6 +200,8 @@ def record(job):
         reason = f'killed by {signal.Signals(-status).name}{memory}'
     else:
         reason = message_of(job) or f'exit status {status} without a message'
+        if 'SignalException' in reason:  # torchrun was interrupted
+            return
     free = shutil.disk_usage(job.folder).free
     if free < FULL:
         reason += f'; its disk has {free:,} bytes left'

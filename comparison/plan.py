@@ -23,7 +23,7 @@ from comparison.runs import ROUNDING, difference, differences, facts
 from comparison.verdict import RULES
 from lib.data import Dataset
 from lib.rundir import code_fingerprint
-from train import TrainConfig, check_rates, share_of_micro_steps
+from train import STARTS, TrainConfig, check_rates, share_of_micro_steps
 
 # How often and on how much a run is evaluated, unless somebody says otherwise: once, on everything.
 EVALUATION = ('eval_iters', 'eval_interval')
@@ -81,6 +81,11 @@ class Plan:
         common = dict(common or {})
         check_given(common, 'the command line', bool(rates))
         self.settings = ArmPlan.of({}, common, files).training
+        if self.settings.init_from not in STARTS:
+            raise ValueError(
+                f'init_from={self.settings.init_from!r} in a config file: compare.py trains every run '
+                'from scratch; drop it'
+            )
         self.arms = {}
         for name, own in arms.items():
             check_given(own, f'arm {name}', bool(rates))

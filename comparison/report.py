@@ -437,14 +437,13 @@ ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; overflow-wrap: any
 
 
 def draw(comparison):
-    """{name: <svg>} of the plots that show anything, in the order of report.html."""
+    """{name: <svg>, or '' where it shows nothing}, in the order of report.html."""
     arms = list(comparison['arms'])
-    plots = {
+    return {
         'forest': charts.contrasts_plot(comparison['contrasts'], arms),
         'rates': charts.losses_by_rate(comparison['tuning'], arms),
         'relative': charts.curves_plot(comparison['curves'], arms),
     }
-    return {name: plot for name, plot in plots.items() if plot}
 
 
 def html(comparison, plots):
@@ -458,7 +457,7 @@ def html(comparison, plots):
         f'<h1>{title}</h1>',
         f'<p class="sub">{escape(state(comparison))}</p>',
         '<div class="verdicts"><div class="forest">',
-        plots.get('forest', ''),
+        plots['forest'],
         '</div><div class="cards">',
         *(card(comparison, contrast) for contrast in comparison['contrasts'].values()),
         '</div></div>',
@@ -467,7 +466,7 @@ def html(comparison, plots):
     # What a reader must know stands before the plots, tables after them.
     parts.append(below.pop(CAUTIONS, ''))
     for name, plot in plots.items():
-        if name != 'forest':
+        if plot and name != 'forest':
             parts.append(f'<div class="plot scroll">{plot}</div>')  # where it would be too small
     parts += below.values()
     return '\n'.join(parts) + '\n</body></html>\n'

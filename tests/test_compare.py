@@ -137,10 +137,12 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         ([ARMS, '--dataset=nothing'], 'data/nothing'),
         ([ARMS, '--lr_decay_iters=2'], 'warmup_iters=3'),
         ([ARMS, '--gpus=2'], 'gradient_accumulation_steps=1'),
+        (['tuned.py', ARMS], "init_from='.'"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_written(place, words, names):
     Path('typo.py').write_text('residual_lamda = (5.0, 1.0)\n')
+    Path('tuned.py').write_text("init_from = '.'\n")
     assert_one_line(compare_command(*words)[0], names)
     assert not Path('out').exists()
 
@@ -338,6 +340,11 @@ def test_existing_runs_of_different_code_are_kept_apart_unless_the_user_says_so(
     reason = contrast_of(compare_runs([*vanilla, *mine], 'a'))['reason']
     assert 'differ in code' in reason and '--mixed_code=True' in reason
     assert contrast_of(compare_runs([*vanilla, *mine], 'a', mixed_code=True))['verdict'] == 'better'
+    for folder in vanilla:  # which do not say theirs
+        runs.edit_config(folder, code=None)
+    assert contrast_of(compare_runs([*vanilla, *mine], 'a'))['verdict'] == 'better'
+    runs.edit_config(mine[0], code='newer')
+    assert 'differ in code' in contrast_of(compare_runs([*vanilla, *mine], 'a'))['reason']
 
 
 def test_a_second_process_leaves_the_comparison_alone(place):
@@ -698,16 +705,16 @@ def test_a_pair_of_existing_runs_must_be_comparable(place, config, lines, reason
 
 
 def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
-    plan = finished(ARMS, '--seeds=3', resformer=0.3, svformer=-0.3)
-    folder = folder_of(plan, 'resformer', 2)
+    plan = finished(f'{ARMS} seed_offset=90', '--seeds=3', resformer=-0.3, svformer=0.3)
+    folder = folder_of(plan, 'svformer', 92)
     lines = [line | {'skipped': min(line['step'], 26)} for line in runs.log(folder)]
     runs.write_log(folder, lines)
     text = report.markdown(collect(plan))
-    (worse,) = re.findall('.*resformer is worse than vanilla.*', text)
-    assert 'Skipped optimizer steps of resformer: 26 of 30 in seed 2.' in worse
+    (worse,) = re.findall('.*svformer is worse than vanilla.*', text)
+    assert 'Skipped optimizer steps of svformer: 26 of 30 in seed 92.' in worse
     assert text.count('Skipped optimizer steps') == 1
     skipped = {row[0]: row[3] for row in report.arm_table(collect(plan))[2]}
-    assert skipped == {'vanilla': '0', 'resformer': '26', 'svformer': '0'}
+    assert skipped == {'vanilla': '0', 'resformer': '0', 'svformer': '26'}
 
 
 def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
@@ -727,6 +734,10 @@ def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
     assert [found['mine'][name] for name in ('mean', 'low', 'high')] == pytest.approx([1.5] * 3)
     assert '| mine | ×1.500 | ×1.500 to ×1.500 |' in report.markdown(comparison)
     assert found['far']['mean'] is None and 'beyond' in found['far']['reason']
+    vanilla_first = folders_of(plan)[::-1]
+    for folder in vanilla_first:
+        runs.edit_config(folder, code='other' if '/mine' in folder else plan.code)
+    assert list(compare_runs(vanilla_first, 'a')['multipliers']) == ['far']
 
     not_falling = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3', '--name=b')
     pretend_all(not_falling, lambda run: 2.0 + scatter(run.seed) + 0.1 * (run.arm == 'v120'))
@@ -859,9 +870,13 @@ def test_there_is_a_report_at_every_stage(place):
     words = ('--seeds=1', '--tuning_seeds=(101,)', '--rates=(1e-2, 2e-2)')
     plan = make_plan('--arms=vanilla; mine: neutreno=0.4', *words)
     results = Results(plan)
+    plan.folder.mkdir(parents=True)
+    older = plan.folder / 'relative.svg'
+    older.write_text('<svg>')
     stages = 0
     while jobs := results.jobs():
         compare.write_report(plan.folder, collect(plan))
+        assert stages or not older.exists()
         known = {run.name: run for run in results.all_runs()}
         pretend(plan, known[jobs[-1].name], scatter(stages))
         stages += 1

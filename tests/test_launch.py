@@ -144,6 +144,12 @@ def test_the_reason_of_a_failure_is_no_line_of_its_log(
     assert launch.failure_file(tmp_path).read_text() == f'{reason}\n'
 
 
+def test_a_torchrun_that_was_interrupted_has_not_failed(tmp_path):
+    (tmp_path / 'train.log').write_text('a.SignalException: Process 9 got signal: 15\n')
+    launch.record(launch.Job('mine', [], tmp_path, SimpleNamespace(returncode=1)))
+    assert not launch.failure_file(tmp_path).exists()
+
+
 def test_a_disk_too_full_for_the_reason_of_a_failure_ends_no_other_training(
     tmp_path, monkeypatch, capsys
 ):
