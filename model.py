@@ -624,11 +624,16 @@ def mix_sources(config, wiring, sources):
         wiring.weighting = 'fixed'
     weighting = WEIGHTINGS[wiring.weighting]
     wiring.settings = [getattr(config, name) for name in weighting.settings]
-    # A gate makes its weights itself. It leaves these empty, unless residual_lambda is to scale them.
-    if config.residual_lambda or not weighting.gate:
-        uniform = 1 / (len(sources) + 1)
-        source, own = config.residual_lambda or (uniform, uniform)
-        wiring.weights = [float(source)] * len(sources) + [float(own)]
+    count = len(sources)
+    if config.residual_lambda:
+        source, own = config.residual_lambda
+    elif not weighting.gate:
+        source = own = 1 / (count + 1)
+    elif not weighting.is_blend:
+        source, own = 1 / count, 1
+    else:
+        return  # a blend's gate makes both weights
+    wiring.weights = [float(source)] * count + [float(own)]
 
 
 @functools.cache
@@ -727,7 +732,7 @@ def gated(kind, part, x):
         *of_sources, of_own = part.wiring.weights
         return [weight * g for weight in of_sources] + [of_own]
     count = len(part.wiring.sources)
-    return [g / count] * count + [1 - g if kind.is_blend else 1.0]
+    return [g / count] * count + [1 - g]
 
 
 # What the matrices of gates need ('v.gate' fits v.gate_down and v.gate_up, too; of several that fit, the

@@ -201,6 +201,11 @@ def settings_to_resume(given):
     with locked(out_dir, 'training in', shared=True) if is_there else contextlib.nullcontext():
         # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
         checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
+    path = checkpoint['path']
+    refuse(
+        not checkpoint['data']['sha256'],
+        f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
+    )
     saved = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)
     return saved | {'out_dir': out_dir}
 
@@ -537,10 +542,6 @@ def check_same_run(checkpoint, old, start):
     that are allowed, {name: [old, new]}."""
     settings, dataset = start.settings, start.dataset
     path, step = checkpoint['path'], checkpoint['step']
-    refuse(
-        not checkpoint['data']['sha256'],
-        f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
-    )
     must_match = checkpoint.differences(start.config)  # {name: (old, new)}
     # The optimizer has a state to go on with; seed and domain_weights decide the order of the data.
     for name in ('optimizer', 'seed', 'domain_weights'):

@@ -278,10 +278,13 @@ class Loader:
         # The first row of the next micro-batch, and how far it is from there to the one after it.
         self.row = first_step * settings.rows_per_step + machine.rank * self.batch_size
         self.stride = machine.world_size * self.batch_size
+        self.end = settings.max_iters * settings.rows_per_step
         self.thread = ThreadPoolExecutor(1)
         self.ahead = deque(self.thread.submit(self.make) for _ in range(self.AHEAD))
 
     def make(self):
+        if self.row >= self.end:  # nobody takes it, and it might begin another epoch
+            return None
         self.rows.seek(self.row)
         batch = torch.from_numpy(self.rows.batch(self.batch_size))
         self.row += self.stride

@@ -7,7 +7,7 @@ import random
 import pytest
 import reference
 from conftest import raises_one_line
-from variants import KEYS2, RES, SIZE, SV, SV2, VARIANTS, config_of, tokens
+from variants import KEYS2, RELU, RES, SIZE, SV, SV2, VARIANTS, config_of, tokens
 
 import model as model_py
 from model import GPT, GPTConfig
@@ -67,8 +67,8 @@ REFUSED = [
     (dict(RES, residual_weights='channel', residual_lambda=(2.0, 1.0)), 'residual_lambda'),
     (dict(v_residual='all', residual_weights='channel'), 'channel all'),
     (dict(attn_res=True, denseformer=True), 'attn_res denseformer'),
-    (dict(RES, residual_weights='relu', gate_bias=True), 'gate_bias'),
-    (dict(RES, residual_weights='relu', residual_lambda=(0.0, 1.0)), 'residual_lambda'),
+    (dict(RELU, gate_bias=True), 'gate_bias'),
+    (dict(RELU, residual_lambda=(0.0, 1.0)), 'residual_lambda'),
     # own weight 0: nobody has the values that are read
     (dict(v_residual='previous', residual_lambda=(1.0, 0.0)), 'residual_lambda'),
     (
@@ -134,6 +134,7 @@ def test_useless_or_contradictory_settings_are_refused_by_name(settings, words):
         (dict(share_k=(0, 0, 2)), KEYS2),
         (dict(v_residual='first'), RES),
         (dict(v_residual=1), RES),
+        (dict(RELU, residual_lambda=(1.0, 1.0)), RELU),
     ],
     ids=str,
 )

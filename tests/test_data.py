@@ -38,7 +38,8 @@ def sizes_only(sizes):
 
 
 def loader_of(dataset, seed=0, accumulation=2, first_step=0, rank=0, world_size=1):
-    settings = TrainConfig(batch_size=2, gradient_accumulation_steps=accumulation)
+    shape = dict(batch_size=2, gradient_accumulation_steps=accumulation)
+    settings = TrainConfig(**shape, max_iters=first_step + 4)
     rows = TrainingRows(dataset, BLOCK, seed)
     machine = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device('cpu'))
     return Loader(rows, settings, machine, first_step)
@@ -120,6 +121,7 @@ def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
         for m in range(rank, 48, world_size):
             x, y = loader.next()
             assert torch.equal(x, expected[m, :, :-1]) and torch.equal(y, expected[m, :, 1:])
+        assert not any(each.result() for each in loader.ahead)  # no step takes what follows
         loader.close()
 
 

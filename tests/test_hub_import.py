@@ -113,7 +113,7 @@ def test_an_imported_run_is_evaluated_and_trained_further(bpe):
     assert first == pytest.approx(loss, abs=1e-4) and last < first
 
     refused(run, 'another tokenizer', 'data/tiny', **{**start, 'dataset': 'tiny'})
-    refused(run, 'imported', '--init_from', out_dir=run, **{**start, 'init_from': 'resume'})
+    refused(run, 'imported', '--init_from', out_dir=run, init_from='resume', dataset='gone')
     refused('no checkpoint', 'from/tiny', 'hub.convert', **{**start, 'init_from': 'from/tiny'})
 
 

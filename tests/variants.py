@@ -24,6 +24,7 @@ ELSEWHERE = {
 }
 
 RES = dict(v_residual=True)
+RELU = dict(RES, residual_weights='relu')
 SV = dict(share_v=True)
 SV2 = dict(share_v=2)
 KEYS2 = dict(share_k=2)
@@ -181,7 +182,7 @@ VARIANTS = {
         residual_lambda=(3.0, 1.0),
     ),
     'head gate on values, plain keys': dict(RES, residual_weights='head', k_residual=True),
-    'relu gate': dict(RES, residual_weights='relu'),
+    'relu gate': RELU,
     'relu gate of few inputs from all GQA': dict(
         v_residual='all', residual_weights='relu', gate_inputs=12, n_kv_head=2
     ),
