@@ -16,7 +16,7 @@ import torch
 from comparison.arms import check_name, contrast_name, lead, of_arm, parse_contrasts
 from comparison.compute import multipliers
 from comparison.curves import measure_curves
-from comparison.plan import TEXT, changes, check_judgement
+from comparison.plan import COMPARABLE, changes, check_judgement
 from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, disagreement, parts_of, read_state
 from comparison.verdict import describe, judge, judge_together, paired
@@ -119,7 +119,7 @@ def obstacles_of_leads(arms, ours, theirs, shared):
     for one, other in (ours, theirs):
         yield from obstacles(arms[one], arms[other], shared)
     # A lead after some steps may be compared with one after more, to which a run was extended.
-    across = [name for name in shared if name not in ('max_iters', 'resumed')]
+    across = [name for name in shared if name in COMPARABLE]
     for one, other in zip(ours, theirs, strict=True):
         if one != other:
             yield from obstacles(arms[one], arms[other], across)
@@ -236,7 +236,7 @@ def curves_of_arms(arms, baseline):
 # --- runs that exist ------------------------------------------------------------------------------
 
 # Facts that two runs of different arms must share, too.
-SHARED = (*TEXT, 'max_iters', 'code', 'data', 'resumed')
+SHARED = (*COMPARABLE, 'max_iters', 'resumed')
 # Facts in which the test runs of an arm may differ. Other data or code
 # leave it without a verdict, and a pair must agree in `resumed`.
 OWN = ('seed', 'resumed', 'data', 'code', *ROUNDING)

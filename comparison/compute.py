@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from comparison.plan import TEXT
+from comparison.plan import COMPARABLE
 from comparison.runs import ROUNDING, difference
 from comparison.verdict import describe
 from model import GPTConfig
@@ -34,7 +34,7 @@ def multipliers(arms, numbers, baseline):
     base = arms[baseline]
     comparable = {}
     for name, arm in arms.items():
-        other = difference(arm.facts, base.facts, only=(*TEXT, 'code', 'data'))
+        other = difference(arm.facts, base.facts, only=COMPARABLE)
         if arm.config and not other:  # the FLOPs of older settings are not known
             comparable[name] = arm
     same = [name for name in comparable if not difference(arms[name].facts, base.facts, LADDER)]

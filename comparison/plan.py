@@ -29,6 +29,8 @@ from train import STARTS, TrainConfig, check_rates, share_of_micro_steps
 EVALUATION = ('eval_iters', 'eval_interval')
 # Facts that say of which text a validation loss is.
 TEXT = ('dataset', 'block_size', 'eval_iters * batch_size')
+# Facts in which two runs must agree for their losses to be compared at all.
+COMPARABLE = (*TEXT, 'code', 'data')
 
 
 @dataclass(frozen=True)
