@@ -217,17 +217,3 @@ def test_samples_follow_temperature_top_k_and_top_p_and_the_generators_seed(opti
         assert counts.keys() <= expected.keys()
         for token, p in expected.items():
             assert abs(counts[token] - n * p) <= 5 * math.sqrt(n * p * (1 - p)) + 2, (token, p)
-
-
-@pytest.mark.parametrize(
-    'options',
-    [
-        dict(top_k=1),
-        dict(top_p=1e-50),  # 0 in single precision
-        dict(temperature=1e-40),
-    ],
-    ids=str,
-)
-def test_the_limits_of_sampling_are_greedy(options):
-    logits = make()(tokens(20, 15))[0][:, -1]
-    assert torch.equal(draw_token(logits, **options), draw_token(logits, temperature=0))

@@ -72,10 +72,6 @@ REFUSED = [
     # own weight 0: nobody has the values that are read
     (dict(v_residual='previous', residual_lambda=(1.0, 0.0)), 'residual_lambda'),
     (
-        dict(v_residual='token', residual_layers=(0, 1), residual_lambda=(1.0, 0.0), neutreno=0.4),
-        'residual_lambda',
-    ),
-    (
         dict(
             v_residual='token',
             residual_layers=(0,),

@@ -11,14 +11,10 @@ from conftest import write_dataset
 from programs import MALICE, Evil
 from runs import (
     assert_same_run,
-    command_line,
-    finish,
-    fork,
     good,
     load,
     read_config,
     refused,
-    run_main,
     succeed,
 )
 
@@ -31,13 +27,6 @@ def data_copy(name, **changes):
     """data/<name>: the tiny dataset again, with changes to write_dataset's arguments."""
     write_dataset(Path('data', name), **changes)
     return name
-
-
-def test_a_mistake_on_the_command_line_is_one_line_and_a_failure(work):
-    """The rest of these tests look at sys.exit's argument; here is what a person sees."""
-    words = command_line('out/refused', {'learning_rat': 1})
-    status, out, err = finish(fork(run_main, train.main, *words))
-    assert status == 1 and out == '' and err.count('\n') == 1 and err.startswith('error: ')
 
 
 # --- data ----------------------------------------------------------------------------------------
