@@ -119,9 +119,9 @@ def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, 
 def test_the_likeliest_token_is_drawn_where_the_settings_leave_no_other(trained):
     """Also where top_p is 0 in single precision, and where logits divided by the temperature overflow."""
     greedy = said(trained, 'def ')
-    for flag in ('--top_k=1', '--top_p=1e-50', '--temperature=1e-5', '--temperature=1e-40'):
+    for limit in ('top_k=1', 'top_p=1e-9', 'top_p=1e-50', 'temperature=1e-5', 'temperature=1e-40'):
         _, out, _ = program(
-            sample.main, f'--out_dir={trained}', '--start=def ', '--device=cpu', flag
+            sample.main, f'--out_dir={trained}', '--start=def ', '--device=cpu', f'--{limit}'
         )
         assert out == greedy
 
