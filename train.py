@@ -39,7 +39,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import is_plain, locked, mute, one_line_errors, unreadable
+from lib.files import is_plain, locked, mute, one_line_errors
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.rundir import (
     RunFolder,
@@ -49,7 +49,6 @@ from lib.rundir import (
     now,
     optimizer_state,
     provenance,
-    typed,
 )
 from model import GPT, SHAPE, GPTConfig, refuse
 
@@ -183,8 +182,7 @@ def settings_of(checkpoint):
     """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default. It is not
     checked: the run may have begun with a file that is gone."""
     settings = TrainConfig()
-    with unreadable(f'{checkpoint["path"]} has settings of another type'):
-        vars(settings).update(typed(checkpoint['settings'], TrainConfig))
+    vars(settings).update(checkpoint['settings'])
     return settings
 
 

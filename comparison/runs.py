@@ -29,9 +29,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lib.files import as_json, check_types, first_line, unreadable
-from lib.logs import PROVENANCE, parse_line
-from lib.rundir import FACTS, build_config, failure_file, typed
+from comparison.forms import PROVENANCE, build_config, check_types, parse_line, typed
+from lib.files import as_json, first_line, unreadable
+from lib.rundir import FACTS, failure_file
 from model import GPTConfig
 from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
 

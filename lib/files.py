@@ -133,22 +133,6 @@ def sha256_of(path):
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
-def check_types(value, form, name=''):
-    """TypeError, LookupError or ValueError where what a file holds, `name`, is not of a form: a type, a
-    list of forms, or {key: form}, in which `str` stands for every key."""
-    kind = type(form) if isinstance(form, dict | list) else form
-    is_huge = isinstance(value, int) and abs(value) >= 2**63
-    if is_huge or not isinstance(value, kind):
-        raise TypeError(f'{name or "it"} is {str(value)[:60]!r}')
-    if isinstance(form, list):
-        for each, expected in zip(value, form, strict=True):
-            check_types(each, expected, name)
-    if isinstance(form, dict):
-        for key, expected in form.items():
-            for each in value if key is str else [key]:
-                check_types(value[each], expected, f'{name} {each}'.strip())
-
-
 # --- mistakes, in one line -----------------------------------------------------------------------
 
 

@@ -4,32 +4,7 @@ import json
 import math
 import os
 
-from lib.files import as_json, check_types, named, write_whole
-
-NUMBER = int | float | None  # None: it was not finite
-PROVENANCE = {str: str | NUMBER}  # {fact: value}, see lib/rundir.py
-
-# What the fields of a line are.
-LINE = {
-    'step': int,
-    # of a training step
-    **dict.fromkeys('loss lr grad_norm tokens tok_per_s mfu scale skipped seconds'.split(), NUMBER),
-    # of an evaluation: {domain: loss}, and the learned weights that mix, {parameter: its values}
-    'val': {str: NUMBER, 'mean': NUMBER},
-    'mixing': dict,
-    # where the run was resumed: {setting: [before, now]}, and what made its parts
-    'changed': {str: [object, object]},
-    'before': PROVENANCE,
-    'provenance': PROVENANCE,
-}
-
-
-def parse_line(line):
-    """A line of a log as its entry, {'step': 3, ...}. Raises ValueError, LookupError, TypeError or
-    RecursionError where it is none."""
-    entry = json.loads(line)
-    check_types(entry, {name: LINE[name] for name in LINE if name == 'step' or name in entry})
-    return entry
+from lib.files import as_json, named, write_whole
 
 
 def read_log(path, step=math.inf, warn=lambda message: None):
@@ -39,13 +14,14 @@ def read_log(path, step=math.inf, warn=lambda message: None):
         return entries
     for line in path.read_text(errors='replace').splitlines():
         try:
-            entry = parse_line(line)
-        except (ValueError, LookupError, TypeError, RecursionError):
+            entry = json.loads(line)
+            # Evaluations and what is said of a resume come before the step itself.
+            stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
+        except (ValueError, LookupError, TypeError):
             # It may be half a line, written when the run died.
             warn(f'warning: {path} had a damaged line, left out now: {line[:60]}')
             continue
-        # Evaluations and what is said of a resume come before the step itself.
-        if entry['step'] < step or (entry['step'] == step and 'loss' not in entry):
+        if stays:
             entries.append(entry)
     return entries
 

@@ -19,19 +19,15 @@ import re
 import subprocess
 import sys
 import textwrap
-import typing
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
-
-from configurator import convert
 
 import numpy as np
 import torch
 
 from lib.files import (
     as_json,
-    check_types,
     first_line,
     locked,
     unreadable,
@@ -39,9 +35,9 @@ from lib.files import (
     write_json,
     write_whole,
 )
-from lib.logs import PROVENANCE, Log, read_log
+from lib.logs import Log, read_log
 from lib.machine import is_out_of_memory
-from model import GPT, SHAPE, GPTConfig, refuse
+from model import GPT, SHAPE, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -142,7 +138,7 @@ class RunFolder:
         write_json(self.path / 'config.json', facts)
 
     def save(self, parts):
-        """Write a checkpoint, PARTS, and delete those that its settings do not keep."""
+        """Write a checkpoint, and delete those that its settings do not keep."""
         # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
         self.log.flush()
         save_checkpoint(self.path, parts)
@@ -196,21 +192,6 @@ def no_checkpoint(path):
 
 
 # --- checkpoint files ----------------------------------------------------------------------------
-
-# What a checkpoint holds.
-PARTS = {
-    'model': {str: torch.Tensor},
-    'optimizer': {'state': {str: {str: torch.Tensor}}},  # by the parameter's name
-    'scaler': {str: int | float},  # empty where the run is not in float16
-    'step': int,
-    'settings': {'dataset': str},  # and all others of TrainConfig
-    'model_config': dict,
-    'data': {'row': int, 'sha256': dict, 'tokenizer': {'name': str, 'sha256': str}},
-    'skipped': [int, int],  # steps without a finite gradient: in all, and the last ones in a row
-    'origin': str,  # scratch, or whose weights came first
-    'wandb_id': str | None,
-    'provenance': PROVENANCE,
-}
 
 
 def save_checkpoint(folder, parts):
@@ -266,7 +247,7 @@ def load_checkpoint(path, warn):
 
 
 def read_checkpoint(path):
-    """The PARTS in a checkpoint file. Raises ValueError if it is damaged or foreign.
+    """What a checkpoint file holds. Raises ValueError if it is damaged or foreign.
 
     OSError and MemoryError say nothing of the file, which may be whole: no permission, a network disk
     that fails, too little memory.
@@ -285,13 +266,8 @@ def read_checkpoint(path):
         # torch's own advice, to trust the file, is bad advice.
         reason = type(error).__name__
         raise ValueError(f'{path} is damaged, or no checkpoint of train.py ({reason})') from None
-    with unreadable(f'{path} is no checkpoint of train.py'):
-        check_types(parts, PARTS)
-        if parts['step'] < 0:
-            raise ValueError(f'step is {parts["step"]}')
-        for name, weight in parts['model'].items():
-            if not weight.is_floating_point():
-                raise TypeError(f'{name} is of {weight.dtype}')
+    if not isinstance(parts, dict) or 'model_config' not in parts:
+        raise ValueError(f'{path} is no checkpoint of train.py')
     return parts
 
 
@@ -303,12 +279,13 @@ BASE = ('arch', 'n_kv_head', 'rope_theta', 'rope_scaling', 'norm_eps', 'tie_embe
 
 
 class Checkpoint(dict):
-    """PARTS, the 'path' of their file, and under 'damaged' the newer files that are damaged. Its methods
-    raise a ValueError that names the file where something does not fit."""
+    """What Reporter.checkpoint() of train.py wrote, the 'path' of its file, and under 'damaged' the newer
+    files that are damaged. Its methods raise a ValueError that names the file where something does not
+    fit."""
 
     @property
     def config(self):
-        return build_config(self['model_config'], self['path'])
+        return GPTConfig.saved(self['model_config'])
 
     def differences(self, config):
         """{field of GPTConfig: (the checkpoint's value, another one's)}, where they differ."""
@@ -398,27 +375,6 @@ def name_misfits(path):
             raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
         raise ValueError(f'{path} does not fit: {reason}') from error
-
-
-def build_config(fields, path):
-    """The GPTConfig of these fields. ValueError names `path`, where they are from."""
-    try:
-        config = GPTConfig.saved(typed(fields, GPTConfig))
-        for name, value in vars(config).items():
-            refuse(isinstance(value, int) and value >= 2**31, f'{name}={value} is too large')
-        return config
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
-
-
-def typed(values, *schemas):
-    """Settings, {name: value}, in the types of these dataclasses; others as they are. ValueError for one
-    of another type."""
-    hints = {}
-    for schema in schemas:
-        hints |= typing.get_type_hints(schema)
-    known = {name: convert(values[name], hints[name], name) for name in values if name in hints}
-    return {**values, **known}
 
 
 def spelled_out(config):

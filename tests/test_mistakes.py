@@ -49,8 +49,11 @@ def test_a_token_file_that_was_changed_is_refused_at_the_start_and_on_resume(wor
 def test_data_that_does_not_do_for_the_settings_is_refused(work):
     refused('data/nope', 'tiny', 'prepare_slimpajama.py', dataset='nope')
     path = Path('data', data_copy('old'), 'meta.json')
-    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+    text = path.read_text()
+    path.write_text(text.replace('"format": 1', '"format": 0'))
     refused('data/old', 'format 0', dataset='old')
+    path.write_text(text[:-9])
+    refused('data/old/meta.json', 'prepare it again', dataset='old')
     refused('65', 'vocab_size=64', dataset=data_copy('wide', n_vocab=65))
     refused('295', '1,000', gradient_accumulation_steps=500)
     refused("'Boook'", 'A, B, C', domain_weights="{'Boook': 1.0}")

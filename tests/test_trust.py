@@ -189,23 +189,11 @@ def test_a_finished_run_whose_last_line_is_lost_is_evaluated_again(whole):
     assert history(log('out/cut')) == history(log(whole))
 
 
-# Fields of a line that json reads, and that are not of their type.
-MISTYPED = ['"loss": "3"', '"skipped": []', '"val": {"A": 3.1}', '"val": {"A": "3", "mean": 3}']
-MISTYPED += [
-    '"changed": {"seed": 1}',
-    '"changed": {"seed": [1]}',
-    '"before": "3"',
-    '"provenance": []',
-]
-
-
 def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(whole, capsys):
     shutil.copytree(whole, 'out/lines')
     path = Path('out/lines/log.jsonl')
     lines = path.read_text().splitlines()
-    nested = '[' * 200_000
-    strange = ['{"step": 1, "lo', '3', nested, '[]', 'null', '{"stdp": 3}', '{"step": "3"}', '\x00']
-    strange += [f'{{"step": 1, {field}}}' for field in MISTYPED]
+    strange = ['{"step": 1, "lo', '3', '[]', 'null', '{"stdp": 3}', '{"step": "3"}', '\x00']
     path.write_text('\n'.join([*lines[:3], *strange, *lines[3:], '{"step": 12, "los']))
     good('out/lines', init_from='resume', max_iters=14)
     assert log('out/lines')[: len(lines)] == log(whole)
@@ -290,47 +278,6 @@ def test_a_checkpoint_with_q_k_and_v_in_one_matrix_is_refused_by_the_commit_that
     for words in (dict(init_from='resume'), dict(init_from=path, out_dir='out/other')):
         status, _ = here(**{'out_dir': name, **words})
         assert_one_line(status, path, 'commit 01bd433')
-
-
-ONE = torch.ones(1)
-FOREIGN = {
-    'no step': dict(step=None),
-    'negative step': dict(step=-3),
-    'half a step': dict(step=6.5),
-    'no scaler': dict(scaler=None),
-    'settings': dict(settings=[1]),
-    'data': dict(data={'tokenizer': 3}),
-    'unknown field': dict(model_config={'evil': 1}),
-    'wrong field': dict(model_config={'norm_eps': 'many'}),
-    'weight': dict(model={'lm_head.weight': 3}),
-    'no state_dict': dict(model=[1]),
-    'optimizer': dict(optimizer={}),
-    'skipped': dict(skipped=[0, 'none']),
-    'provenance': dict(provenance={'commit': ONE}),
-    'scaler': dict(scaler={'scale': '1'}),
-    'wandb': dict(wandb_id=7),
-    'a setting': dict(settings={'dataset': 'tiny', 'batch_size': '2'}),
-    'integers': dict(model={'lm_head.weight': torch.ones(64, 32, dtype=torch.int64)}),
-}
-
-
-# Where another check would refuse it, too.
-WORDS = {'negative step': 'step is -3', 'half a step': "step is '6.5'", 'integers': 'torch.int64'}
-
-
-@pytest.mark.parametrize('change', FOREIGN)
-def test_a_checkpoint_of_another_make_is_one_line(whole, change):
-    name = f'out/foreign {change}'
-    Path(name).mkdir()
-    checkpoint = load(f'{whole}/ckpt_6.pt')
-    for part, value in FOREIGN[change].items():
-        checkpoint[part] = value
-        if value is None:
-            del checkpoint[part]
-    torch.save(checkpoint, f'{name}/ckpt_6.pt')
-    status, _ = here(name, init_from='resume')
-    assert_one_line(status, WORDS.get(change, '.pt'))
-    assert os.listdir(name) == ['ckpt_6.pt']
 
 
 # --- numbers -------------------------------------------------------------------------------------

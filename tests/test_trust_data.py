@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from conftest import raises_one_line, write_dataset, write_json
+from conftest import raises_one_line, write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import finish, fork
@@ -141,36 +141,3 @@ def test_any_bytes_are_no_zstd_or_parquet_file_or_an_error(tmp_path, content):
             assert not list(documents_of(path))
         except (ValueError, OSError):
             pass
-
-
-SCALAR = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
-JSON = st.one_of(SCALAR, st.lists(SCALAR), st.dictionaries(st.text(max_size=5), SCALAR))
-
-
-@BOUNDED
-@given(st.data())
-def test_any_damage_to_a_dataset_is_refused_or_harmless(here, draw):
-    meta = write_dataset(Path('data/any'), {'train': {'A': 300}, 'validation': {'A': 40}})
-
-    # Some value in meta.json becomes another.
-    place = {'meta': meta}
-    key = 'meta'
-    for _ in range(draw.draw(st.integers(1, 4))):
-        if not isinstance(place[key], dict):
-            break
-        place = place[key]
-        key = draw.draw(st.sampled_from(sorted(place)))
-    place[key] = draw.draw(JSON)
-    write_json('data/any/meta.json', meta)
-
-    # And the token file may be longer.
-    extra = draw.draw(st.binary(max_size=3))
-    path = Path('data/any/train/A.bin')
-    path.write_bytes(path.read_bytes() + extra)
-    try:
-        dataset = Dataset('any')
-        dataset.verify()
-        rows = TrainingRows(dataset, 16, 0)
-        assert rows.batch(3).shape == (3, 17) and not extra
-    except (ValueError, OSError) as error:
-        assert 'data/any' in str(error) and '\n' not in str(error)

@@ -1,0 +1,71 @@
+"""The forms of what config.json and log.jsonl hold. A run that is compared may be a stranger's, or edited:
+what is read of it is checked here."""
+
+import json
+import typing
+
+from configurator import convert
+
+from model import GPTConfig, refuse
+
+NUMBER = int | float | None  # None: it was not finite
+PROVENANCE = {str: str | NUMBER}  # {fact: value}, see lib/rundir.py
+
+# What the fields of a line of a log are.
+LINE = {
+    'step': int,
+    # of a training step
+    **dict.fromkeys('loss lr grad_norm tokens tok_per_s mfu scale skipped seconds'.split(), NUMBER),
+    # of an evaluation: {domain: loss}, and the learned weights that mix, {parameter: its values}
+    'val': {str: NUMBER, 'mean': NUMBER},
+    'mixing': dict,
+    # where the run was resumed: {setting: [before, now]}, and what made its parts
+    'changed': {str: [object, object]},
+    'before': PROVENANCE,
+    'provenance': PROVENANCE,
+}
+
+
+def parse_line(line):
+    """A line of a log as its entry, {'step': 3, ...}. Raises ValueError, LookupError, TypeError or
+    RecursionError where it is none."""
+    entry = json.loads(line)
+    check_types(entry, {name: LINE[name] for name in LINE if name == 'step' or name in entry})
+    return entry
+
+
+def check_types(value, form, name=''):
+    """TypeError, LookupError or ValueError where what a file holds, `name`, is not of a form: a type, a
+    list of forms, or {key: form}, in which `str` stands for every key."""
+    kind = type(form) if isinstance(form, dict | list) else form
+    is_huge = isinstance(value, int) and abs(value) >= 2**63
+    if is_huge or not isinstance(value, kind):
+        raise TypeError(f'{name or "it"} is {str(value)[:60]!r}')
+    if isinstance(form, list):
+        for each, expected in zip(value, form, strict=True):
+            check_types(each, expected, name)
+    if isinstance(form, dict):
+        for key, expected in form.items():
+            for each in value if key is str else [key]:
+                check_types(value[each], expected, f'{name} {each}'.strip())
+
+
+def typed(values, *schemas):
+    """Settings, {name: value}, in the types of these dataclasses; others as they are. ValueError for one
+    of another type."""
+    hints = {}
+    for schema in schemas:
+        hints |= typing.get_type_hints(schema)
+    known = {name: convert(values[name], hints[name], name) for name in values if name in hints}
+    return {**values, **known}
+
+
+def build_config(fields, path):
+    """The GPTConfig of these fields. ValueError names `path`, where they are from."""
+    try:
+        config = GPTConfig.saved(fields)
+        for name, value in vars(config).items():
+            refuse(isinstance(value, int) and value >= 2**31, f'{name}={value} is too large')
+        return config
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
