@@ -25,7 +25,7 @@ from model import refuse
 @dataclass
 class SampleConfig:
     out_dir: str = 'out/run'  # a run's folder, or one checkpoint file
-    start: str = ''  # prompt (<|endoftext|> is one token); "..." as in Python; '': new text
+    start: str = ''  # prompt, with <|endoftext|> and its like; "..." as in Python; '': new text
     max_new_tokens: int = 200  # fewer at <|endoftext|> or where the context is full
     temperature: float = 0.8  # 0: greedy
     top_k: int = 0  # sample from the k likeliest tokens only; 0: from all
@@ -51,8 +51,9 @@ class SampleConfig:
 
 
 def prompt_ids(prompt, tokenizer):
-    """The ids of a prompt, in which <|endoftext|> is one token; an empty one is a new document."""
-    ids, *others = (tokenizer.encode(part).tolist() for part in prompt.split(EOT))
+    """The ids of a prompt, in which <|endoftext|> is one token, and so are the tokenizer's own special
+    tokens; an empty one is a new document."""
+    ids, *others = (tokenizer.encode(part, special=True).tolist() for part in prompt.split(EOT))
     for part in others:
         ids += [tokenizer.eot, *part]
     return ids or [tokenizer.eot]

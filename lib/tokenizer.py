@@ -11,7 +11,7 @@ array([12092,  1533], dtype=uint16)
 Ids are those of Hugging Face `tokenizers`, one by one, at over three times its speed on one core;
 in rare orders of combining marks, which NFC sorts, Python's version of Unicode decides. One thing
 differs on purpose: a special token spelled out in a text, like <|endoftext|>, stays
-ordinary text. Data cannot inject a token.
+ordinary text. Data cannot inject a token; a prompt can, by encode(text, special=True).
 """
 
 import hashlib
@@ -99,7 +99,8 @@ class BytePairs:
             self.token_bytes, ranks = vocabulary(file)
 
         self.name = 'gpt-neox' if longest_run else 'gpt2'
-        self.eot = added_ids(file)[EOT]
+        added = added_ids(file)
+        self.eot = added[EOT]
         self.n_vocab = max(self.token_bytes) + 1
         pattern = NEOX_PATTERN % longest_run if longest_run else GPT2_PATTERN
         # Training on prepared token files needs no tiktoken, so it is imported only here.
@@ -111,8 +112,7 @@ class BytePairs:
             self.name,
             pat_str=pattern,
             mergeable_ranks=ranks,
-            # encode_to_numpy needs a special token to look for; encode() below turns it off.
-            special_tokens={EOT: self.eot},
+            special_tokens={text: i for text, i in added.items() if not text.isspace()},
         )
 
     def as_file(self):
@@ -120,8 +120,9 @@ class BytePairs:
         by now."""
         return self.raw
 
-    def encode(self, text):
-        """str -> (n,) uint16 ids, without <|endoftext|>.
+    def encode(self, text, special=False):
+        """str -> (n,) uint16 ids, without <|endoftext|>. special: whether a special token that the text
+        spells out is that token.
 
         Lone surrogates, which are not text, become U+FFFD. Longer runs of white space are cut every
         200,000 characters (see MAX_BLANKS), the one place where ids may differ from Hugging Face's.
@@ -132,20 +133,13 @@ class BytePairs:
         for run in LONG_BLANKS.finditer(text):
             cuts += range(run.start(), run.end(), MAX_BLANKS)
         parts = []
+        options = {'allowed_special': 'all' if special else set(), 'disallowed_special': ()}
         try:
             for start, end in itertools.pairwise([*cuts, len(text)]):
-                part = text[start:end]
-                parts.append(self._tiktoken.encode_to_numpy(part, disallowed_special=()))
+                parts.append(self._tiktoken.encode_to_numpy(text[start:end], **options))
         except UnicodeEncodeError:
-            return self.encode(replace_surrogates(text))
+            return self.encode(replace_surrogates(text), special)
         return np.concatenate(parts).astype(np.uint16)
-
-    def encode_batch(self, texts):
-        """Iterable of str -> list of uint16 arrays, on one thread.
-
-        Parallel programs start one process per core instead.
-        """
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids):
         """Iterable of ids -> str: for ids of encode(s), s in NFC (GPT-2: s itself).
@@ -170,11 +164,10 @@ class Bytes:
     sha256 = hashlib.sha256(b'NFC, UTF-8 bytes, 256 = <|endoftext|>').hexdigest()
     token_bytes = {**{i: bytes([i]) for i in range(256)}, 256: EOT.encode()}
 
-    def encode(self, text):
+    def encode(self, text, special=False):
         text = replace_surrogates(unicodedata.normalize('NFC', text))
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
-    encode_batch = BytePairs.encode_batch
     decode = BytePairs.decode
 
     @staticmethod
@@ -204,8 +197,10 @@ class Bytes:
 
 class Foreign:
     """
-    Any other tokenizer.json, by Hugging Face's `tokenizers`, with the special tokens that it adds to a
-    text: of a model that was imported. No dataset is prepared with it.
+    Any other tokenizer.json, by Hugging Face's `tokenizers`: of a model that was imported. A text is
+    encoded whole, whatever lengths the file asks for, behind the special tokens that the file puts
+    before a text, and without those that it puts after one: a text goes on. No dataset is prepared
+    with it.
 
     Interface as BytePairs; ids are int64. eot: the id that ends a text, which the file does not say.
     """
@@ -228,12 +223,18 @@ class Foreign:
             self.file = Tokenizer.from_str(self.raw.decode())
         except Exception as error:  # it raises nothing else
             raise ValueError(f'{path} is no tokenizer.json ({first_line(error)})') from error
+        self.file.no_truncation()
+        self.file.no_padding()
         self.n_vocab = max(self.file.get_vocab().values()) + 1
+        is_added = self.file.encode('a').special_tokens_mask
+        self.after = sum(itertools.takewhile(bool, reversed(is_added)))  # how many it puts after
 
     as_file = BytePairs.as_file
 
-    def encode(self, text):
-        return np.array(self.file.encode(text).ids, dtype=np.int64)
+    def encode(self, text, special=False):
+        self.file.encode_special_tokens = not special
+        ids = self.file.encode(text).ids
+        return np.array(ids[: len(ids) - self.after], dtype=np.int64)
 
     def decode(self, ids):
         # Behind a letter, because some decoders drop a space at the start of a text.

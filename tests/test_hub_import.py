@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import sample
 from hub import convert
+from lib.machine import Machine
 from lib.trained import load_run
 
 quiet = checkpoints.quiet
@@ -118,22 +119,31 @@ def test_an_imported_run_is_evaluated_and_trained_further(bpe):
 
 
 def test_a_tokenizer_of_another_kind_reads_and_writes_as_its_own_library(work):
-    """Like Llama's: it marks spaces, drops the first one, and begins a text with a token."""
+    """Like Llama's: it marks spaces, drops the first one, and begins a text with a token. What its file
+    says of other texts, that they end with a token and have 2, filled up to 4, is not said of a prompt."""
     hf = pytest.importorskip('tokenizers')
     theirs = hf.Tokenizer(hf.models.BPE(unk_token='<unk>'))
     theirs.pre_tokenizer, theirs.decoder = hf.pre_tokenizers.Metaspace(), hf.decoders.Metaspace()
-    special = ['<unk>', '<s>', '</s>']
+    special = ['<unk>', '<s>', '</s>', '<|im_start|>']
     trainer = hf.trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
     theirs.train_from_iterator(['the theory of the other thing that one has'], trainer)
     template = hf.processors.TemplateProcessing
     theirs.post_processor = template(single='<s> $A', special_tokens=[('<s>', 1)])
-    model = written(Path('from/other'))
-    theirs.save('from/other/tokenizer.json')
+    ids, marked = (theirs.encode(text).ids for text in ('the thing', 'the<|im_start|>the'))
+    assert (ids[0], marked[2]) == (1, 3)
+    model, file = written(Path('from/other')), hf.Tokenizer.from_str(theirs.to_str())
+    file.post_processor = template('<s> $A </s>', special_tokens=[('<s>', 1), ('</s>', 2)])
+    file.enable_truncation(2)
+    file.enable_padding(length=4)
+    file.save('from/other/tokenizer.json')
     run = imported('from/other', 'other')
 
     gpt, encoder, _ = load_run(run)
-    ids = theirs.encode('the thing').ids
-    assert encoder.encode('the thing').tolist() == ids and (ids[0], encoder.eot) == (1, 2)
+    assert encoder.encode('the thing').tolist() == ids and encoder.eot == 2
+    assert sample.prompt_ids('the<|im_start|>the', encoder) == marked
+    assert 3 not in encoder.encode('the<|im_start|>the')
+    lm = evaluate.make_lm(gpt, encoder, evaluate.TasksConfig(), Machine('cpu'))
+    assert lm._encode_pair('the', ' thing') == (ids[:2], ids[2:])  # (asked, scored)
     with torch.no_grad():  # no id beyond the tokenizer's
         model.lm_head.weight[encoder.n_vocab :] = 0
         options = dict(do_sample=False, max_new_tokens=24 - len(ids))
