@@ -115,12 +115,6 @@ class TrainConfig:
         for name, allowed in ALLOWED.items():
             value = getattr(self, name)
             refuse(value not in allowed, f'{name}={value!r} is not one of {allowed}')
-        refuse(
-            self.init_from not in STARTS
-            and not (os.path.isfile(self.init_from) or os.path.isdir(self.init_from)),
-            f"init_from={self.init_from!r} is not 'scratch', 'resume', 'auto', a checkpoint file "
-            "or a run's folder",
-        )
         budget = self.activation_memory_budget
         refuse(
             budget < 1 and not self.compile,
@@ -186,19 +180,26 @@ def settings_of(checkpoint):
     return settings
 
 
-def settings_to_resume(given):
-    """{name: value} that a run was trained with, if it is to be resumed, else {}. configure() lets files
-    and options, `given`, replace them."""
-    # Not with auto: its command is the one that began the run, with all its settings.
-    if given.get('init_from') != 'resume':
+def settings_beneath(given):
+    """{name: value} of the checkpoint that a run begins with. configure() lets files and options, `given`,
+    replace them. A run that is resumed has all its settings, one that takes weights those of the model."""
+    init_from = given.get('init_from', 'scratch')
+    # auto: its command is the one that began the run, with all its settings.
+    if init_from in ('scratch', 'auto'):
         return {}
+
+    # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
+    def load(path):
+        return load_checkpoint(path, warn=lambda message: None)
+
+    if init_from != 'resume':
+        return asdict(load(init_from).config)
     out_dir = given.get('out_dir', TrainConfig.out_dir)
     # Whoever trains here may be about to write its last checkpoint. Shared: torchrun's processes all
     # read it.
     is_there = os.path.isdir(out_dir)
     with locked(out_dir, 'training in', shared=True) if is_there else contextlib.nullcontext():
-        # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
-        checkpoint = load_checkpoint(out_dir, warn=lambda message: None)
+        checkpoint = load(out_dir)
     path = checkpoint['path']
     refuse(
         not checkpoint['data']['sha256'],
@@ -529,10 +530,16 @@ def take_weights(checkpoint, start, warn):
     """Begin a run with the weights of another one's checkpoint."""
     checkpoint.check_tokenizer(start.dataset.meta['tokenizer']['sha256'], start.dataset.folder)
     checkpoint.load_weights(start.model)
+    different = checkpoint.differences(start.config)
     # Settings without which the same weights compute something else, changed on purpose.
-    for name, (before, new) in checkpoint.differences(start.config).items():
+    for name, (before, new) in different.items():
         if name not in (*SHAPE, 'dropout'):
             warn(f'note: {checkpoint["path"]} was trained with {name}={before!r}, not {new!r}')
+    words = [f'from {checkpoint["path"]}:']
+    for name, value in asdict(start.config).items():
+        if name not in different and value != getattr(GPTConfig, name):
+            words.append(f'{name}={value!r}')
+    warn(' '.join(words))
 
 
 def check_same_run(checkpoint, old, start):
@@ -895,7 +902,7 @@ LESS_MEMORY = (
 
 def main():
     with one_line_errors():  # the same on every process
-        settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=settings_to_resume)
+        settings, config = configure(TrainConfig, GPTConfig, doc=__doc__, under=settings_beneath)
         attention = attention_setting(settings, config)
         machine = Machine(settings.device, settings.dtype, tf32=True, attention=attention)
         micro_steps = share_of_micro_steps(settings, machine.world_size)

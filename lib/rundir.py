@@ -36,7 +36,6 @@ from lib.files import (
     write_whole,
 )
 from lib.logs import Log, read_log
-from lib.machine import is_out_of_memory
 from model import GPT, SHAPE, GPTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -308,9 +307,8 @@ class Checkpoint(dict):
 
     def build(self):
         """The model, with its weights."""
-        with name_misfits(self['path']):
-            model = GPT(self.config)
-            model.load_state_dict(self['model'])
+        model = GPT(self.config)
+        model.load_state_dict(self['model'])
         return model
 
     def load_weights(self, model):
@@ -319,21 +317,17 @@ class Checkpoint(dict):
         Refuses those that would mean something else in this model, which the shapes of the tensors
         alone do not show.
         """
-        # block_size only limits positions; wpe, where there is one, has a shape.
-        needed = self.differences(model.config).keys() & {*SHAPE, *BASE} - {'block_size'}
-        # Where they are not given, these follow from the width and the heads.
-        for name, follows in (('n_embd', 'n_inner'), ('n_head', 'n_kv_head')):
-            if name in needed:
-                needed.add(follows)
-        theirs = spelled_out(self.config)
-        flags = [f'--{name}={value}' for name, value in theirs.items() if name in needed]
+        needed = {*SHAPE, *BASE}
+        if model.config.arch == 'llama':
+            needed.remove('block_size')  # without learned positions, it only limits them
+        different = self.differences(model.config)
+        flags = [f'--{name}={different[name][0]}' for name in different if name in needed]
         if flags:
             raise ValueError(
                 f'{self["path"]} does not fit this model; its weights need {" ".join(flags)}'
             )
 
-        with name_misfits(self['path']):
-            missing, unexpected = model.load_state_dict(self['model'], strict=False)
+        missing, unexpected = model.load_state_dict(self['model'], strict=False)
         wrong = unexpected + [name for name in missing if not model.needs[name].optional]
         if wrong:
             names = textwrap.shorten(', '.join(wrong), 200, placeholder=' ...')
@@ -345,36 +339,17 @@ class Checkpoint(dict):
     def load_state(self, optimizers, scaler):
         """Take over the optimizers' moments and the loss scale. weight_decay and the betas stay those of
         the settings, which may have changed."""
-        with name_misfits(self['path']):
-            owned = by_name(optimizers)
-            for name, state in self['optimizer']['state'].items():
-                p, owner = owned[name]
-                shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
-                if isinstance(owner, torch.optim.Muon):
-                    shapes = {'momentum_buffer': p.shape}
-                # Without this check, AdamW would write past the end of moments that are too small.
-                if shapes != {kind: tensor.shape for kind, tensor in state.items()}:
-                    raise ValueError(
-                        f'{self["path"]} has optimizer moments that do not match its weights'
-                    )
-                # Copies: the checkpoint's own are its file's, which would stay on the disk when it is
-                # deleted.
-                owner.state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
-            if self['scaler']:
-                scaler.load_state_dict(self['scaler'])
-
-
-@contextlib.contextmanager
-def name_misfits(path):
-    """Turn any error from weights that do not fit their settings into a ValueError that names their
-    file."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        if is_out_of_memory(error):  # not the checkpoint's fault
-            raise
-        reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-        raise ValueError(f'{path} does not fit: {reason}') from error
+        owned = by_name(optimizers)
+        for name, state in self['optimizer']['state'].items():
+            p, owner = owned[name]
+            # Without this check, AdamW would write past the end of moments that are too small.
+            if {tensor.shape for kind, tensor in state.items() if kind != 'step'} != {p.shape}:
+                raise ValueError(f'{self["path"]} has moments of {name} that do not have its shape')
+            # Copies: the checkpoint's own are its file's, which would stay on the disk when it is
+            # deleted.
+            owner.state[p] = {kind: tensor.to(p, copy=True) for kind, tensor in state.items()}
+        if self['scaler']:
+            scaler.load_state_dict(self['scaler'])
 
 
 def spelled_out(config):

@@ -41,9 +41,13 @@ TINY = dict(
 )
 
 
+# Options with which command_line() leaves the model to a checkpoint.
+NO_MODEL = dict.fromkeys(('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size'))
+
+
 def command_line(out_dir, options):
     settings = {**TINY, 'out_dir': out_dir, **options}
-    return [f'--{name}={value}' for name, value in settings.items()]
+    return [f'--{name}={value}' for name, value in settings.items() if value is not None]
 
 
 # --- in this process -----------------------------------------------------------------------------

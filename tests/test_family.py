@@ -145,7 +145,7 @@ def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
-def test_an_optimizers_state_must_be_whole_and_its_settings_are_those_of_now(kind):
+def test_an_optimizers_state_must_have_its_weights_shape_and_its_settings_are_those_of_now(kind):
     model, again = make('head gate'), make('head gate')
     optimizers = muon(model, optimizer=kind)
     others = muon(again, optimizer=kind, weight_decay=0.7)
@@ -156,12 +156,12 @@ def test_an_optimizers_state_must_be_whole_and_its_settings_are_those_of_now(kin
     assert len(state) == len(list(model.parameters()))
     assert_same(optimizer_state(others), state)
     name, moments = next(iter(state.items()))
-    for kind in moments:  # AdamW would write past the end of one that is too small
-        lacking = {key: t for key, t in moments.items() if key != kind}
-        for wrong in (lacking, moments | {kind: torch.ones(2)}):
-            checkpoint['optimizer'] = {'state': {name: wrong}}
-            with raises_one_line('moments'):
-                checkpoint.load_state(others, None)
+    for kind in moments.keys() - {
+        'step'
+    }:  # AdamW would write past the end of one that is too small
+        checkpoint['optimizer'] = {'state': {name: moments | {kind: torch.ones(2)}}}
+        with raises_one_line('moments of', name):
+            checkpoint.load_state(others, None)
     # What the settings say now, not what they said when the checkpoint was written.
     groups = [group for optimizer in others for group in optimizer.param_groups]
     assert {group['weight_decay'] for group in groups} == {0.7, 0.0}

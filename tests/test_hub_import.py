@@ -12,7 +12,7 @@ import torch
 from checkpoints import assert_equal_logits, edit, transformers, written
 from conftest import assert_one_line, read_json, write_dataset
 from programs import MALICE, Evil, described, program, small_bpe
-from runs import evaluations, good, refused, succeed
+from runs import NO_MODEL, evaluations, good, refused, succeed
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -86,36 +86,24 @@ def test_an_import_has_the_logits_and_the_greedy_text_of_transformers(name, bpe)
     assert greedy(run, 'the other') == bpe.decode(made).removesuffix('<|endoftext|>')
 
 
-# The shape of runs.TINY.
-TINY = dict(
-    hidden_size=32,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=32,
-    rope_parameters=LLAMA3,
-)
-
-
 def test_an_imported_run_is_evaluated_and_trained_further(bpe):
     write_dataset(Path('data/text'), **described(bpe))
-    written(Path('from/tiny'), **TINY)
+    written(Path('from/tiny'), rope_parameters=LLAMA3)
     run = imported('from/tiny', 'tiny', '--tokenizer=bpe')
     out = succeed(evaluate.main, 'loss', run, '--dataset=text', '--device=cpu')
     assert f'{run}, imported ' in out
     loss = float(re.search(r'mean *\| *([\d.]+)', out)[1])
     assert_one_line(program(evaluate.main, 'loss', run, '--device=cpu')[0], run, '--dataset')
 
-    start = dict(init_from=f'{run}/ckpt_0.pt', dataset='text', vocab_size=260)
-    message = refused(run, '--rope_theta=500000.0', '--rope_scaling=', **start)
-    start |= dict(re.findall(r'--(\w+)=(\([^)]*\)|\S+)', message))
-    good('out/further', **start, max_iters=1, eval_interval=1, eval_iters=0)
+    start = dict(init_from=f'{run}/ckpt_0.pt', dataset='text', **NO_MODEL)
+    good('out/further', **start, max_iters=1, warmup_iters=0, eval_interval=1, eval_iters=0)
     first, last = [entry['val']['mean'] for entry in evaluations('out/further')]
     assert first == pytest.approx(loss, abs=1e-4) and last < first
 
-    refused(run, 'another tokenizer', 'data/tiny', **{**start, 'dataset': 'tiny'})
+    refused(run, '--n_layer=3', '--rope_theta=500000.0', **start | dict(n_layer=2, rope_theta=1e4))
+    refused(run, 'another tokenizer', 'data/tiny', **start | dict(dataset='tiny'))
     refused(run, 'imported', '--init_from', out_dir=run, init_from='resume', dataset='gone')
-    refused('no checkpoint', 'from/tiny', 'hub.convert', **{**start, 'init_from': 'from/tiny'})
+    refused('no checkpoint', 'from/tiny', 'hub.convert', init_from='from/tiny')
 
 
 def test_a_tokenizer_of_another_kind_reads_and_writes_as_its_own_library(work):

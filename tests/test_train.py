@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import ROOT
 from runs import (
+    NO_MODEL,
     TINY,
     assert_close_losses,
     assert_same,
@@ -243,7 +244,7 @@ def test_a_rate_that_jumps_where_a_run_is_extended_is_said_and_logged(work, caps
     assert note.count('\n') == 1 and f'{before:.1e}' in note and f'{now:.1e}' in note
 
 
-def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys):
+def test_init_from_a_checkpoint_takes_its_weights_and_its_model(whole, capsys):
     # A neutral start: the vanilla model's loss.
     neutral = dict(v_residual=True, residual_weights='learned', residual_lambda=(0.0, 1.0))
     options = dict(warmup_iters=0, seed=7, **neutral)
@@ -266,6 +267,12 @@ def test_init_from_a_checkpoint_takes_its_weights_and_nothing_else(whole, capsys
     assert resumed['provenance']['commit'] == read_config('out/weights')['commit']
     assert {'started', 'load', 'commit'} <= resumed['before'].keys()
     assert all(first_part[name] == value for name, value in resumed['before'].items())
+
+    # Where nobody says what the model is, the checkpoint does.
+    good('out/taken', init_from='out/weights', max_iters=1, warmup_iters=0, **NO_MODEL, dropout=0.1)
+    assert 'from out/weights/ckpt_2.pt: ' in (said := capsys.readouterr().err)
+    assert "v_residual=True residual_weights='learned'" in said and 'dropout' not in said
+    assert evaluations('out/taken')[0]['val'] == evaluations('out/weights')[-1]['val']
 
 
 def copied(run, step, folder):

@@ -371,7 +371,7 @@ def test_a_second_run_on_a_folder_is_refused_and_a_dead_ones_lock_is_none(work, 
     assert_one_line(status, 'another process', 'out/held')
     # Nor are the settings read of a run that may yet write them.
     with pytest.raises(OSError, match='another process'):
-        train.settings_to_resume(dict(init_from='resume', out_dir='out/held'))
+        train.settings_beneath(dict(init_from='resume', out_dir='out/held'))
     holder.kill()
     finish(holder)
     good('out/held', init_from='resume')
