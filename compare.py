@@ -77,7 +77,7 @@ def folder_of(name):
 
 def plan_of(options, argv):
     """The Plan of a command line."""
-    files, _, flags = sort_arguments(argv, 'runs')
+    files, flags = sort_arguments(argv)
     pairs = [flag[2:].split('=', 1) for flag in flags]
     common = {name: value for name, value in pairs if name not in vars(options)}
     if not files and not options.name:
@@ -137,16 +137,14 @@ OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'judgement', 'mixed_code')
 
 def compare_existing(options, argv):
     """Compare runs that exist. Returns (what the report shows, its folder)."""
-    files, _, flags = sort_arguments(argv, 'runs')
+    _, flags = sort_arguments(argv)
     keys = [flag[2:].partition('=')[0] for flag in flags]
     for key in keys:
         if key not in OF_EXISTING:
             raise ValueError(
-                f'--{key} is for runs to be trained; {options.runs[0]} is taken for one that exists '
-                '(config files end with .py)'
+                f'--{key} is for runs to be trained, but these words are taken for runs that exist: '
+                'not all of them are config files, which end with .py'
             )
-    if files:
-        raise ValueError(f'{files[0]}: give a config file or folders of runs, not both')
     folder = folder_of(options.name or 'runs')
     seeds = options.tuning_seeds if 'tuning_seeds' in keys else ()
     comparison = compare_runs(
@@ -184,7 +182,10 @@ def write_report(folder, comparison):
 def main():
     argv = sys.argv[1:]
     with one_line_errors(interrupts=False):
-        options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, doc=__doc__, plain='runs')
+        words, _ = sort_arguments(argv)
+        # Where one of them is a run, none is a config file: among a stranger's runs, it would be executed.
+        plain = '' if all(word.endswith('.py') for word in words) else 'runs'
+        options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, doc=__doc__, plain=plain)
         # Better to fail now than after hours of training.
         distributions()
         charts.pyplot()

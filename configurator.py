@@ -36,8 +36,9 @@ HELP = {'--help', '-h'}
 def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=None):
     """Return one instance of each dataclass in `schemas`, set from `argv` (default: the command line).
 
-    An argument is a config file or --key=value. With plain='runs', arguments that are neither (no
-    leading --, no ending .py) are the tuple field `runs` instead. doc: what --help prints first.
+    An argument is a config file or --key=value. With plain='runs', the former are the tuple field
+    `runs` instead, and no file is taken: one of a stranger's pack, among its runs, would be executed.
+    doc: what --help prints first.
     mode: the program's first word, if it has one, for --help. ignored: dataclasses of another
     program, whose settings a config file may hold as well; they are left out. under: a function of
     the values that files and options give, whose own values, {name: value}, take the place of the
@@ -57,7 +58,7 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
     of_others = {name for schema in ignored for name in typing.get_type_hints(schema)}
     of_others -= hints.keys()
 
-    files, words, options = sort_arguments(argv, plain)
+    words, options = sort_arguments(argv)
     # Before the files: else the VALUE of `--key VALUE` is refused as a missing config file.
     overrides = {}
     for option in options:
@@ -68,13 +69,13 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
         overrides[key] = convert(parse(text), hints[key], f'--{key}', text)
 
     values = {}
-    for path in files:
+    for path in () if plain else words:
         for key, value in read_settings(path, hints).items():
             if key in of_others:
                 continue
             check_key(key, hints, path)
             values[key] = convert(value, hints[key], f'{key} in {path}')
-    if words:
+    if plain and words:
         overrides[plain] = tuple(words)
     values |= overrides
     if under:
@@ -87,17 +88,10 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
     return instances
 
 
-def sort_arguments(argv, plain):
-    """(config files, plain arguments, --key=value options) of a command line."""
-    files, words, options = [], [], []
-    for argument in argv:
-        if argument.startswith('--'):
-            options.append(argument)
-        elif plain and not argument.endswith('.py'):
-            words.append(argument)
-        else:
-            files.append(argument)
-    return files, words, options
+def sort_arguments(argv):
+    """(plain arguments, --key=value options) of a command line."""
+    options = [argument for argument in argv if argument.startswith('--')]
+    return [argument for argument in argv if argument not in options], options
 
 
 def choose(modes, doc, argv=None, plain='', ignored=()):
@@ -212,8 +206,8 @@ def fits(value, kind):
 def help_text(schemas, doc='', plain='', mode=''):
     module = sys.modules['__main__'].__spec__  # of python -m
     program = f'-m {module.name}' if module else os.path.basename(sys.argv[0])
-    words = ['usage: python', program, mode, plain and f'[{plain} ...]']
-    words += ['[config/file.py ...]', '[--key=value ...]']
+    words = ['usage: python', program, mode, f'[{plain or "config/file.py"} ...]']
+    words.append('[--key=value ...]')
     lines = [(doc or '').strip(), '', ' '.join(filter(None, words))]  # None: python -OO
     for schema in schemas:
         lines += ['', f'{schema.__name__}:']

@@ -73,7 +73,7 @@ def launch_here(jobs, slots, gpus, tick):
 def make_plan(*words):
     argv = ['small.py', *words]
     schemas = compare.CompareConfig, TrainConfig, GPTConfig
-    options, _, _ = configure(*schemas, argv=argv, plain='runs')
+    options, _, _ = configure(*schemas, argv=argv)
     return compare.plan_of(options, argv)
 
 

@@ -37,7 +37,7 @@ def test_a_figure_is_a_plan_of_compare_at_every_size(name, config, monkeypatch):
     monkeypatch.chdir(ROOT)
     argv = [config if word == START else word for word in COMPARISONS[name]]
     schemas = compare.CompareConfig, TrainConfig, GPTConfig
-    options, training, model = configure(*schemas, argv=argv, plain='runs')
+    options, training, model = configure(*schemas, argv=argv)
     plan = compare.plan_of(options, argv)
     assert f'--name={plan.folder.name}' == name and plan.baseline == 'vanilla'
     assert config != START or training.rows_per_step * model.block_size == 4096

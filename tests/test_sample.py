@@ -15,12 +15,14 @@ from conftest import assert_one_line, raises_one_line
 from programs import BYTES, MALICE, Evil, ours, program, run_with, small_bpe
 from runs import newest, succeed
 
+import compare
 import evaluate
 import sample
 from hub import convert
 from lib.rundir import checkpoints
 from lib.trained import load_run
 from model import GPT, GPTConfig
+from paper import analyze
 
 trained = programs.trained
 
@@ -149,18 +151,20 @@ def test_a_seed_says_what_is_sampled(trained):
 # --- refused -------------------------------------------------------------------------------------
 
 
-def test_an_unsafe_checkpoint_is_refused_by_every_program(trained, tmp_path):
+def test_an_unsafe_checkpoint_and_code_among_runs_are_refused_by_every_program(trained, tmp_path):
     folder, to, marker = tmp_path / 'unsafe', tmp_path / 'to', tmp_path / 'marker'
     shutil.copytree(trained, folder)
-    path = checkpoints(folder)[0]
+    path, code = checkpoints(folder)[0], tmp_path / 'vanilla_notes.py'
     MALICE['torch file'](Evil(marker), path)
-    calls = (
-        (sample.main, f'--out_dir={folder}', '--device=cpu'),
-        (convert.main, 'export', folder, f'--to={to}'),
-        (evaluate.main, 'loss', folder, '--device=cpu'),
+    code.write_text(f'open({str(marker)!r}, "w")')
+    readers = (
+        (convert.main, 'export', f'--to={to}'),
+        (evaluate.main, 'loss', '--device=cpu'),
+        (analyze.main, 'entropy', '--device=cpu'),
     )
-    for main, *words in calls:
-        assert_one_line(program(main, *words)[0], path)
+    calls = [(*call, each) for call in readers for each in (path, code)]
+    for main, *words in [*calls, (sample.main, f'--out_dir={path}'), (compare.main, trained, code)]:
+        assert_one_line(program(main, *words)[0], str(words[-1]).removeprefix('--out_dir='))
     assert not marker.exists() and not to.exists()
 
 
