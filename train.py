@@ -86,7 +86,7 @@ class TrainConfig:
     eval_iters: int = 20  # validation batches per domain; 0: the whole validation split
     log_interval: int = 1  # steps between log lines
     save_interval: int = 1000  # steps between checkpoints; 0: at the end only
-    keep_checkpoints: int = 2  # the newest ones; the best by its validation loss stays, too
+    keep_checkpoints: int = 2  # the newest ones stay
     save_steps: tuple = ()  # other steps with a checkpoint, all of which stay
     max_skipped: int = 20  # stop after so many steps in a row without a finite gradient; 0: never
     wandb_log: bool = False  # log to Weights & Biases too
@@ -751,8 +751,6 @@ class Reporter:
         self.folder.save(parts)
 
     def finish(self, step, interrupted):
-        # The last evaluation may have found a better checkpoint.
-        self.folder.prune(**asdict(self.settings))
         if self.description:
             self.folder.describe(self.description | {'ended': now()})
         if interrupted:

@@ -141,18 +141,9 @@ class RunFolder:
         # Log lines first, then the checkpoint: the log then lacks none of the checkpoint's steps.
         self.log.flush()
         save_checkpoint(self.path, parts)
-        self.prune(**parts['settings'])
-
-    def prune(self, keep_checkpoints, save_steps, **settings):
-        """Delete checkpoints but for the newest keep_checkpoints, those of save_steps, and the one with
-        the lowest validation loss in the log."""
-        entries = read_log(self.path / 'log.jsonl')
-        losses = {entry['step']: entry['val']['mean'] for entry in entries if 'val' in entry}
-        paths = checkpoints(self.path)
-        evaluated = [step for step in map(step_of, paths) if losses.get(step) is not None]
-        best = min(evaluated, key=losses.get, default=None)
-        for path in paths[keep_checkpoints:]:
-            if step_of(path) not in (*save_steps, best):
+        settings = parts['settings']
+        for path in checkpoints(self.path)[settings['keep_checkpoints'] :]:
+            if step_of(path) not in settings['save_steps']:
                 path.unlink()
 
     def give_up(self, error):

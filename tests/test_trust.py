@@ -47,7 +47,7 @@ KILLS = {
     accidents.die_before_flush: [3],
     accidents.die_before_rename: [3],
     accidents.die_in_an_append: [9, 6],
-    accidents.die_in_an_evaluation: [12, 9, 6],
+    accidents.die_in_an_evaluation: [12, 9],
 }
 
 
@@ -203,16 +203,6 @@ def test_a_damaged_line_of_the_log_is_left_out_and_the_others_stay(whole, capsys
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_the_newest_checkpoints_stay_and_those_of_save_steps_and_the_best(work, monkeypatch):
-    means = iter([5.0, 4.0, 3.0, 4.0, 5.0, 6.0, 2.0])
-    monkeypatch.setattr(train, 'evaluate', lambda *args: {'mean': next(means)})
-    options = dict(eval_interval=1, save_interval=1, save_steps=(1,))
-    good('out/keep', max_iters=5, keep_checkpoints=2, **options)
-    assert steps_of_checkpoints('out/keep') == [5, 4, 2, 1]
-    good('out/keep', max_iters=6, keep_checkpoints=1, init_from='resume', **options)
-    assert steps_of_checkpoints('out/keep') == [6, 1]
-
-
 def test_what_a_run_was_told_to_keep_stays_when_it_is_resumed_with_other_save_steps(work):
     options = dict(eval_interval=0, save_interval=1, keep_checkpoints=1)
     good('out/told', max_iters=4, save_steps=(1, 2, 7), **options)
@@ -333,17 +323,6 @@ def test_too_many_such_steps_in_a_row_stop_the_run_and_name_its_checkpoints(work
     status, _ = here('out/nothing', max_skipped=2, eval_interval=0, save_steps=())
     assert 'no checkpoint has been written yet' in status and '.pt' not in status
     good('out/never', max_skipped=0, max_iters=4)
-
-
-def test_a_diverged_run_keeps_the_checkpoint_that_was_good(work):
-    name = 'out/diverged'
-    options = dict(eval_interval=1, save_interval=1, max_skipped=4, max_iters=99, save_steps=())
-    status, _ = here(name, dtype='float16', learning_rate=1e6, warmup_iters=5, **options)
-    steps = steps_of_checkpoints(name)
-    assert status.startswith('error: 4 steps in a row'), status
-    assert f'{name}/ckpt_{steps[-1]}.pt' in status
-    validation = {entry['step']: entry['val']['mean'] for entry in log(name) if 'val' in entry}
-    assert validation[steps[0]] is None and validation[steps[-1]] is not None
 
 
 def test_the_scale_of_float16_has_a_floor(work, monkeypatch):
