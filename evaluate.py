@@ -114,8 +114,6 @@ def run_losses(run, settings, machine):
     if not settings.dataset:
         advice = f'; to evaluate on it nevertheless, give --dataset={dataset.folder.name}'
         checkpoint.check_data(dataset, advice)
-    if machine.local_rank == 0:  # once per machine
-        dataset.verify(['validation'])
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
     return {

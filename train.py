@@ -63,7 +63,7 @@ class TrainConfig:
     # data
     dataset: str = 'slimpajama'  # a folder in data/
     domain_weights: dict = field(default_factory=dict)  # {domain: weight}; {}: as prepared
-    verify_data: bool = False  # compare the token files' sha256 again, even if it was right before
+    verify_data: bool = False  # compare the sha256 of the token files, not only their sizes
     # a step is gradient_accumulation_steps * batch_size * block_size tokens, on any number of GPUs
     gradient_accumulation_steps: int = 32  # micro-batches a step, over all GPUs
     batch_size: int = 32  # sequences in a micro-batch
@@ -492,8 +492,8 @@ def check_alike(plans):
 def open_dataset(settings, config, machine):
     """(Dataset, TrainingRows), checked against the settings."""
     dataset = Dataset(settings.dataset)
-    if machine.local_rank == 0:  # once per machine
-        dataset.verify(force=settings.verify_data)
+    if settings.verify_data and machine.local_rank == 0:  # once per machine
+        dataset.verify()
 
     ids = dataset.meta['tokenizer']['n_vocab']
     refuse(

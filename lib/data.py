@@ -6,7 +6,6 @@ run was resumed.
 A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.bin and meta.json.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +22,6 @@ from lib.files import (
     is_domain,
     sha256_of,
     unreadable,
-    write_whole,
 )
 
 
@@ -33,7 +31,7 @@ def dataset_folder(name):
 
 
 class Dataset:
-    """A prepared dataset, its files checked against meta.json.
+    """A prepared dataset, the sizes of its files checked against meta.json.
 
     It reads the files that it has opened at its start, even where others take their places. Raises
     FileNotFoundError where there is none, ValueError where it is damaged.
@@ -97,37 +95,16 @@ class Dataset:
         text = json.dumps(self.hashes(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def verify(self, splits=('train', 'validation'), force=False):
-        """Compare the sha256 of each file of these splits with meta.json's, once.
-
-        A file that matched is remembered by its size and time; `force` compares all files again.
-        """
-        memory = self.folder / 'verified.json'
-        remembered = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            remembered = dict(json.loads(memory.read_bytes()))
-
-        marks = dict(remembered)
+    def verify(self):
+        """Compare the sha256 of each file with meta.json's."""
         for name, entry in self.files():
-            path = self.folder / name
-            stat = path.stat()
-            mark = [stat.st_size, stat.st_mtime_ns, entry['sha256']]
-            is_known = remembered.get(name) == mark and not force
-            if is_known or path.parent.name not in splits:
-                continue
+            path, expected = self.folder / name, entry['sha256']
             sha256 = sha256_of(path)
-            if sha256 != entry['sha256']:
+            if sha256 != expected:
                 raise ValueError(
                     f'{path} was altered: its sha256 is {sha256[:12]}..., meta.json says '
-                    f'{entry["sha256"][:12]}...; {self.advice}'
+                    f'{expected[:12]}...; {self.advice}'
                 )
-            marks[name] = mark
-
-        if marks != remembered:
-            # A read-only dataset remembers nothing, and is checked at every start. So is one whose
-            # memory two runs damaged by writing it at once.
-            with contextlib.suppress(OSError):
-                write_whole(memory, json.dumps(marks))
 
     def read(self, split, domain, start, count):
         """`count` tokens from `start` on, as int64; fewer at the end of the file."""

@@ -1,6 +1,5 @@
 """lib/data.py: a row is a pure function of (seed, row number); what meta.json belies is refused."""
 
-import os
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -8,13 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import raises_one_line, read_json
+from conftest import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import data
 from lib.data import Dataset, Loader, TrainingRows
-from lib.files import sha256_of
 from lib.sources import TABLE_2
 from train import TrainConfig
 
@@ -164,30 +161,6 @@ def test_an_empty_training_split_is_refused_as_such(prepared, train):
     dataset = Dataset('untrained')  # there is something to evaluate on
     with raises_one_line('data/untrained has no training tokens'):
         TrainingRows(dataset, BLOCK, 0)
-
-
-def test_what_was_right_is_not_hashed_again_unless_forced(tiny, monkeypatch):
-    names = []
-    monkeypatch.setattr(data, 'sha256_of', lambda path: names.append(path.name) or sha256_of(path))
-
-    def hashed(dataset, **options):
-        names.clear()
-        dataset.verify(**options)
-        return sorted(names)
-
-    assert hashed(tiny) == ['A.bin', 'A.bin', 'B.bin', 'B.bin', 'C.bin', 'C.bin']
-    assert hashed(Dataset('tiny')) == []
-    os.utime(tiny.folder / 'train' / 'C.bin', ns=(5, 5))
-    assert hashed(Dataset('tiny')) == ['C.bin']
-    assert len(hashed(Dataset('tiny'), force=True)) == 6
-
-
-@pytest.mark.parametrize('text', ['', '[]', '{"train/A.bin": 3}'])
-def test_a_damaged_memory_of_verification_is_replaced(tiny, text):
-    memory = tiny.folder / 'verified.json'
-    memory.write_text(text)
-    tiny.verify()
-    assert len(read_json(memory)) == 6
 
 
 @pytest.mark.parametrize(

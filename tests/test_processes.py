@@ -10,7 +10,7 @@ import accidents
 import pytest
 import torch
 from accidents import torchrun, train_with
-from conftest import ROOT, write_dataset
+from conftest import ROOT, contents, write_dataset
 from runs import (
     assert_close_losses,
     assert_same_run,
@@ -24,7 +24,6 @@ from runs import (
     newest,
     ranks,
     run_main,
-    snapshot,
     training_steps,
 )
 from torch.distributed.launcher.api import LaunchConfig
@@ -168,15 +167,16 @@ def test_a_mistake_of_all_processes_is_one_line_and_no_process_waits(work):
     write_dataset(Path('data/altered'))
     path = Path('data/altered/train/A.bin')
     path.write_bytes(path.read_bytes()[:-2] + b'\1\1')
-    before = snapshot('.')
-    results = ranks(2, run_main, train.main, *command_line('out/refused', dict(dataset='altered')))
+    before = contents('.')
+    words = command_line('out/refused', dict(dataset='altered', verify_data=True))
+    results = ranks(2, run_main, train.main, *words)
     assert str(path) in one_line(results)
     results = ranks(
         2, run_main, train.main, *command_line('out/refused', dict(gradient_accumulation_steps=5))
     )
     line = one_line(results)
     assert 'gradient_accumulation_steps=5' in line and '2 processes; 4 is' in line
-    assert snapshot('.') == before
+    assert contents('.') == before
 
 
 def one_line_apart(*words):

@@ -14,7 +14,7 @@ from configurator import configure
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, contents
 from runs import (
     NO_MODEL,
     TINY,
@@ -30,7 +30,6 @@ from runs import (
     model_of,
     newest,
     read_config,
-    snapshot,
     steps_of_checkpoints,
     succeed,
     training_steps,
@@ -202,10 +201,10 @@ def test_resume_is_bitwise_equal(work, options):
 
 
 def test_resuming_a_finished_run_changes_nothing(whole, monkeypatch):
-    before = snapshot(whole)
+    before = contents(whole)
     monkeypatch.setattr(train, 'provenance', lambda machine: {'commit': 'a later one'})
     good(whole, init_from='auto')  # as `make demo` does
-    assert snapshot(whole) == before
+    assert contents(whole) == before
 
 
 def changed_in(out_dir):
@@ -286,12 +285,12 @@ def test_the_cooldown_of_a_copy_is_bitwise_the_run_whose_own_cooldown_begins_the
     options = dict(lr_decay_iters=0, dropout=0.2, dtype='float16', seed=3, v_residual=True)
     good('out/trunk', **options, cooldown_iters=2)
     good('out/straight', **options, cooldown_iters=4, max_iters=10)
-    before = snapshot('out/trunk')
+    before = contents('out/trunk')
     copied('out/trunk', 6, 'out/copy')
     words = ['--cooldown_iters=4', '--max_iters=10']
     succeed(train.main, '--init_from=resume', '--out_dir=out/copy', *words)
     assert_same_run('out/copy', 'out/straight')
-    assert snapshot('out/trunk') == before
+    assert contents('out/trunk') == before
 
     rates = [entry['lr'] for entry in training_steps('out/copy')]
     assert rates[3:7] == [1e-2] * 4 and steps_of_checkpoints('out/copy') == [10, 6]
