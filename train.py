@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
 from lib.files import is_plain, locked, mute, one_line_errors
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
+from lib.muon import Muon
 from lib.rundir import (
     RunFolder,
     checkpoints,
@@ -229,7 +230,7 @@ def make_optimizers(model, settings):
     optimizers = [torch.optim.AdamW([*adamw.values()], lr, betas, eps=1e-8, fused=True)]
     if muon:
         # With this step size, AdamW's learning rates serve.
-        optimizers.append(torch.optim.Muon([*muon.values()], lr, adjust_lr_fn='match_rms_adamw'))
+        optimizers.append(Muon([*muon.values()], lr, adjust_lr_fn='match_rms_adamw'))
     return optimizers
 
 

@@ -10,12 +10,13 @@ import torch
 from conftest import assert_one_line, read_json
 from programs import program, table
 from runs import ranks, run_main
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 import bench
 import train
 from hub.convert import llama_settings
 from lib.machine import Machine
+from lib.muon import Muon
 from model import GPTConfig
 
 SHAPE = dict(n_layer=4, n_head=2, n_embd=16, block_size=16, vocab_size=320)

@@ -6,6 +6,7 @@ from conftest import raises_one_line
 from runs import assert_same
 from variants import RES, SIZE, SV, config_of, make, tokens
 
+from lib.muon import Muon
 from lib.rundir import Checkpoint, optimizer_state
 from model import GPT, GPTConfig
 from train import TrainConfig, check_rates, make_optimizers
@@ -142,6 +143,23 @@ def test_muon_is_torchs_for_each_matrix_and_adamw_for_the_rest():
             optimizer.step()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p, weights[name], msg=name)
+
+
+def test_muon_in_batches_is_torchs_bit_for_bit():
+    shapes = [(8, 8), (8, 24), (24, 8), (16, 16), (24, 8), (8, 8), (8, 24), (24, 8)]
+    ours = [torch.randn(shape).requires_grad_() for shape in shapes]
+    theirs = [p.detach().clone().requires_grad_() for p in ours]
+    options = dict(lr=0.02, weight_decay=0.3, adjust_lr_fn='match_rms_adamw')
+    batched, plain = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for n in range(3):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            p.grad = torch.randn(p.shape) * 0.01**i
+            q.grad = p.grad.clone()
+        ours[n].grad = theirs[n].grad = None
+        batched.step()
+        plain.step()
+        assert_same(ours, theirs)
+        assert_same(batched.state_dict()['state'], plain.state_dict()['state'])
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
