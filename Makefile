@@ -6,10 +6,6 @@ RUN = $(VENV)/bin/python
 DEMO = out/compare/demo
 TORCH_FOR_CPU = https://download.pytorch.org/whl/cpu
 
-# Threads that wait for a busy neighbor must not spin: on two cores, of which another program uses
-# one, that made training three times as slow. Where nobody else works, waiting passively is free.
-export OMP_WAIT_POLICY ?= PASSIVE
-
 # A module is compiled when it is first imported, and most never are: installing is twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(RUN) -m pip install --quiet --no-compile

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -318,3 +319,10 @@ def test_configure_raises_nothing_but_value_errors_and_os_errors(argv):
         pass
     except SystemExit as exit:
         assert not exit.code and {'-h', '--help'} & set(argv)
+
+
+def test_a_thread_that_waits_does_not_spin_unless_the_user_says_so(monkeypatch):
+    for environment, policy in (({}, 'PASSIVE'), ({'OMP_WAIT_POLICY': 'ACTIVE'}, 'ACTIVE')):
+        monkeypatch.setattr(os, 'environ', environment)
+        runpy.run_path(f'{ROOT}/configurator.py')
+        assert environment['OMP_WAIT_POLICY'] == policy
