@@ -12,6 +12,7 @@ from comparison import charts
 from comparison.charts import MINUS, seeds_text
 from comparison.record import METRIC
 from comparison.verdict import RULES
+from lib.files import printable
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def headline(comparison):
     lines = [f'{comparison["title"]}. {state(comparison)}']
     for contrast in comparison['contrasts'].values():
         lines.append('  ' + ' '.join(sentences(comparison, contrast)))
-    return '\n'.join(lines + problem_lines(comparison))
+    return '\n'.join(map(printable, lines + problem_lines(comparison)))
 
 
 def problem_lines(comparison):
@@ -387,10 +388,11 @@ def markdown(comparison):
         first, *others = sentences(comparison, contrast)
         lines.append(f'- **{first}** {" ".join(others)}'.rstrip())
     for title, content in sections(comparison).items():
-        is_table = isinstance(content, tuple)
-        text = markdown_table(*content) if is_table else '\n'.join(f'- {line}' for line in content)
-        lines += ['', f'## {title}', '', text]
-    return '\n'.join(lines) + '\n'
+        rows = [f'- {line}' for line in content]
+        if isinstance(content, tuple):
+            rows = markdown_table(*content).split('\n')
+        lines += ['', f'## {title}', '', *rows]
+    return '\n'.join(map(printable, lines)) + '\n'
 
 
 THEME = """

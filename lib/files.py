@@ -20,6 +20,12 @@ def is_plain(name):
     return name.isprintable() and not set(name) & set('/\\|$<>')
 
 
+def printable(text):
+    """A text as one line, all of whose characters can be seen: where a stranger's file has a line end or
+    an escape code, a report would otherwise say what the file says."""
+    return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def is_domain(name):
     """Whether a domain can be called so: `mean` stands beside the domains in logs and results."""
     return is_plain(name) and name != 'mean'
@@ -180,7 +186,7 @@ def one_line_errors(everywhere=False, interrupts=True):
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError) as error:
         speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
-        sys.exit(f'error: {error}' if speaks else 1)
+        sys.exit(printable(f'error: {error}') if speaks else 1)
 
 
 def mute(stream):

@@ -15,7 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lib.files import first_line
+from lib.files import first_line, printable
 
 # Exit status after SIGTERM or SIGINT: the run was saved and can be resumed (EX_TEMPFAIL).
 INTERRUPTED = 75
@@ -82,7 +82,7 @@ class Machine:
         """Say it on stderr, on the first process only. Where nobody reads that, it is lost."""
         if self.is_first:
             with contextlib.suppress(OSError):
-                print(message, file=sys.stderr)
+                print(printable(message), file=sys.stderr)
 
     def choose_kernels(self):
         """Let the whole process attend with this Machine's kernels: the last one made decides."""

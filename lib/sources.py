@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.files import first_line, is_domain
+from lib.files import first_line, is_domain, printable
 from lib.hub import HUB_ID, hub_error
 
 # The paper's Table 2, as printed.
@@ -215,7 +215,7 @@ def files_to_read(source, sizes, is_text_read):
 
 def tell_unread(names, why):
     if names:
-        print(f'{len(names):,} files are not read, such as {min(names)}: {why}')
+        print(f'{len(names):,} files are not read, such as {printable(min(names))}: {why}')
 
 
 def split_of(name):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lib.files import write_json
+from lib.files import printable, write_json
 
 
 def markdown_table(head, rows):
@@ -13,7 +13,7 @@ def markdown_table(head, rows):
 
 
 def markdown_row(cells):
-    escaped = [cell.replace('|', r'\|') for cell in cells]
+    escaped = [printable(cell).replace('|', r'\|') for cell in cells]
     return f'| {" | ".join(escaped)} |'
 
 

@@ -8,6 +8,7 @@ import sys
 
 from lib import tokenizer as tokenizers
 from lib.data import dataset_folder
+from lib.files import printable
 from lib.rundir import load_checkpoint
 
 
@@ -18,7 +19,7 @@ def load_run(path, tokenizer=''):
     Raises ValueError or OSError if something is missing, or if the tokenizer is not the one that the
     model was trained with.
     """
-    checkpoint = load_checkpoint(path, warn=lambda message: print(message, file=sys.stderr))
+    checkpoint = load_checkpoint(path, lambda message: print(printable(message), file=sys.stderr))
     encoder = load_tokenizer(checkpoint, tokenizer)
     model = checkpoint.build()
     for name, weight in model.state_dict().items():

@@ -513,7 +513,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     logs['a3'].write_text(''.join(lines[:12]))
     runs.edit_config(folders['a4'], my_flag=True, my_other_flag=False)  # a fork's
     logs['a5'].write_text('')
-    (folders['a5'] / 'failed.txt').write_text('CUDA out of memory\n')
+    (folders['a5'] / 'failed.txt').write_text('CUDA out of memory\n- **Better\x1b[2J')
     not_finite(folders['a6'])
     logs['a8'].write_text(''.join(logs['a8'].read_text().splitlines(keepends=True)[:12]))
     (folders['a8'] / 'failed.txt').write_text(f'20 steps {train.NOT_FINITE}\n')  # it gave up
@@ -543,6 +543,8 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     for name in ('report.md', 'report.html'):
         page = Path('out/compare/small', name).read_text()
         assert 'my_flag=True' in page and 'a2_lr0.02_seed2: missing' in page
+    for shown in (text, Path('out/compare/small/report.md').read_text()):  # a line is ours
+        assert r'failed: CUDA out of memory\n- **Better\x1b[2J' in shown
 
 
 def test_runs_of_a_plan_are_compared_in_their_data_where_the_data_are_not(place, monkeypatch):

@@ -122,5 +122,5 @@ def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):
         monkeypatch.setenv(name, '')
     machine = Machine('cpu')
     assert (machine.distributed, machine.rank, machine.world_size) == (False, 0, 1)
-    with pytest.raises(SystemExit, match='error: ours'), one_line_errors():
-        raise ValueError('ours')
+    with pytest.raises(SystemExit, match=r'error: ours\\n'), one_line_errors():
+        raise ValueError('ours\n')
