@@ -436,7 +436,6 @@ class Start:
         self.config = config
         self.folder = folder
         self.dataset, self.rows = open_dataset(settings, config, machine)
-        check_memory(config, machine)
         self.model = GPT(config, settings.seed).to(machine.device)
         self.optimizers = make_optimizers(self.model, settings)
         self.scaler = machine.scaler()
@@ -511,20 +510,6 @@ def open_dataset(settings, config, machine):
         f'step takes {settings.rows_per_step:,}; prepare more, or lower gradient_accumulation_steps',
     )
     return dataset, rows
-
-
-def check_memory(config, machine):
-    """Refuse a model whose weights alone do not fit, before torch tries for a minute."""
-    size = math.inf
-    with contextlib.suppress(RuntimeError, OverflowError, TypeError):  # more than torch can count
-        size = 4 * GPT.without_weights(config).num_params(non_embedding=False)
-    memory = machine.memory()
-    refuse(
-        size > memory,
-        f'n_embd={config.n_embd}, n_inner={config.ffn_width}, n_layer={config.n_layer} and '
-        f'vocab_size={config.vocab_size} make weights of {size / 1e9:,.0f} GB; there are '
-        f'{memory / 1e9:,.0f} GB of memory',
-    )
 
 
 def take_weights(checkpoint, start, warn):

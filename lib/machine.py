@@ -134,12 +134,6 @@ class Machine:
         if self.distributed:
             dist.destroy_process_group()
 
-    def memory(self):
-        """Bytes of memory: of its GPU, else of this machine."""
-        if self.kind == 'cuda':
-            return torch.cuda.get_device_properties(self.device).total_memory
-        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-
     def synchronize(self):
         """Wait until the device has done what it was given. A CPU always has."""
         if self.kind != 'cpu':
