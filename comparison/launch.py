@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.files import locked, write_whole
-from lib.machine import INTERRUPTED, cores, kind_and_index
+from lib.machine import INTERRUPTED, cores, find_device
 from lib.rundir import failure_file
 
 ROOT = Path(__file__).parent.parent
@@ -51,9 +51,7 @@ def shell_line(arguments, device, gpus=1):
     """command() as a line for a shell, with the threads that find_slots() gives: other numbers of them
     round differently. device: where it trains; auto: what this machine has."""
     line = shlex.join(command(arguments, gpus))
-    if device == 'auto':
-        device, _ = kind_and_index(device)
-    if gpus > 1 or device.startswith('cuda'):
+    if gpus > 1 or find_device(device).type == 'cuda':
         return line
     return f'OMP_NUM_THREADS=1 {line}'
 
@@ -77,8 +75,9 @@ def find_slots(device, jobs=0, gpus=1):
     there are GPUs or cores; where there are more trainings than GPUs, several share one. Raises
     ValueError where a training asks for more GPUs than there are.
     """
-    kind, index = kind_and_index(device)
-    visible = visible_gpus() if kind == 'cuda' and not index else []
+    found = find_device(device)
+    kind = found.type
+    visible = visible_gpus() if kind == 'cuda' and found.index is None else []
     if not visible:
         if gpus > 1:
             raise ValueError(f'gpus={gpus}, but torch sees no GPU for device={device}')

@@ -42,15 +42,16 @@ PEAK_FLOPS = {
 class Machine:
     """This process's rank, device and precision. Under torchrun, join() the other processes.
 
-    device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one.
+    device: auto, cuda, cuda:1, cpu or mps; auto is a GPU where there is one. Under torchrun, each
+    process has a GPU of its own.
     dtype: auto, float16, bfloat16 or float32; auto is float16 on CUDA, else float32.
     tf32: on CUDA, let float32 products round their factors to TF32. Faster, but not for measurements.
     attention: on CUDA, the kernel of scaled_dot_product_attention where there is a choice; auto is
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a device, dtype or kernel that is unknown, and for a device or dtype that
-    this machine lacks.
+    Raises ValueError for a dtype or kernel that is unknown, and for a dtype that this machine lacks; of
+    a device it lacks, torch says so.
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
@@ -61,7 +62,10 @@ class Machine:
         self.world_size = int(os.environ.get('WORLD_SIZE') or 1)
         self.is_first = self.rank == 0
 
-        self.kind, self.device = self.choose_device(device)
+        self.device = find_device(device)
+        self.kind = self.device.type
+        if self.kind == 'cuda' and (self.distributed or self.device.index is None):
+            self.device = torch.device('cuda', self.local_rank)  # torchrun's own for each process
         for name, value, allowed in (('dtype', dtype, DTYPES), ('attention', attention, ATTENTION)):
             if value not in allowed:
                 raise ValueError(f'{name}={value!r} is not one of {", ".join(map(repr, allowed))}')
@@ -91,27 +95,6 @@ class Machine:
             torch.backends.cuda.enable_flash_sdp(self.attention != 'cudnn')
             # The compiler's cache on disk would hand out code that was compiled for other kernels.
             torch.compiler.config.cache_key_tag = f'attention={self.attention}'
-
-    def choose_device(self, device):
-        """(kind, torch.device) of the device asked for. ValueError where there are too few GPUs."""
-        kind, index = kind_and_index(device)
-        if kind != 'cuda':
-            return kind, torch.device(kind)
-        if self.distributed and index:
-            raise ValueError(
-                f'device={device!r}, but torchrun gives each process a GPU of its own; use '
-                '--device=cuda, and choose among the GPUs with CUDA_VISIBLE_DEVICES'
-            )
-        number = self.local_rank if self.distributed else int(index or 0)
-        # Under torchrun, in all processes alike.
-        needed = int(os.environ.get('LOCAL_WORLD_SIZE') or number + 1)
-        count = torch.cuda.device_count()
-        if needed > count:
-            raise ValueError(
-                f'device={device!r} needs {needed} GPUs here, and torch sees {count}, from cuda:0; '
-                f'under torchrun, use --nproc_per_node={count}'
-            )
-        return kind, torch.device(kind, number)
 
     def join(self, backend='auto'):
         """Join the other processes, if this is one of several.
@@ -209,27 +192,13 @@ class Machine:
                 return flops
 
 
-def kind_and_index(device):
-    """('cuda', '1') of cuda:1, ('cpu', '') of cpu; of auto, the best that there is.
-
-    Raises ValueError for a device that this machine lacks.
-    """
-    available = {
-        'cuda': torch.cuda.is_available(),
-        'mps': torch.backends.mps.is_available(),
-        'cpu': True,
-    }
-    usable = [kind for kind, present in available.items() if present]
-    if device == 'auto':
-        device = usable[0]
-    kind, _, index = device.partition(':')
-    is_index = index.isdigit() if kind == 'cuda' else index == '0'
-    if kind not in usable or (index and not is_index):
-        raise ValueError(
-            f'device={device!r}, but torch {torch.__version__} sees only '
-            f'{" and ".join(usable)} here'
-        )
-    return kind, index
+def find_device(name):
+    """torch's device of that name; of auto, the best that there is."""
+    if name != 'auto':
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device('cuda')
+    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
 
 
 def cores():
