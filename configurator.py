@@ -15,7 +15,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import json
 import math
 import os
 import re
@@ -130,17 +129,8 @@ def read_settings(path, fields=()):
         if '=' in path:
             hint = f'; for a setting, write --{path.lstrip("-")}'
         raise FileNotFoundError(f'no config file {path!r}{hint}')
-    try:
-        names = runpy.run_path(path)
-    except (Exception, SystemExit) as error:  # whatever a user's file raises is that file's mistake
-        message = ' '.join(str(error).splitlines())
-        # The message of a SyntaxError says the file and the number of the line, but not the line.
-        if isinstance(error, SyntaxError) and error.text:
-            message = f'{message}: {error.text.strip()}'
-        raise ValueError(f'{path}: {type(error).__name__}: {message}') from error
-
     settings = {}
-    for name, value in names.items():
+    for name, value in runpy.run_path(path).items():
         is_helper = isinstance(value, types.ModuleType) or callable(value)
         if name in fields or not (is_helper or name.startswith('_')):
             settings[name] = value
@@ -172,25 +162,13 @@ def convert(value, hint, where, text=None):
     kinds = [typing.get_origin(kind) or kind for kind in kinds]
     for kind in kinds:
         if fits(value, kind):
-            value = kind(value) if kind in (int, float, tuple) else value
-            check_plain(value, where)
-            return value
+            return kind(value) if kind in (int, float, tuple) else value
     if str in kinds and text is not None:
         return text
 
     names = ' or '.join('None' if kind is type(None) else kind.__name__ for kind in kinds)
     advice = f'; write ({value!r},)' if tuple in kinds and isinstance(value, int | float) else ''
     raise ValueError(f'{where} must be {names}, not {value!r}{advice}')
-
-
-def check_plain(value, where):
-    """ValueError for a value that a checkpoint or config.json could not hold, such as NumPy's or a set."""
-    try:
-        json.dumps(ast.literal_eval(repr(value)))
-    except (ValueError, TypeError, SyntaxError):
-        raise ValueError(
-            f"{where} holds {value!r}, which is none of Python's own numbers and strings"
-        ) from None
 
 
 def fits(value, kind):
@@ -204,8 +182,9 @@ def fits(value, kind):
     if kind in (int, float) and isinstance(value, int):
         return abs(value) < 1e308
     if kind is tuple and isinstance(value, list):
-        return True
-    return isinstance(value, kind)
+        value = tuple(value)
+    # A checkpoint with numbers of NumPy could not be read again.
+    return isinstance(value, kind) and (kind not in (tuple, dict) or parse(repr(value)) == value)
 
 
 def help_text(schemas, doc='', plain='', mode=''):

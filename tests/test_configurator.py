@@ -169,11 +169,9 @@ class Runs:
     window: int = 5  # steps
 
 
-@pytest.mark.parametrize('value', ['({1},)', '(np.float64(0.5),)', '[np.arange(2)]'])
-def test_a_value_that_a_checkpoint_could_not_hold_is_refused(write, value):
-    assert 'pair in mine.py holds ' in refusal(
-        write('mine.py', f'import numpy as np\npair = {value}')
-    )
+def test_a_value_that_could_not_be_read_of_a_checkpoint_is_refused(write):
+    config = write('mine.py', 'import numpy as np\npair = (np.float64(0.5),)')
+    assert_words(refusal(config), 'pair in mine.py must be tuple', 'np.float64(0.5)')
 
 
 def test_a_setting_that_is_a_function_or_a_module_is_refused(write):
@@ -235,28 +233,10 @@ def test_a_config_builds_on_another_and_changes_a_line(write, monkeypatch, tmp_p
     assert toy(derived) == Toy(steps=1, rate=0.5, weights={'A': 1})
 
 
-@pytest.mark.parametrize(
-    'text, words',
-    [
-        ('steps = 1\nrate = = 2\n', ['SyntaxError', 'bad.py, line 2): rate = = 2']),
-        ('steps = 1\n\nrate = 1 / 0\n', ['ZeroDivisionError']),
-        ('import sys\nsys.exit(3)\n', ['SystemExit']),
-        ('raise ValueError("two\\nlines")\n', ['two lines']),
-    ],
-)
-def test_a_config_that_fails_is_reported_with_file_and_error(write, text, words):
-    with raises_one_line('bad.py: ', *words):
-        toy(write('bad.py', text))
-
-
-def test_a_config_that_is_missing_binary_or_a_folder_is_reported(write, tmp_path):
+def test_a_config_that_is_missing_is_reported(write):
     assert refusal('no.py').endswith("'no.py'")
     write('recipes/tiny.py', '')
     assert refusal('recipes/tinny.py').endswith('did you mean recipes/tiny.py?')
-    (tmp_path / 'binary.py').write_bytes(bytes(range(256)))
-    assert 'binary.py' in refusal('binary.py')
-    (tmp_path / 'folder').mkdir()
-    assert "'folder'" in refusal('folder')
 
 
 def test_a_package_of_others_named_config_does_not_hide_ours(tmp_path):
