@@ -15,7 +15,7 @@ from comparison.plan import changes
 from comparison.runs import MIXED_CODE, ROUNDING, difference, facts
 from comparison.verdict import LEVEL, RULES
 from lib.files import as_json, unreadable, write_json
-from lib.rundir import commit_of, git
+from lib.rundir import ask_git, commit_of
 
 METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
 # Facts that differ from run to run, from arm to arm, or from machine to machine.
@@ -127,10 +127,16 @@ def date_and_code():
     return {'date': datetime.datetime.now().isoformat(' ', 'seconds'), **code_state()}
 
 
+# As git prints it, whatever its settings are here.
+DIFF = '-c core.quotePath=false diff --no-ext-diff --no-textconv --no-color'.split()
+PREFIXES = '--src-prefix=a/', '--dst-prefix=b/'
+
+
 def code_state():
     """The commit, and the diff of the work tree's Python files: the idea is a change of the code."""
     paths = ['--', '*.py', ':!tests']
-    diff = git('diff', 'HEAD', *paths)
-    for name in git('ls-files', '--others', '--exclude-standard', *paths).splitlines():
-        diff += git('diff', '--no-index', '/dev/null', name)
-    return {'commit': commit_of('rev-parse', 'HEAD'), 'diff': diff}
+    diff, _ = ask_git(*DIFF, *PREFIXES, 'HEAD', *paths)
+    names, _ = ask_git('ls-files', '-z', '--others', '--exclude-standard', *paths)
+    for name in filter(None, names.split(b'\0')):
+        diff += ask_git(*DIFF, *PREFIXES, '--no-index', '/dev/null', name)[0]
+    return {'commit': commit_of('rev-parse', 'HEAD'), 'diff': diff.decode(errors='replace')}

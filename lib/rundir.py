@@ -11,7 +11,9 @@ For use, lib/trained.py loads a run's model with its tokenizer; comparison/runs.
 
 import contextlib
 import datetime
+import functools
 import hashlib
+import io
 import json
 import os
 import platform
@@ -19,6 +21,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tokenize
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -403,35 +406,76 @@ def now():
 def commit_of(*words):
     """What git says. A copy without .git, as on a borrowed machine, takes it from the environment; else
     it is unknown, and why."""
-    text, reason = ask_git(*words)
-    return text.strip() or os.environ.get('COMMIT') or f'unknown: {reason}'
+    output, reason = ask_git(*words)
+    return output.decode().strip() or os.environ.get('COMMIT') or f'unknown: {reason}'
 
 
-def git(*words):
-    """What git prints about this code; '' where there is no git, no repository, or another user's."""
-    return ask_git(*words)[0]
+# A hook of git's, or a shell that works on another repository, sets these.
+OTHER_REPOSITORY = {'GIT_DIR', 'GIT_WORK_TREE', 'GIT_INDEX_FILE', 'GIT_COMMON_DIR'}
 
 
 def ask_git(*words):
-    """(what git prints about this code, why it prints nothing)"""
+    """(the bytes that git prints about this code, why it prints nothing). They are empty where there is no
+    git, no repository, or another user's."""
+    environment = {name: os.environ[name] for name in os.environ.keys() - OTHER_REPOSITORY}
     try:
-        done = subprocess.run(['git', *words], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(['git', *words], cwd=ROOT, env=environment, capture_output=True)
     except OSError as error:
-        return '', str(error)
-    return done.stdout, first_line(done.stderr)
+        return b'', str(error)
+    return done.stdout, first_line(done.stderr.decode(errors='replace'))
 
 
 def code_fingerprint():
-    """What the code of a training is, as 12 hex digits: the text of all Python files but the tests.
+    """What the code of a training is, as 12 hex digits: the text of all Python files that it could import.
 
     So an edit changes it, whether or not it is committed, and a commit of pages or tests does not.
     """
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.glob('*.py'), *ROOT.glob('*/*.py')]):
-        if path.parent.name != 'tests':
-            digest.update(f'{path.relative_to(ROOT).as_posix()}\n'.encode())
-            digest.update(path.read_bytes() + b'\0')
+    for name in sorted(code_files()):
+        text = without_comments((ROOT / name).read_bytes())
+        digest.update(f'{name}\n'.encode() + text + b'\0')
     return digest.hexdigest()[:12]
+
+
+NOT_CODE = {'tests', 'results', 'data', 'out'}
+# What environments and other repositories have in their folders.
+OF_OTHERS = {'pyvenv.cfg', 'conda-meta', '.git'}
+
+
+def code_files():
+    """The names of the Python files of this code, as in lib/data.py. A name that begins with a dot is an
+    editor's or a system's, and a link to a folder above leads in a circle."""
+    for folder, subfolders, names in os.walk(ROOT, followlinks=True):
+        path = Path(folder)
+        inside = path.relative_to(ROOT)
+        is_of_others = OF_OTHERS & {*names, *subfolders} or path.resolve() in path.parents
+        is_other = is_of_others or path.name.startswith('.') or inside.as_posix() in NOT_CODE
+        if is_other and path != ROOT:
+            subfolders.clear()
+            continue
+        for name in names:
+            is_python = name.endswith('.py') and not name.startswith('.')
+            if is_python and os.path.isfile(path / name):
+                yield (inside / name).as_posix()
+
+
+@functools.cache  # a training asks twice
+def without_comments(source):
+    """The bytes of a Python file without comments and blank lines; all of them where it is not Python."""
+    try:
+        file = io.StringIO(source.decode('utf-8-sig'), newline=None)
+        parts = list(tokenize.generate_tokens(file.readline))
+    except (SyntaxError, ValueError, tokenize.TokenError):
+        return source
+    lines, of_strings = file.getvalue().split('\n'), set()
+    for part in parts:
+        row, column = part.start
+        # Nothing but strings goes on in another row; since Python 3.12, an f-string is many parts.
+        of_strings.update(range(row, part.end[0]))
+        if part.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    code = [line for row, line in enumerate(lines, 1) if line.strip() or row in of_strings]
+    return '\n'.join(code).encode()
 
 
 def cpu_name():

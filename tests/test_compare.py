@@ -238,38 +238,63 @@ def test_another_level_is_another_plan_and_other_words_of_a_rule_are_shown(place
 
 
 def test_the_code_of_a_plan_is_the_commit_and_what_differs_from_it(tmp_path, monkeypatch):
-    """In Python files: tests and pages decide nothing."""
+    """In Python files: tests and pages decide nothing, nor do git's settings here."""
     names = ('model.py', 'tests/test_a.py', 'README.md')
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('before\n')
     who = '-c user.name=a -c user.email=a'
-    for command in ('init -q', 'add .', f'{who} commit -qm first'):
+    settings = [f'config {name}' for name in ('color.ui always', 'diff.external false')]
+    for command in ('init -q', 'add .', f'{who} commit -qm first', *settings):
         subprocess.run(['git', *command.split()], cwd=tmp_path, check=True)
     monkeypatch.setattr('lib.rundir.ROOT', tmp_path)
+    monkeypatch.setenv('GIT_DIR', 'another')
     clean = code_state()
     assert len(clean['commit']) == 40 and clean['diff'] == ''
-    for name in (*names, 'idea.py', 'idea.txt'):
-        (tmp_path / name).write_text('after\n')
+    for name in (*names, 'idée.py', 'idea.txt'):
+        (tmp_path / name).write_bytes(b'after \xff\n')
     changed = code_state()
     assert changed['commit'] == clean['commit']
-    assert re.findall(r'^\+\+\+ b/(.*)$', changed['diff'], re.M) == ['model.py', 'idea.py']
+    assert re.findall(r'^\+\+\+ b/(.*)$', changed['diff'], re.M) == ['model.py', 'idée.py']
+    assert changed['diff'].count('\n+after \N{REPLACEMENT CHARACTER}\n') == 2
 
 
-def test_the_code_of_a_run_is_the_text_of_all_python_files_but_the_tests(tmp_path, monkeypatch):
+PROGRAM = 'x = 1  # a\n\ny = f"""\n\n{x} # b"""\nz = (1,\n     # c\n     2)\n'
+
+
+@pytest.mark.parametrize(
+    'name, text, counts',
+    [
+        *((name, 'new', True) for name in ('mine.py', 'hub/mine.py', 'lib/idea/gate.py')),
+        *(
+            (name, 'new', False)
+            for name in ('tests/a/b.py', 'data/a.py', 'out/a.py', 'results/a/a.py')
+        ),
+        *(
+            (name, 'new', False)
+            for name in ('lib/._data.py', '.a/a.py', 'env/lib/a.py', 'other/a.py')
+        ),
+        *((name, 'new', False) for name in ('README.md', 'lib/mine.pyc')),
+        ('train.py', '\n# d\n' + PROGRAM.replace('  # a\n', '\r\n').replace('# c', '# e'), False),
+        ('train.py', PROGRAM.replace('# b', '# c'), True),
+        ('train.py', PROGRAM.replace('f"""\n', 'f"""'), True),
+        ('train.py', 'x = "# a', True),
+    ],
+)
+def test_the_code_of_a_run_is_what_python_could_import_without_comments(
+    tmp_path, monkeypatch, name, text, counts
+):
+    """The same for each version of Python."""
     monkeypatch.setattr('lib.rundir.ROOT', tmp_path)
-
-    def code_with(**changes):
-        for name, text in changes.items():
-            path = tmp_path / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        return code_fingerprint()
-
-    code = code_with(**{'train.py': 'import model\n', 'lib/data.py': ''})
-    changed = [code_with(**{name: '# new\n'}) for name in ('lib/data.py', 'mine.py', 'hub/mine.py')]
-    assert len({code, *changed}) == 4
-    assert code_with(**{'README.md': 'new', 'tests/test_mine.py': ''}) == changed[-1]
+    files = {'train.py': PROGRAM, 'lib/data.py': '', 'env/pyvenv.cfg': '', 'other/.git': ''}
+    (tmp_path / 'lib').mkdir()
+    for link in ('lib/.#data.py', 'lib/above'):
+        (tmp_path / link).symlink_to('..')
+    for path, content in [*files.items(), (name, text)]:
+        before = code_fingerprint()
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content, newline='')
+    assert before == 'ff426767d9b4' and (code_fingerprint() != before) == counts
 
 
 def edited(monkeypatch):
