@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from comparison.arms import check_name, contrast_name, lead, of_arm, parse_contrasts
-from comparison.compute import multipliers
 from comparison.curves import measure_curves
 from comparison.plan import COMPARABLE, changes, check_judgement
 from comparison.results import losses_of, sweep
@@ -142,7 +141,6 @@ def assemble(title, arms, verdicts, problems, states, tuning):
         'code': Counter(state.code for state in states if state.config and state.code),
         'baseline': baseline,
         'arms': numbers,
-        'multipliers': multipliers(arms, numbers, baseline),
         'contrasts': verdicts,
         'evaluation': describe_evaluation(arms[baseline].facts),
         'curves': curves_of_arms(arms, baseline),

@@ -351,21 +351,8 @@ def tuning_table(comparison):
     return title, ['arm', *(f'{rate:g}' for rate in rates)], rows
 
 
-def multiplier_table(comparison):
-    """How much more compute the baseline needs for an arm's loss."""
-    head = ['arm', 'FLOPs', '95% interval']
-    rows = []
-    for name, numbers in comparison['multipliers'].items():
-        mean, low, high = numbers['mean'], numbers['low'], numbers['high']
-        middle = numbers['reason'] if mean is None else f'{TIMES}{mean:.3f}'
-        ends = '' if low is None else f'{TIMES}{low:.3f} to {TIMES}{high:.3f}'
-        rows.append([name, middle, ends])
-    title = f'Compute multiplier: what {comparison["baseline"]} needs for the loss of an arm'
-    return title, head, rows
-
-
 CAUTIONS = 'Before you believe it'
-TABLES = (contrast_table, arm_table, cost_table, multiplier_table, tuning_table)
+TABLES = (contrast_table, arm_table, cost_table, tuning_table)
 
 
 def sections(comparison):

@@ -1,7 +1,6 @@
 """compare.py: arms, rates, seeds and plan; what it trains, collects, refuses and reports."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -742,34 +741,6 @@ def test_skipped_steps_are_shown_per_arm_and_said_with_its_verdict(place):
     assert text.count('Skipped optimizer steps') == 1
     skipped = {row[0]: row[3] for row in report.arm_table(collect(plan))[2]}
     assert skipped == {'vanilla': '0', 'resformer': '0', 'svformer': '26'}
-
-
-def test_the_compute_multiplier_is_read_off_the_baselines_own_losses(place):
-    """At 30, 60 and 120 steps; an arm that ends as vanilla would after 90 of them."""
-    arms = (
-        'vanilla; v30: max_iters=30 cooldown_iters=3; v120: max_iters=120; mine: v_residual=True; '
-        'far: share_v=True; '
-        'again: seed_offset=1000'
-    )
-    plan = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3')
-    steps = {'vanilla': 60, 'again': 60, 'v30': 30, 'v120': 120, 'mine': 90, 'far': 500}
-    pretend_all(plan, lambda run: 3 - 0.1 * math.log(steps[run.arm]) + scatter(run.seed))
-    comparison = collect(plan)
-    found = comparison['multipliers']
-    assert list(found) == ['mine', 'far']
-    # Between 60 and 120 steps, a line over the logarithm is the curve itself.
-    assert [found['mine'][name] for name in ('mean', 'low', 'high')] == pytest.approx([1.5] * 3)
-    assert '| mine | ×1.500 | ×1.500 to ×1.500 |' in report.markdown(comparison)
-    assert found['far']['mean'] is None and 'beyond' in found['far']['reason']
-    vanilla_first = folders_of(plan)[::-1]
-    for folder in vanilla_first:
-        runs.edit_config(folder, code='other' if '/mine' in folder else plan.code)
-    assert list(compare_runs(vanilla_first, 'a')['multipliers']) == ['far']
-
-    not_falling = make_plan(f'--arms={arms}', '--max_iters=60', '--seeds=3', '--name=b')
-    pretend_all(not_falling, lambda run: 2.0 + scatter(run.seed) + 0.1 * (run.arm == 'v120'))
-    assert 'does not fall' in collect(not_falling)['multipliers']['mine']['reason']
-    assert collect(make_plan(ARMS, '--seeds=3', '--name=c'))['multipliers'] == {}
 
 
 @pytest.fixture
