@@ -36,7 +36,7 @@ from comparison.plan import Plan, check_training
 from comparison.record import write_plan
 from comparison.results import Results, train_plan
 from comparison.verdict import distributions
-from lib.files import as_json, is_plain, json_text, locked, one_line_errors, write_together
+from lib.files import as_json, is_plain, json_text, locked, one_line_errors
 from model import GPTConfig
 from train import TrainConfig
 
@@ -173,7 +173,7 @@ def write_report(folder, comparison):
         'report.html': report.html(comparison, plots),
     }
     texts |= {f'{name}.svg': plot for name, plot in plots.items() if plot}
-    write_together({folder / name: text for name, text in texts.items()})
+    report.write_together({folder / name: text for name, text in texts.items()})
     for name, plot in plots.items():
         if not plot:  # there may be one of an earlier report
             (folder / f'{name}.svg').unlink(missing_ok=True)

@@ -4,15 +4,17 @@ A comparison as text: report.md, and report.html with its plots in it, which nee
 The verdicts come first. Nothing is computed here.
 """
 
+import contextlib
 import datetime
 import math
+import os
 from html import escape
 
 from comparison import charts
 from comparison.charts import MINUS, seeds_text
 from comparison.record import METRIC
 from comparison.verdict import RULES
-from lib.files import printable
+from lib.files import named, printable, whole_file
 from lib.tables import markdown_table
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -481,3 +483,17 @@ def html_section(title, content):
 
 def html_row(tag, cells):
     return f'<tr>{"".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)}</tr>'
+
+
+# --- on the disk ---------------------------------------------------------------------------------
+
+
+def write_together(texts):
+    """write_whole() several files, {path: text}: all of them or, where the disk is full, none."""
+    with contextlib.ExitStack() as files:
+        for path, text in texts.items():
+            file = files.enter_context(whole_file(path))
+            with named(path):
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())  # some file systems say only now that they are full

@@ -72,17 +72,6 @@ def write_whole(path, data):
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def write_together(texts):
-    """write_whole() several files, {path: text}: all of them or, where the disk is full, none."""
-    with contextlib.ExitStack() as files:
-        for path, text in texts.items():
-            file = files.enter_context(whole_file(path))
-            with named(path):
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())  # some file systems say only now that they are full
-
-
 def as_json(value):
     """A value as it comes back from a JSON file: lists for tuples, None for what is not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
