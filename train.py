@@ -456,13 +456,16 @@ def start_run(settings, config, machine, folder):
     """The Start of a run in this folder, once all processes agree that it can start."""
     # What fails in one process stops all: the others would wait for it.
     with machine.together():
+        first_save = None
         if settings.init_from == 'auto':
             settings.init_from = 'resume' if checkpoints(folder.path) else 'scratch'
+            saves = (settings.save_interval, *settings.save_steps, settings.max_iters)
+            first_save = min(step for step in saves if step > 0)
         start = Start(settings, config, machine, folder)
         if settings.init_from == 'resume':
             carry_on(folder.newest(machine.warn), start, machine.warn)
         else:
-            folder.check_unused(decisive(start.facts()))
+            folder.check_unused(first_save)
             if settings.init_from != 'scratch':
                 take_weights(load_checkpoint(settings.init_from, machine.warn), start, machine.warn)
         plan = {

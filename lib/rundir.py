@@ -14,7 +14,6 @@ import datetime
 import functools
 import hashlib
 import io
-import json
 import os
 import platform
 import re
@@ -30,10 +29,8 @@ import numpy as np
 import torch
 
 from lib.files import (
-    as_json,
     first_line,
     locked,
-    unreadable,
     whole_file,
     write_json,
     write_whole,
@@ -92,40 +89,21 @@ class RunFolder:
     def forget_evaluation(self, step):
         self.entries = [entry for entry in self.entries if not is_evaluation(entry, step)]
 
-    def check_unused(self, run):
-        """ValueError where a new run would write over results, whatever else the folder lacks.
+    def check_unused(self, first_save=None):
+        """ValueError where a new run would write over another one.
 
-        A run that died in its first step, perhaps for lack of memory, left none, nor did the same run
-        when it died before its first checkpoint. run: {name: value} of all in its config.json that
-        decides its numbers.
+        first_save: of a command that is given again, where its run saves first. Of a run that died before,
+        nothing is lost when it begins again.
         """
-        advice = 'choose another --out_dir, or delete it'
-        if checkpoints(self.path):
+        names = ('log.jsonl', 'config.json')
+        is_taken = checkpoints(self.path) or any((self.path / name).exists() for name in names)
+        if first_save:
+            entries = read_log(self.path / 'log.jsonl')
+            is_taken = any(entry['step'] >= first_save for entry in entries)
+        if is_taken:
             raise ValueError(
-                f'{self.path} already holds a run; continue it with --init_from=resume, {advice}'
-            )
-        path, log = self.path / 'config.json', self.path / 'log.jsonl'
-        entries = read_log(log)
-        lines = log.read_bytes().splitlines() if log.exists() else []
-        took_no_step = len(lines) == sum('val' in entry for entry in entries)
-        if took_no_step and (log.exists() or not path.exists()):
-            return
-        theirs = {}
-        with contextlib.suppress(ValueError, TypeError, OSError):
-            theirs = dict(json.loads(path.read_text()))
-        for name, value in as_json(run).items():
-            if theirs.get(name) != value:
-                raise ValueError(
-                    f'{self.path} holds the config.json or the log.jsonl of something else, with '
-                    f'{name}={theirs.get(name)!r}, not {value!r}; {advice}'
-                )
-        with unreadable(f'{path} cannot be used', advice):
-            saves = (theirs['save_interval'], *theirs['save_steps'], theirs['max_iters'])
-            first_save = min(step for step in saves if step > 0)
-        if any(entry['step'] >= first_save for entry in entries):
-            raise ValueError(
-                f'{self.path} holds the log of a run whose checkpoints are gone, and which would begin '
-                f'again; {advice}'
+                f'{self.path} already holds a run, or the log of one whose checkpoints are gone; continue it '
+                'with --init_from=resume, choose another --out_dir, or delete it'
             )
 
     def begin(self):

@@ -58,13 +58,8 @@ def test_data_that_does_not_do_for_the_settings_is_refused(work):
 # --- another run ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('init_from', ['scratch', 'out/whole/ckpt_12.pt'])
-def test_an_out_dir_that_holds_another_run_is_refused(whole, init_from):
-    refused(whole, '--init_from=resume', out_dir=whole, init_from=init_from)
-
-
-def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
-    """And what the same run left when it died before its first checkpoint is replaced."""
+def test_a_folder_that_holds_a_run_or_a_part_of_one_is_refused(whole):
+    """What is left of the same run, from before its first checkpoint, is replaced."""
 
     def left(name, log_lines):
         folder = Path(shutil.copytree(whole, name))
@@ -74,28 +69,22 @@ def test_a_folder_that_holds_results_is_refused_whatever_it_lacks(whole):
         (folder / 'log.jsonl').write_text(''.join(lines[:log_lines]))
         return name
 
-    finished = left('out/finished', 99)
-    refused(finished, 'checkpoints', out_dir=finished, init_from='auto')
-    refused(finished, 'seed=1337', out_dir=finished, seed=5)
+    weights = f'{whole}/ckpt_12.pt'
+    refused(whole, '--init_from=resume', out_dir=whole)
+    refused(whole, '--init_from=resume', out_dir=whole, init_from=weights)
+    for log_lines in (99, 10):  # it has saved at step 6
+        finished = left(f'out/without {log_lines}', log_lines)
+        refused(finished, 'checkpoints', out_dir=finished, init_from='auto')
     fragment = left('out/fragment', 4)
-    refused('beta2=0.95', '0.9', out_dir=fragment, init_from='auto', beta2=0.9)
-    weights = f'{whole}/ckpt_6.pt'
-    refused("origin='scratch'", weights, out_dir=fragment, init_from=weights)
-    foreign = Path('out/foreign')
-    foreign.mkdir()
-    (foreign / 'log.jsonl').write_text('{"epoch": 1}\n{"epoch": 2}\n')
-    refused(foreign, out_dir=foreign)
-    model = Path('out/model')
-    model.mkdir()
-    (model / 'config.json').write_text('{"model_type": "gpt2", "vocab_size": 64}')
-    refused(model, out_dir=model, init_from=weights)
-
-    # Its own settings say when it saved first, at step 6, and not those of today.
-    saved = left('out/saved', 10)
-    refused(saved, 'checkpoints', out_dir=saved, init_from='auto', save_steps=())
-    good(fragment, init_from='auto', save_interval=1)
+    refused(fragment, out_dir=fragment)
+    refused(fragment, out_dir=fragment, init_from=weights)
+    good(fragment, init_from='auto')
     assert_same_run(fragment, whole)
-    good(left('out/first step', 1), max_iters=1, batch_size=1, warmup_iters=0)
+    for file in ('log.jsonl', 'config.json'):
+        foreign = Path(f'out/foreign {file}')
+        foreign.mkdir()
+        (foreign / file).write_text('{"epoch": 1}\n')
+        refused(foreign, out_dir=foreign)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,16 @@ def test_training_killed_and_continued_by_the_same_command_is_bitwise_equal(whol
     assert not list(Path(name).glob('*.tmp'))
 
 
-@pytest.mark.parametrize('init_from', ['scratch', 'out/whole/ckpt_6.pt', 'resume'])
-@pytest.mark.parametrize('file', ['log.jsonl', 'config.json'])
+@pytest.mark.parametrize(
+    'init_from, file',
+    [
+        ('scratch', 'log.jsonl'),
+        ('out/whole/ckpt_6.pt', 'log.jsonl'),
+        ('auto', 'config.json'),
+        ('resume', 'log.jsonl'),
+        ('resume', 'config.json'),
+    ],
+)
 def test_a_start_that_is_killed_is_repeated_by_its_command(half, init_from, file):
     name = f'out/{Path(init_from).name} {file}'
     if init_from == 'resume':
