@@ -151,27 +151,6 @@ RANGES = {
 }
 ALLOWED = {'optimizer': ('adamw', 'muon'), 'backend': ('auto', 'nccl', 'gloo')}
 
-# Settings that say where a run happens and how it is watched. Two runs that differ only in these are
-# the same run. dtype, compile and attention change how its numbers are rounded, which is usually the
-# machine's choice; comparison/runs.py tells when it counts.
-INCIDENTAL = frozenset(
-    'out_dir init_from verify_data eval_interval log_interval save_interval '
-    'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
-    'compile attention activation_memory_budget activation_checkpointing backend'.split()
-)
-
-# Settings that may change even when a finished run is resumed, because its steps stay what they were:
-# besides those above, where the data are, how a step is cut into micro-batches, and how much an
-# evaluation reads (only the last evaluation is the run's result). Every other setting acts while steps
-# are taken, and so does one that you add, unless it is named in one of the two. A run with steps left
-# may change all that check_same_run() does not hold.
-HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
-
-
-def decisive(facts):
-    """{name: value} of the facts of a run that decide its numbers."""
-    return {name: value for name, value in facts.items() if name not in INCIDENTAL}
-
 
 def settings_of(checkpoint):
     """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default. It is not
@@ -560,13 +539,6 @@ def check_same_run(checkpoint, old, start):
     for name, value in asdict(settings).items():
         if getattr(old, name) != value and name != 'init_from':
             changed[name] = [getattr(old, name), value]
-    is_over = step == settings.max_iters
-    for name in changed.keys() - HARMLESS - {'max_iters'}:
-        refuse(
-            is_over,
-            f'{path} was trained to its end with {name}={changed[name][0]!r}, so another {name} would do '
-            'nothing; raise max_iters, or start another out_dir',
-        )
     return changed
 
 
@@ -577,9 +549,9 @@ def carry_on(checkpoint, start, warn):
     passed = {kept for kept in old.save_steps if kept <= step}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
     start.changed = check_same_run(checkpoint, old, start)
-    # A run that is shortened may have been evaluated here on another text, or on less of it.
+    # A run that ends here may have been evaluated here on another text, or on less of it.
     texts = [each.eval_iters * each.batch_size for each in (old, settings)]
-    if 'max_iters' in start.changed and texts[0] != texts[1]:
+    if step == settings.max_iters and texts[0] != texts[1]:
         start.folder.forget_evaluation(step)
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.optimizers, start.scaler)
@@ -589,13 +561,6 @@ def carry_on(checkpoint, start, warn):
     # In another folder, it is a copy, and a run of its own to wandb: the first one may go on, too.
     if Path(old.out_dir).resolve() == Path(settings.out_dir).resolve():
         start.wandb_id = checkpoint['wandb_id']
-    # Where a finished run is extended, the rate may jump.
-    rates = [learning_rate(step, each) for each in (old, settings)]
-    if rates[0] != rates[1]:
-        start.changed['lr'] = rates
-        warn(
-            'note: the learning rate at step {} changes from {:.1e} to {:.1e}'.format(step, *rates)
-        )
 
 
 # --- what a run says and writes, on its first process ---------------------------------------------

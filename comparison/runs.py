@@ -33,9 +33,23 @@ from comparison.forms import PROVENANCE, build_config, check_types, parse_line, 
 from lib.files import as_json, first_line, unreadable
 from lib.rundir import FACTS, failure_file
 from model import GPTConfig
-from train import HARMLESS, INCIDENTAL, NOT_FINITE, TrainConfig, decisive
+from train import NOT_FINITE, TrainConfig
 
 # --- facts ----------------------------------------------------------------------------------------
+
+# Settings that say where a run happens and how it is watched. Two runs that differ only in these are
+# the same run. dtype, compile and attention change how its numbers are rounded, which is usually the
+# machine's choice: see ROUNDING.
+INCIDENTAL = frozenset(
+    'out_dir init_from verify_data eval_interval log_interval save_interval '
+    'keep_checkpoints save_steps max_skipped wandb_log wandb_project wandb_run_name device dtype '
+    'compile attention activation_memory_budget activation_checkpointing backend'.split()
+)
+# Settings that may change when a run is resumed, because its steps stay what they were: besides those
+# above, where the data are, how a step is cut into micro-batches, and how much an evaluation reads (only
+# the last evaluation is the run's result). Every other setting acts while steps are taken, and so does
+# one that you add to TrainConfig, unless it is named in one of the two.
+HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'}
 
 # How a run rounds. It is the machine's choice, unless it is what a comparison is about.
 ROUNDING = ('dtype', 'compile', 'attention')
@@ -72,7 +86,8 @@ def unknown_settings(values):
 @functools.cache
 def default_settings():
     """{name: value} of the settings that decide a run's numbers, in a run without any arguments."""
-    return decisive(asdict(TrainConfig()) | asdict(GPTConfig()))
+    values = asdict(TrainConfig()) | asdict(GPTConfig())
+    return {name: value for name, value in values.items() if name not in INCIDENTAL}
 
 
 def parts_of(values, entries):

@@ -1,7 +1,6 @@
 """train.py: a mistake is one line on stderr and a failure, and loses nothing."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from runs import (
 
 import train
 from lib.rundir import checkpoints
-from train import TrainConfig
 
 
 def data_copy(name, **changes):
@@ -96,25 +94,11 @@ def test_a_folder_that_holds_a_run_or_a_part_of_one_is_refused(whole):
         (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
         (dict(batch_size=4), ['gradient_accumulation_steps * batch_size=8', '16']),
         (dict(max_iters=11), ['step 12', 'max_iters=11']),
-        # The run has finished: another rate would do nothing.
-        (dict(learning_rate=5e-3), ['ckpt_12.pt', 'learning_rate=0.01']),
     ],
     ids=str,
 )
 def test_resuming_as_another_run_is_refused(whole, options, words):
     refused(*words, out_dir=whole, init_from='resume', **options)
-
-
-def test_a_setting_of_a_fork_is_refused_too_where_the_run_has_finished(whole, monkeypatch):
-    """Without a word of it in any list."""
-
-    @dataclass
-    class Fork(TrainConfig):
-        rate_of_my_idea: float = 1.0  # it acts while steps are taken
-
-    monkeypatch.setattr(train, 'TrainConfig', Fork)
-    words = ['ckpt_12.pt', 'rate_of_my_idea=1.0']
-    refused(*words, out_dir=whole, init_from='resume', rate_of_my_idea=2.0)
 
 
 def test_resuming_on_other_data_or_tokens_is_refused(whole):

@@ -233,16 +233,6 @@ def test_a_table_at_a_rate_of_zero_stays_as_it_started(work):
     assert moved == start.keys() - {'transformer.ve.1.weight'}
 
 
-def test_a_rate_that_jumps_where_a_run_is_extended_is_said_and_logged(work, capsys):
-    good('out/extended', lr_decay_iters=0, max_iters=6)
-    capsys.readouterr()
-    good('out/extended', lr_decay_iters=0, init_from='resume')
-    before, now = changed_in('out/extended')['lr']
-    assert before == pytest.approx(6e-5) and now == training_steps('out/extended')[6]['lr']
-    note = capsys.readouterr().err
-    assert note.count('\n') == 1 and f'{before:.1e}' in note and f'{now:.1e}' in note
-
-
 def test_init_from_a_checkpoint_takes_its_weights_and_its_model(whole, capsys):
     # A neutral start: the vanilla model's loss.
     neutral = dict(v_residual=True, residual_weights='learned', residual_lambda=(0.0, 1.0))
