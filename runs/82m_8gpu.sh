@@ -5,7 +5,8 @@
 # $ bash runs/82m_8gpu.sh                 # from a fresh clone; a second call goes on where it stopped
 #
 # Preparation downloads 56 GB, takes about two core-hours, and needs 82 GB of disk while it works. A
-# training takes 7 H100-hours at the speed of one GPU (results/speed/README.md).
+# training takes 7 H100-hours at the speed of one GPU (results/speed/README.md). SlimPajama may be gone
+# from the hub (docs/data.md); with --source=FOLDER below, any folder of texts serves.
 #
 # One seed of each model gives numbers, but no verdict. For a verdict, run the same models as arms of
 # compare.py, with several seeds; it trains the missing runs on all eight GPUs, one after the other:
