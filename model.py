@@ -5,14 +5,14 @@ Layer n of a Transformer projects its values from its input H: V_n = H W_n. The 
 in layers 2 and up, and everything else stays as it is:
 
   ResFormer   V_n = (V_1 + H W_n) / 2    v_residual=True   (Eq. 7)   Part.mix()
-  SVFormer    V_n = V_1                  share_v=True      (Eq. 10)  Part.forward(), "borrowed"
+  SVFormer    V_n = V_1                  share_v=True      (Eq. 10)  Part.forward()
 
 All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and keys can do the same.
 So the wiring of a model is three questions per layer, the first two asked separately of q, k and v:
   1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
   3. What happens at attention? See residual_map, neutreno, exclusive and output_gate in GPTConfig.
-wire() works out the answers from a GPTConfig, once. What else connects layers is in GPT.connect().
+owner_of() answers 1 and sources_of() answers 2. What else connects layers is in GPT.connect().
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -29,15 +29,16 @@ The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
 
 import copy
-import functools
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
 
 
 @dataclass
@@ -132,42 +133,161 @@ class GPTConfig:
         return config
 
 
-SHAPE = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_inner')
+# --- the wiring: the answers to questions 1 and 2, as data ------------------------------------------
+
+
+def owner_of(config, part, n):
+    """The layer whose q, k or v layer n uses: itself, if it borrows none."""
+    share = getattr(config, f'share_{part}')
+    if isinstance(share, tuple):
+        return share[n]
+    period = config.n_layer if share is True else share or 1
+    return n - n % period
+
+
+# The sources of layer n (from 0) in a model of L layers, of which layer 0 has none: range(n)[:1] is [0],
+# or [] for n = 0.
+SOURCES = {
+    'first': lambda n, L: range(n)[:1],  # Eq. 7
+    'previous': lambda n, L: range(n)[-1:],  # Fig. 8
+    'all': lambda n, L: range(n),  # Eq. 5
+}
+# Sources of v that are no layers, or not only. Such a source is a module of `transformer`, is called by
+# its name there, and make_outer_source() makes it. residual_layers must name the layers that have one.
+OUTER_SOURCES = {
+    # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
+    'token': lambda n, L: [f've.{n}'],
+    'first+token': lambda n, L: [*range(n)[:1], f've.{n}'],
+    'x0': lambda n, L: [f'vx.{n}'],  # the layer's own projection of x_0 (slowrun)
+    'anchor': lambda n, L: ['anchor'],  # one projection of x_0 for all layers (2601.08131)
+}
+
+
+def sources_of(config, part, n):
+    """The sources of layer n for its q, k or v. Only a layer that owns its own has any."""
+    residual = getattr(config, f'{part}_residual')
+    every = () if residual in OUTER_SOURCES else range(config.n_layer)
+    is_named = n in (config.residual_layers or every)
+    if not residual or not is_named or owner_of(config, part, n) != n:
+        return []
+    name = residual if isinstance(residual, str) else 'first'
+    return list((SOURCES | OUTER_SOURCES)[name](n, config.n_layer))
+
+
+# {value of residual_weights: (what makes a gate g of its logits, what g leaves to the layer's own value,
+# settings)}
+GATES = {
+    'head': (torch.sigmoid, lambda g: 1 - g, ('gate_inputs', 'gate_bias')),
+    'relu': (torch.relu, lambda g: 1.0, ('gate_inputs',)),  # SATFormer (2605.03953)
+    'channel': (torch.sigmoid, lambda g: 1 - g, ('gate_rank',)),  # RWKV-7, of one source
+}
+
+
+class Wire(NamedTuple):
+    """How a layer gets its q, k or v."""
+
+    owner: int  # the layer whose it uses: itself, if it borrows none
+    heads: int  # how many heads it has itself; 0: it borrows all
+    projects: bool  # whether it has a matrix
+    sources: list  # what is mixed in: layers, or names of other sources
+    weighting: str  # how they are weighted, a value of residual_weights; '': nothing is mixed in
+    weights: (
+        list  # of each source, and of its own if it projects; empty: they follow from a gate alone
+    )
+
+
+def wire_part(config, part, n):
+    """The Wire of layer n's q, k or v."""
+    owner = owner_of(config, part, n)
+    heads = config.n_head if part == 'q' else config.kv_heads
+    if owner != n:
+        # With share_v_heads, a borrower has the first heads itself.
+        has_some = part == 'v' and config.share_v_heads
+        heads = heads - config.share_v_heads if has_some else 0
+    sources = sources_of(config, part, n)
+    if not sources or (part == 'v' and config.residual_map != 'current'):
+        return Wire(owner, heads, heads > 0, [], '', [])
+
+    weighting = config.residual_weights
+    if weighting in GATES and part != 'v':  # gates are of v alone
+        weighting = 'fixed'
+    count = len(sources)
+    projects = True
+    if config.residual_lambda:
+        source, own = config.residual_lambda
+        projects = own != 0 or weighting == 'learned'  # who never reads its own has no matrix
+        weights = [float(source)] * count + ([float(own)] if projects else [])
+    elif weighting in GATES:
+        weights = []
+    else:
+        weights = [1 / (count + 1)] * (count + 1)  # the mean of all; for ResFormer, 1/2 and 1/2
+    return Wire(owner, heads, projects, sources, weighting, weights)
+
+
+def wire_attention(config, n):
+    """What is not mixed, but acts at layer n's attention (question 3): the layers to whose keys and values
+    it attends, itself last; the sources whose mean value is added to its output; how much of V_1 - V'_n
+    is."""
+    sources = sources_of(config, 'v', n)
+    crossed = sources if config.residual_map == 'cross' else []
+    added = sources if config.residual_map == 'identity' else []
+    # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
+    borrows = owner_of(config, 'v', n) == 0 and not config.share_v_heads
+    is_zero = (n == 0 or borrows) and not wire_part(config, 'v', 0).sources
+    return [*crossed, n], added, 0.0 if is_zero else config.neutreno
+
+
+def lent_tensors(config):
+    """{(part, layer, or a source's name)} of the tensors that other layers read: what they borrow, mix in
+    or attend to. All others are forgotten after their layer. A layer that reads a tensor of your own adds
+    its key here, too."""
+    lent = {('v', 0)} if config.neutreno else set()
+    for n in range(config.n_layer):
+        for part in 'qkv':
+            read = {owner_of(config, part, n), *sources_of(config, part, n)} - {n}
+            lent.update((part, other) for other in read)
+            if part == 'v' and config.residual_map == 'cross':
+                lent.update(('k', other) for other in read)
+    return lent
+
 
 # --- the model -----------------------------------------------------------------------------------
 
 
 class Part(nn.Module):
-    """The queries, keys or values of a layer. A layer that owns them projects them, unless their weight
-    in its mixture is 0 for ever; who borrows all heads has nothing. wiring: a PartWiring."""
+    """The queries, keys or values of layer n; part: q, k or v. Who borrows all heads has nothing here."""
 
-    def __init__(self, config, wiring):
+    def __init__(self, config, part, n):
         super().__init__()
-        self.config, self.wiring = config, wiring
-        if wiring.projects:
-            width = wiring.heads * config.head_size
+        self.config = config
+        self.wire = wire_part(config, part, n)
+        self.key = part, n
+        self.owner = part, self.wire.owner
+        if self.wire.projects:
+            width = self.wire.heads * config.head_size
             self.proj = nn.Linear(config.n_embd, width, config.has_biases)
-        if config.qk_norm and wiring.name == 'q' and wiring.heads:  # 0: borrowed
+        if config.qk_norm and part == 'q' and self.wire.heads:
             self.gain = nn.Parameter(torch.full((config.n_head,), 1.44))  # nanochat's 1.2 * 1.2
-        if wiring.sources:
-            WEIGHTINGS[wiring.weighting].make(self)
+        self.make_weights()
 
     def forward(self, x, raw, attended, rope, cache):
-        """What the layer attends with, (B, heads, T, hs). Arguments as in Attention.forward()."""
-        wiring = self.wiring
-        if not wiring.heads:
-            return attended[wiring.reads[-1]]  # borrowed: its owner's
-        t = raw.get(wiring.key)  # from Attention.project(); None where the layer projects none
-        if wiring.lenders:
-            t = t[:, : wiring.heads]  # its own; raw has the lent ones, too, for later layers
-        if wiring.sources:
-            t = self.mix(t, [raw[key] for key in wiring.sources], x)
-        if wiring.name != 'v':
+        """(raw, attended), (B, heads, T, hs) each: what the layer projects, for those whose source it is,
+        and what it attends with. Arguments as in Attention.forward(); raw has its projection."""
+        if not self.wire.heads:
+            return raw[self.owner], attended[self.owner]  # SVFormer: V_n = V_1
+        part, _ = self.key
+        own = t = raw.get(self.key)  # None where its weight is 0 for ever
+        if self.wire.sources:
+            t = self.mix(own, [raw[part, source] for source in self.wire.sources], x)
+        if part != 'v':
             t = self.norm(t)
             t = rotate(t, *rope) if rope else t
         if cache is not None:
-            cache.append(wiring.key, t)
-        return append_lent_heads(t, attended, wiring.lenders)
+            cache.append(self.key, t)
+        if self.owner != self.key:  # SkipV1Former: the last heads are its owner's
+            own = append_lent_heads(own, raw[self.owner])
+            t = append_lent_heads(t, attended[self.owner])
+        return own, t
 
     def mix(self, own, sources, x):
         """The weighted sum (Eq. 7, Eq. 5) of the sources and the layer's own projection, (B, heads, T,
@@ -175,33 +295,72 @@ class Part(nn.Module):
         tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and its gradient, a sum over all positions, would
         # overflow long before any other. So products with learned weights and gates have their type, fp32.
-        kind = WEIGHTINGS[self.wiring.weighting]
         with torch.autocast(x.device.type, enabled=False):
-            # One of each source, then own's; of one source [1/2, 1/2], see mix_sources(). Where own is None,
-            # the last one is unused.
-            weights = gated(kind, self, x) if kind.gate else kind.weights(self)
-            first, *others = [w * t for w, t in zip(weights, tensors, strict=False)]
-            mixed = sum(others, first)  # ResFormer: V_1 / 2 + H W_n / 2
+            # V_n = (V_1 + H W_n) / 2 is the sum of one source and its own, with the weights 1/2 and 1/2.
+            weighted = zip(self.weights(x), tensors, strict=True)
+            mixed = sum(w * t for w, t in weighted)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
+
+    def make_weights(self):
+        """The parameters of weights(). What they need beyond the default is said in needs_of()."""
+        config = self.config
+        kind = self.wire.weighting
+        if kind == 'learned':
+            self.residual_lambda = nn.Parameter(torch.tensor(self.wire.weights))
+        elif kind == 'channel':
+            width = config.kv_heads * config.head_size
+            self.gate_down = nn.Linear(config.n_embd, config.gate_rank, bias=False)
+            self.gate_up = nn.Linear(config.gate_rank, width, bias=False)
+            # It starts as in RWKV-7. The setting of this name is for head gates.
+            self.gate_bias = nn.Parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
+        elif kind in GATES:
+            inputs = config.gate_inputs or config.n_embd
+            self.gate = nn.Linear(inputs, config.kv_heads, config.gate_bias)
+
+    def weights(self, x):
+        """The weight of each source, then of the layer's own tensor: numbers, or tensors that broadcast
+        to (B, heads, T, hs). x (B, T, C): what the layer projects."""
+        kind = self.wire.weighting
+        if kind == 'fixed':
+            return self.wire.weights
+        if kind == 'learned':
+            # A 0-d weight would not widen a half-precision tensor that it multiplies.
+            return self.residual_lambda[:, None]
+
+        # A gate g for each token and KV head, or channel. x has the weights' type, because autocast is off.
+        if kind == 'channel':
+            x = x.to(self.gate_down.weight.dtype)
+            g = self.gate_up(self.gate_down(x)) + self.gate_bias
+        else:
+            x = x.to(self.gate.weight.dtype)
+            g = self.gate(x[..., : self.gate.in_features])
+        activation, leaves, _ = GATES[kind]
+        g = activation(g).unflatten(2, (self.config.kv_heads, -1))
+        g = g.transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
+        count = len(self.wire.sources)
+        if not self.wire.weights:  # v <- g mean(sources) + (1 - g) own, or, of ReLU, + own
+            return [g / count] * count + [leaves(g)]
+        of_sources, of_own = self.wire.weights[:count], self.wire.weights[count:]
+        return [weight * g for weight in of_sources] + of_own  # v <- s g sum(sources) + o own
 
     def norm(self, t):
         """q or k (B, heads, T, hs) with qk_norm, where it is on."""
         if not self.config.qk_norm:
             return t
-        gain = self.gain[:, None, None] if self.wiring.name == 'q' else 1.0
+        gain = self.gain[:, None, None] if self.key[0] == 'q' else 1.0
         return (rms_norm(self.config, t) * gain).to(t.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention of a layer. wiring: a LayerWiring."""
+    """Causal self-attention of layer n."""
 
-    def __init__(self, config, wiring):
+    def __init__(self, config, n):
         super().__init__()
         self.config = config
-        self.wiring = wiring
-        self.q = Part(config, wiring.q)
-        self.k = Part(config, wiring.k)
-        self.v = Part(config, wiring.v)
+        self.q = Part(config, 'q', n)
+        self.k = Part(config, 'k', n)
+        self.v = Part(config, 'v', n)
+        self.reads, self.added, self.neutreno = wire_attention(config, n)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.has_biases)
         if config.output_gate:
             self.gate = nn.Linear(config.n_embd, config.n_head, bias=False)
@@ -210,55 +369,51 @@ class Attention(nn.Module):
         """x (B, T, C) -> (B, T, C), and raw and attended with what this layer made.
 
         raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file, of this call's tokens:
-        mixing is per token, and a cache keeps what was mixed. rope: (cos, sin), (T, hs) each, or () for
-        gpt2. cache: a KVCache or None. mask: attend()'s.
+        mixing is per token, and a cache keeps what was mixed. What belongs to layer n stands under
+        (part, n), also where it is its owner's. rope: (cos, sin), (T, hs) each, or () for gpt2. cache: a
+        KVCache or None. mask: attend()'s.
         """
-        raw = raw | self.project(x, raw)
-        # q, k and v as attention reads them, of this call's tokens. k and v also go into the cache, if there
-        # is one, from which they are read below.
-        parts = self.q, self.k, self.v
-        made = {part.wiring.key: part(x, raw, attended, rope, cache) for part in parts}
-        attended = attended | made
-        q, _, v = made.values()
+        raw = raw | self.project(x)
+        attended = attended.copy()
+        for part in (self.q, self.k, self.v):
+            raw[part.key], attended[part.key] = part(x, raw, attended, rope, cache)
+        q, v = attended[self.q.key], attended[self.v.key]
 
-        # What it attends to: its keys and values, also of the tokens in the cache, and with the cross
-        # map those of its sources. Without that map, each list has one tensor, and this is attend().
+        # Its keys and values, also of the tokens in the cache, and with the cross map those of its
+        # sources. Without that map, each list has one tensor, and this is attend().
         kv = attended if cache is None else cache
-        keys = [kv[key] for key in self.k.wiring.reads]
-        values = [kv[key] for key in self.v.wiring.reads]
+        keys = [kv['k', n] for n in self.reads]
+        values = [kv['v', n] for n in self.reads]
         dropout = self.config.dropout if self.training else 0.0
         y = attend_cross(q, keys, values, dropout, mask)  # (B, nh, T, hs)
 
         y = self.after(y, x, raw, v).transpose(1, 2).flatten(2)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
 
-    def project(self, x, raw):
-        """{key: (B, heads, T, hs)}, raw: what the layer projects from x (B, T, C). With share_v_heads,
-        the heads that it borrows follow its own."""
+    def project(self, x):
+        """{key: (B, heads, T, hs)}: what the layer itself projects from x (B, T, C)."""
         # Not v, too: products() returns views of one tensor. Attention saves v for its backward pass, and
         # that view would keep the raw q and k in memory. Where v is mixed, it is a new tensor, but on an
         # H100 ResFormer's kernels took longer so (results/speed). The numbers are the same.
         projected = {}
         for group in ([self.q, self.k], [self.v]):
-            parts = [part for part in group if part.wiring.projects]
+            parts = [part for part in group if part.wire.projects]
             for part, t in zip(parts, products(x, [p.proj for p in parts]), strict=True):
-                t = to_heads(self.config, t)
-                projected[part.wiring.key] = append_lent_heads(t, raw, part.wiring.lenders)
+                projected[part.key] = to_heads(self.config, t)
         return projected
 
     def after(self, y, x, raw, v):
         """What else happens to attention's output y (B, nh, T, hs). x (B, T, C): what the layer projects;
         v: the values of this call's tokens that it attended with."""
-        wiring = self.wiring
         if self.config.exclusive:
             y = remove_along(y, to_query_heads(v, y))
         # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
         # values that this layer attended with (Eq. 8).
-        if wiring.added:
-            mean = sum(raw[key] for key in wiring.added) / len(wiring.added)
+        if self.added:
+            mean = sum(raw['v', source] for source in self.added) / len(self.added)
             y = y + to_query_heads(mean, y)
-        if wiring.neutreno:
-            y = y + to_query_heads(wiring.neutreno * (raw['v', 0] - v), y)
+        if self.neutreno:
+            y = y + to_query_heads(self.neutreno * (raw['v', 0] - v), y)
         if self.config.output_gate:
             y = y * self.gate(x).sigmoid().transpose(1, 2)[..., None]
         return y
@@ -287,22 +442,18 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, wiring):
+    def __init__(self, config, n):
         super().__init__()
-        self.wiring = wiring
         self.ln_1 = make_norm(config)
-        self.attn = Attention(config, wiring)
+        self.attn = Attention(config, n)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x, raw, attended, rope, cache, mask):
-        """As Attention.forward(), but what no later layer reads is dropped."""
+        """As Attention.forward()."""
         y, raw, attended = self.attn(self.ln_1(x), raw, attended, rope, cache, mask)
         x = x + y
         x = x + self.mlp(self.ln_2(x))
-        # Only what wire() lists is handed on: see there for a tensor of your own.
-        raw = {key: t for key, t in raw.items() if key in self.wiring.raw_later}
-        attended = {key: t for key, t in attended.items() if key in self.wiring.attended_later}
         return x, raw, attended
 
 
@@ -311,21 +462,20 @@ class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        self.wiring = wire(config)
         L = config.n_layer
         C = config.n_embd
         self.transformer = nn.ModuleDict(
             {
                 'wte': nn.Embedding(config.vocab_size, C),
-                'h': nn.ModuleList(Block(config, layer) for layer in self.wiring),
+                'h': nn.ModuleList(Block(config, n) for n in range(L)),
                 've': nn.ModuleDict(),  # by layer, see OUTER_SOURCES
                 'vx': nn.ModuleDict(),
                 'ln_f': make_norm(config),
             }
         )
+        self.lent = lent_tensors(config)
         # The sources that are no layers have names, see OUTER_SOURCES, and those that are have numbers.
-        sources = {source for layer in self.wiring for _, source in layer.v.sources}
-        self.outer_sources = sorted(source for source in sources if isinstance(source, str))
+        self.outer_sources = sorted(source for _, source in self.lent if isinstance(source, str))
         for name in self.outer_sources:
             self.transformer.set_submodule(name, make_outer_source(config, name))
         if config.arch == 'gpt2':
@@ -390,9 +540,7 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache, last_only)
         if targets is None:
             return self.lm_head(x), None
-        total = LinearCrossEntropy.apply(
-            x.flatten(0, 1), self.lm_head.weight, targets.flatten(), torch.is_grad_enabled()
-        )
+        total = sum_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return None, total / (targets != -1).sum()
 
     def hidden(self, idx, cache=None, last_only=False):
@@ -412,6 +560,8 @@ class GPT(nn.Module):
         for n, block in enumerate(self.transformer.h):
             x = self.connect(n, x, x0, past)
             x, raw, attended = block(x, raw, attended, rope, cache, mask)
+            raw = {key: t for key, t in raw.items() if key in self.lent}
+            attended = {key: t for key, t in attended.items() if key in self.lent}
         x = self.connect(self.config.n_layer, x, x0, past)
         if last_only:
             x = x[:, -1:]
@@ -469,7 +619,7 @@ class GPT(nn.Module):
 
     def new_cache(self, batch_size, max_len, dtype=None):
         """An empty KVCache for max_len tokens, on the model's device; dtype None: the weights'."""
-        return KVCache(self, batch_size, max_len, dtype)
+        return make_cache(self, batch_size, max_len, dtype)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, choose, cache=None):
@@ -497,7 +647,7 @@ class GPT(nn.Module):
         modules say in `multiply_adds`; attention as the full T x T. The extra queries that
         residual_map='cross' computes and discards are not counted.
         """
-        keys = sum(len(layer.v.reads) for layer in self.wiring) * seq_len
+        keys = sum(len(block.attn.reads) for block in self.transformer.h) * seq_len
         count = 2 * keys * self.config.n_embd
         for module in self.modules():
             count += module.weight.numel() if isinstance(module, nn.Linear) else 0
@@ -505,329 +655,18 @@ class GPT(nn.Module):
         return 3 * 2 * count
 
 
-# --- the wiring ----------------------------------------------------------------------------------
-
-# The sources of layer n (from 0) in a model of L layers, of which layer 0 has none: range(n)[:1] is [0],
-# or [] for n = 0.
-SOURCES = {
-    'first': lambda n, L: range(n)[:1],  # Eq. 7
-    'previous': lambda n, L: range(n)[-1:],  # Fig. 8
-    'all': lambda n, L: range(n),  # Eq. 5
-}
-# Sources of v that are no layers, or not only. Such a source is a module of `transformer`, is called by
-# its name there, and make_outer_source() makes it. residual_layers must name the layers that have one.
-OUTER_SOURCES = {
-    # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
-    'token': lambda n, L: [f've.{n}'],
-    'first+token': lambda n, L: [*range(n)[:1], f've.{n}'],
-    'x0': lambda n, L: [f'vx.{n}'],  # the layer's own projection of x_0 (slowrun)
-    'anchor': lambda n, L: ['anchor'],  # one projection of x_0 for all layers (2601.08131)
-}
+# --- attention's mathematics ----------------------------------------------------------------------
 
 
-@dataclass
-class PartWiring:
-    """How layer n gets its q, k or v. A key, (part, layer or a source's name),
-    is that of a raw or an attended tensor."""
-
-    name: str  # q, k or v
-    n: int
-    heads: int  # the number of heads that it has itself; 0: it borrows them
-    # Keys of what is attended to: its own, or its owner's; before it, those of the cross map's sources.
-    reads: list
-    lenders: list = ()  # with share_v_heads: [the key of the tensor whose last heads it borrows]
-    sources: list = ()  # keys of the raw tensors that are mixed in
-    weighting: str = ''  # how they are weighted, see WEIGHTINGS; '': nothing is mixed in
-    weights: list = ()  # of each source, then its own; empty: a gate's, or no mixture
-    settings: list = ()  # the values of its settings, only for signature() to compare
-
-    @property
-    def key(self):
-        return self.name, self.n
-
-    @property
-    def projects(self):
-        """Whether it has a projection: a borrower has none, nor has a layer that never reads its own."""
-        is_read = not self.weights or self.weights[-1] != 0 or self.weighting == 'learned'
-        return self.heads > 0 and is_read
+def lacks_gqa(q):
+    """Whether no fast attention kernel of q's device shares keys among query heads. On CUDA, none in
+    fp32 does, and torch would take one that holds all T x T weights in memory."""
+    return q.is_cuda and q.dtype == torch.float32
 
 
-@dataclass
-class LayerWiring:
-    """How layer n is wired; n is v.n."""
-
-    q: PartWiring
-    k: PartWiring
-    v: PartWiring
-    added: list  # keys of the raw values whose mean is added to attention's output
-    neutreno: float = 0.0  # how much of V_1 - V'_n is added to it
-    raw_later: list = ()  # keys of the raw tensors that later layers read
-    attended_later: list = ()  # likewise of the attended ones
-
-    @property
-    def parts(self):
-        return self.q, self.k, self.v
-
-
-def wire(config):
-    """The wiring of a model as data: a LayerWiring for each layer."""
-    layers = [wire_layer(config, n) for n in range(config.n_layer)]
-    # Keys of what the layers from here on read.
-    raw = set()
-    attended = set()
-    for layer in reversed(layers):
-        layer.raw_later = sorted(raw, key=str)  # a source need not be a layer number
-        layer.attended_later = sorted(attended)
-        # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
-        if config.neutreno and (layer.v.reads[-1] != ('v', 0) or layers[0].v.sources):
-            layer.neutreno = config.neutreno
-            raw.add(('v', 0))
-        raw.update(layer.added)
-        # A layer that reads a tensor of your own adds its key here, too: raw.add((name, layer)).
-        for part in layer.parts:
-            raw.update(part.sources, part.lenders)
-            attended.update(part.reads, part.lenders)
-    return layers
-
-
-def wire_layer(config, n):
-    """Layer n, but for what other layers decide."""
-    q, k, v = (wire_part(config, part, n) for part in 'qkv')
-    added = sources_of(config, 'v', n) if config.residual_map == 'identity' else []
-    return LayerWiring(q, k, v, keys_of(config, 'v', added))
-
-
-def wire_part(config, part, n):
-    """The PartWiring of layer n's q, k or v."""
-    is_crossed = config.residual_map == 'cross' and part != 'q'
-    attends_to = [*sources_of(config, 'v', n), n] if is_crossed else [n]
-    wiring = PartWiring(part, n, heads=0, reads=keys_of(config, part, attends_to))
-    heads = config.n_head if part == 'q' else config.kv_heads
-    owner = owner_of(config, part, n)
-    if owner == n:
-        wiring.heads = heads
-        if part != 'v' or config.residual_map == 'current':  # other maps do not mix
-            mix_sources(config, wiring, sources_of(config, part, n))
-    elif part == 'v' and config.share_v_heads:
-        wiring.heads = heads - config.share_v_heads
-        wiring.lenders = [(part, owner)]
-    return wiring
-
-
-def mix_sources(config, wiring, sources):
-    """Let a part mix these sources into its own."""
-    if not sources:
-        return
-    wiring.sources = keys_of(config, wiring.name, sources)
-    wiring.weighting = config.residual_weights
-    if WEIGHTINGS[config.residual_weights].gate and wiring.name != 'v':
-        wiring.weighting = 'fixed'
-    weighting = WEIGHTINGS[wiring.weighting]
-    wiring.settings = [getattr(config, name) for name in weighting.settings]
-    count = len(sources)
-    if config.residual_lambda:
-        source, own = config.residual_lambda
-    elif not weighting.gate:
-        source = own = 1 / (count + 1)
-    elif not weighting.is_blend:
-        source, own = 1 / count, 1
-    else:
-        return  # a blend's gate makes both weights
-    wiring.weights = [float(source)] * count + [float(own)]
-
-
-@functools.cache
-def owners_of(share, n_layer):
-    """The layer whose q, k or v each layer uses: itself, if it borrows none."""
-    if isinstance(share, tuple):
-        return share
-    period = n_layer if share is True else share or 1
-    return [n - n % period for n in range(n_layer)]
-
-
-def owner_of(config, part, n):
-    return owners_of(getattr(config, f'share_{part}'), config.n_layer)[n]
-
-
-def keys_of(config, part, sources):
-    """The keys of these sources' q, k or v: (part, the layer that owns it), or, of a source that is no
-    layer, (part, its name)."""
-    # With share_v_heads, each layer has values under its own key; only some of their heads are the owner's.
-    if part == 'v' and config.share_v_heads:
-        return [(part, n) for n in sources]
-    return [(part, n if isinstance(n, str) else owner_of(config, part, n)) for n in sources]
-
-
-def sources_of(config, part, n):
-    """The sources of layer n for its q, k or v. Only a layer that owns its own has any."""
-    residual = getattr(config, f'{part}_residual')
-    every = () if residual in OUTER_SOURCES else range(config.n_layer)
-    is_named = n in (config.residual_layers or every)
-    if not residual or not is_named or owner_of(config, part, n) != n:
-        return []
-    name = 'first' if residual is True else residual
-    return list((SOURCES | OUTER_SOURCES)[name](n, config.n_layer))
-
-
-# --- the weights of a mixture ---------------------------------------------------------------------
-
-
-@dataclass
-class Weighting:
-    """One choice of residual_weights: how a mixture gets its weights, one of each source, and then one of
-    the layer's own tensor."""
-
-    make: Callable = lambda part: None  # gives a Part, the module, its parameters
-    # {a part of a parameter's name: what it needs}: a matrix that is not named here starts at N(0, 0.02),
-    # decays, and goes to Muon, as needs_of() says.
-    needs: dict = field(default_factory=dict)
-    # Of a Part: numbers, or tensors that broadcast to (B, heads, T, hs).
-    weights: Callable = lambda part: part.wiring.weights
-    # Or its weights follow from gates, activation(gate(part, x)), (B, T, n_kv_head or all channels), of x
-    # (B, T, C), what the layer projects: see gated(). Gates are of v alone: q and k have fixed weights.
-    gate: Callable | None = None
-    activation: Callable = torch.sigmoid
-    is_blend: bool = True  # a gate g leaves 1 - g to the layer's own value, else 1
-    settings: tuple = ()  # of GPTConfig that it reads
-    excludes: tuple = ()  # settings that may not be on with it
-
-
-def make_lambdas(part):
-    part.residual_lambda = nn.Parameter(torch.tensor(part.wiring.weights))
-
-
-def make_head_gate(part):
-    config = part.config
-    inputs = config.gate_inputs or config.n_embd
-    part.gate = nn.Linear(inputs, config.kv_heads, config.gate_bias)
-
-
-def head_gate(part, x):
-    """W x + b for each token and KV head."""
-    x = x.to(part.gate.weight.dtype)  # autocast is off
-    return part.gate(x[..., : part.gate.in_features])
-
-
-def make_channel_gate(part):
-    config = part.config
-    width = config.kv_heads * config.head_size
-    part.gate_down = nn.Linear(config.n_embd, config.gate_rank, bias=False)
-    part.gate_up = nn.Linear(config.gate_rank, width, bias=False)
-    # It starts as in RWKV-7. The setting of this name is for head gates.
-    part.gate_bias = nn.Parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
-
-
-def channel_gate(part, x):
-    """b + (x A) B for each token and channel."""
-    x = x.to(part.gate_down.weight.dtype)
-    return part.gate_up(part.gate_down(x)) + part.gate_bias
-
-
-def gated(kind, part, x):
-    """The weights of v by a gate g: in a blend, v <- g mean(sources) + (1 - g) own, else g mean(sources) +
-    own. With residual_lambda (s, o), in both: s g sum(sources) + o own."""
-    g = kind.activation(kind.gate(part, x))
-    g = g.unflatten(2, (part.config.kv_heads, -1)).transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
-    if part.wiring.weights:
-        *of_sources, of_own = part.wiring.weights
-        return [weight * g for weight in of_sources] + [of_own]
-    count = len(part.wiring.sources)
-    return [g / count] * count + [1 - g]
-
-
-# What the matrices of gates need ('v.gate' fits v.gate_down and v.gate_up, too; of several that fit, the
-# last wins), and what a few weights do that a checkpoint may lack: their initial values change nothing in
-# what it computes.
-GATE = {'v.gate': dict(std=0.0, decay=False, muon=False)}
-NEUTRAL = dict(logged=True, optional=True)
-
-WEIGHTINGS = {
-    'fixed': Weighting(),  # uniform, or residual_lambda
-    # [:, None], because a 0-d weight would not widen a half-precision tensor that it multiplies.
-    'learned': Weighting(
-        make_lambdas, {'residual_lambda': NEUTRAL}, lambda part: part.residual_lambda[:, None]
-    ),
-    'head': Weighting(  # sigmoid(0) = 1/2: it starts as ResFormer
-        make_head_gate, GATE, gate=head_gate, settings=('gate_inputs', 'gate_bias')
-    ),
-    'relu': Weighting(  # SATFormer (2605.03953); it starts at N(0, 0.02): from 0 it would never learn
-        make_head_gate,
-        {'v.gate': dict(decay=False, muon=False)},
-        gate=head_gate,
-        activation=torch.relu,
-        is_blend=False,
-        settings=('gate_inputs',),
-    ),
-    'channel': Weighting(  # RWKV-7, of one source
-        make_channel_gate,
-        {**GATE, '.gate_up.': dict(std=0.1, is_orthogonal=True)},
-        gate=channel_gate,
-        settings=('gate_rank',),
-        excludes=('residual_lambda',),
-    ),
-}
-
-
-# --- parameters ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Needs:
-    """What a parameter needs; GPT.needs has it by the parameter's name."""
-
-    std: float = 0.02  # it starts at N(0, std)
-    is_orthogonal: bool = False  # with std as its gain
-    rows: int = 0  # it is the first rows of a matrix of so many, if it has fewer (share_v_heads)
-    decay: bool = False  # weight decay pulls it to zero
-    muon: bool = False  # a matrix that Muon updates, if it is chosen
-    rate: str = ''  # the setting that multiplies its learning rate
-    logged: bool = False  # at every evaluation, for few numbers of interest
-    optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
-
-
-def needs_of(config, name, p):
-    """The Needs of a parameter. By default a matrix starts at N(0, 0.02) and decays, and in blocks is
-    Muon's, and no vector decays. What needs something else is listed by a part of its name, here or in
-    its entry of WEIGHTINGS. Of several that fit, the last one wins."""
-    is_matrix = p.dim() > 1
-    needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
-    gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
-    special = {
-        'c_proj': dict(std=gpt2_std if config.arch == 'gpt2' else 0.02),
-        'v.proj': dict(rows=config.kv_heads * config.head_size),
-        '.ve.': dict(std=config.n_embd**-0.5, decay=False, rate='table_rate'),
-        '.vx.': dict(muon=True),
-        '.anchor.': dict(muon=True),
-        'attn.gate.': dict(decay=False, muon=False),  # output_gate
-        '.dwa.': NEUTRAL,
-        '.x0.': NEUTRAL,
-        **WEIGHTINGS[config.residual_weights].needs,
-    }
-    for words, others in special.items():
-        if words in name:
-            needs |= others
-    return Needs(**needs)
-
-
-def make_outer_source(config, name):
-    """A source that is no layer: a table, (vocab_size, n_kv_head * hs), or a projection of x_0."""
-    width = config.kv_heads * config.head_size
-    if name.startswith('ve.'):
-        return nn.Embedding(config.vocab_size, width)
-    return nn.Linear(config.n_embd, width, bias=False)
-
-
-def make_norm(config):
-    kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
-    return kind(config.n_embd, eps=config.norm_eps)
-
-
-def refuse(condition, message):
-    if condition:
-        raise ValueError(message)
-
-
-# --- attention -----------------------------------------------------------------------------------
+def to_query_heads(t, y):
+    """Values t (B, n_kv_head, T, hs), repeated for each of the query heads of y that share them."""
+    return t.repeat_interleave(y.size(1) // t.size(1), dim=1)
 
 
 def attend(q, k, v, dropout=0.0, mask=None):
@@ -852,12 +691,6 @@ def attend(q, k, v, dropout=0.0, mask=None):
     )
     # Not view(): some kernels on CUDA store the rows of a position side by side.
     return y.reshape(B, nh, T, hs)
-
-
-def lacks_gqa(q):
-    """Whether no fast attention kernel of q's device shares keys among query heads. On CUDA, none in
-    fp32 does, and torch would take one that holds all T x T weights in memory."""
-    return q.is_cuda and q.dtype == torch.float32
 
 
 def attend_cross(q, keys, values, dropout=0.0, mask=None):
@@ -902,22 +735,14 @@ def products(x, matrices):
     return F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
-def append_lent_heads(t, tensors, lenders):
-    """t (B, heads, T, hs) and, behind its heads, those that it borrows (share_v_heads): the last ones of
-    the lender's tensor. lenders: [the key of that tensor], or none."""
-    for key in lenders:
-        t = torch.cat((t, tensors[key][:, t.size(1) :]), dim=1)
-    return t
-
-
 def to_heads(config, t):
     """(B, T, heads * hs) -> (B, heads, T, hs)."""
     return t.unflatten(2, (-1, config.head_size)).transpose(1, 2)
 
 
-def to_query_heads(t, y):
-    """Values t (B, n_kv_head, T, hs), repeated for each of the query heads of y that share them."""
-    return t.repeat_interleave(y.size(1) // t.size(1), dim=1)
+def append_lent_heads(t, whole):
+    """t (B, heads, T, hs) and, behind its heads, the last ones of its owner's tensor, `whole`."""
+    return torch.cat((t, whole[:, t.size(1) :]), dim=1)
 
 
 def rms_norm(config, x):
@@ -949,7 +774,67 @@ def rope_tables(config):
     return angles.cos(), angles.sin()
 
 
-# --- decoding ------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def make_norm(config):
+    kind = nn.RMSNorm if config.arch == 'llama' else nn.LayerNorm
+    return kind(config.n_embd, eps=config.norm_eps)
+
+
+def make_outer_source(config, name):
+    """A source that is no layer: a table, (vocab_size, n_kv_head * hs), or a projection of x_0."""
+    width = config.kv_heads * config.head_size
+    if name.startswith('ve.'):
+        return nn.Embedding(config.vocab_size, width)
+    return nn.Linear(config.n_embd, width, bias=False)
+
+
+@dataclass
+class Needs:
+    """What a parameter needs; GPT.needs has it by the parameter's name."""
+
+    std: float = 0.02  # it starts at N(0, std)
+    is_orthogonal: bool = False  # with std as its gain
+    rows: int = 0  # it is the first rows of a matrix of so many, if it has fewer (share_v_heads)
+    decay: bool = False  # weight decay pulls it to zero
+    muon: bool = False  # a matrix that Muon updates, if it is chosen
+    rate: str = ''  # the setting that multiplies its learning rate
+    logged: bool = False  # at every evaluation, for few numbers of interest
+    optional: bool = False  # a checkpoint may lack it: it starts neutral, or as the settings say
+
+
+def needs_of(config, name, p):
+    """The Needs of a parameter. By default a matrix starts at N(0, 0.02) and decays, and in blocks is
+    Muon's, and no vector decays. What needs something else is listed here by a part of its name. Of
+    several that fit, the last one wins."""
+    is_matrix = p.dim() > 1
+    needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
+    # Its initial values change nothing in what a model computes.
+    neutral = dict(logged=True, optional=True)
+    gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
+    # sigmoid(0) = 1/2: a head gate starts as ResFormer. From 0, a ReLU would never learn.
+    gate_std = 0.02 if config.residual_weights == 'relu' else 0.0
+    special = {
+        'c_proj': dict(std=gpt2_std if config.arch == 'gpt2' else 0.02),
+        'v.proj': dict(rows=config.kv_heads * config.head_size),
+        '.ve.': dict(std=config.n_embd**-0.5, decay=False, rate='table_rate'),
+        '.vx.': dict(muon=True),
+        '.anchor.': dict(muon=True),
+        'attn.gate.': dict(decay=False, muon=False),  # output_gate
+        '.v.gate': dict(std=gate_std, decay=False, muon=False),  # gate, gate_down, gate_up
+        '.gate_up.': dict(std=0.1, is_orthogonal=True),
+        '.residual_lambda': neutral,
+        '.dwa.': neutral,
+        '.x0.': neutral,
+    }
+    for words, others in special.items():
+        if words in name:
+            needs |= others
+    return Needs(**needs)
+
+
+# --- the cache ------------------------------------------------------------------------------------
 
 
 class KVCache:
@@ -960,22 +845,12 @@ class KVCache:
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
-    def __init__(self, model, batch_size, max_len, dtype):
-        refuse(
-            max_len > model.config.block_size,
-            f'max_len={max_len} is more than block_size={model.config.block_size}: '
-            'only without a cache can generation go on, with the last block_size tokens',
-        )
+    def __init__(self, max_len, tensors, owners, position):
         self.max_len = max_len
-        self.parts = {part.key: part for layer in model.wiring for part in (layer.k, layer.v)}
-        zeros = model.lm_head.weight.new_zeros
-        self.tensors = {}
-        for key, part in self.parts.items():
-            if part.heads:
-                shape = batch_size, part.heads, max_len, model.config.head_size
-                self.tensors[key] = zeros(shape, dtype=dtype)
-        self.position = zeros(1, dtype=torch.int64)  # tokens so far
-        for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
+        self.tensors = tensors  # {(part, layer): (B, heads, max_len, hs)}
+        self.owners = owners  # {(part, layer): its owner's}
+        self.position = position  # tokens so far, (1,)
+        for tensor in (*tensors.values(), position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     @property
@@ -1012,13 +887,39 @@ class KVCache:
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
 
     def __getitem__(self, key):
+        owner = self.owners[key]
+        if key not in self.tensors:
+            return self[owner]
         t = self.tensors[key][:, :, : self.end]
-        return append_lent_heads(t, self, self.parts[key].lenders)
+        return t if key == owner else append_lent_heads(t, self[owner])
 
 
-# --- the loss ------------------------------------------------------------------------------------
+def make_cache(model, batch_size, max_len, dtype):
+    """An empty KVCache, as in GPT.new_cache()."""
+    config = model.config
+    refuse(
+        max_len > config.block_size,
+        f'max_len={max_len} is more than block_size={config.block_size}: '
+        'only without a cache can generation go on, with the last block_size tokens',
+    )
+    zeros = model.lm_head.weight.new_zeros
+    tensors = {}
+    owners = {}
+    for block in model.transformer.h:
+        for part in (block.attn.k, block.attn.v):
+            owners[part.key] = part.owner
+            if part.wire.heads:
+                shape = batch_size, part.wire.heads, max_len, config.head_size
+                tensors[part.key] = zeros(shape, dtype=dtype)
+    return KVCache(max_len, tensors, owners, zeros(1, dtype=torch.int64))
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
 
 LOSS_CHUNK = 4096  # rows at least; at 50,304 ids their fp32 logits take 824 MB
+
+
 # With more chunks than this, the compiler fuses the sum of their weight gradients, and for it keeps the
 # logits of most of them (82M, 32 x 2,048: 18.7 GiB with 16 chunks, 14.4 with 8).
 MOST_CHUNKS = 8
@@ -1079,26 +980,37 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (grad * grad_x).to(x_dtype), (grad * grad_w).to(weight_dtype), None, None
 
 
-# --- what is refused -----------------------------------------------------------------------------
+def sum_cross_entropy(x, weight, targets):
+    """LinearCrossEntropy, with gradients where they are wanted."""
+    return LinearCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled())
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refuse(condition, message):
+    if condition:
+        raise ValueError(message)
+
 
 RESIDUALS = ('v_residual', 'q_residual', 'k_residual')
-# {value of residual_map: settings that may not be on with it}
-MAPS = {
-    'current': (),
+# {value of residual_map or residual_weights: settings that may not be on with it}
+EXCLUDES = {
     'identity': ('residual_lambda', 'residual_weights'),
     'cross': ('residual_lambda', 'residual_weights', 'share_v_heads'),
+    'channel': ('residual_lambda',),
 }
 # {setting that is a number: its least value}, 1 where its default is 1 or more, else 0.
 LEAST = {
     f.name: min(int(f.default), 1) for f in fields(GPTConfig) if type(f.default) in (int, float)
 }
 LEAST['neutreno'] = -1e300  # it may be negative
-# Settings that signature() compares by the wiring they make; it compares every other one by its value.
-# One of yours belongs here if wire() alone reads it.
+# Settings that signature() compares by what they make of a layer; it compares every other one by its
+# value. One of yours belongs here if the wiring alone reads it.
 WIRED = {
     *RESIDUALS,
     *'residual_weights residual_lambda residual_layers residual_map'.split(),
-    *(name for weighting in WEIGHTINGS.values() for name in weighting.settings),
+    *'gate_inputs gate_bias gate_rank'.split(),
     *'share_q share_k share_v share_v_heads neutreno'.split(),
 }
 
@@ -1109,89 +1021,21 @@ def choices(name):
         return False, True, *SOURCES, *(OUTER_SOURCES if name == 'v_residual' else ())
     return {
         'arch': ('llama', 'gpt2'),
-        'residual_map': tuple(MAPS),
-        'residual_weights': tuple(WEIGHTINGS),
+        'residual_map': ('current', 'identity', 'cross'),
+        'residual_weights': ('fixed', 'learned', *GATES),
     }.get(name)
 
 
-def normalize(config):
-    """Refuse what no model can be made of, and give each value one spelling: the default, where it
-    equals what the default stands for."""
-    for name, value in vars(config).items():
-        if isinstance(value, list):  # JSON has no tuples
-            setattr(config, name, tuple(value))
-    check_ranges(config)
-    for part in 'qkv':
-        residual = f'{part}_residual'
-        share = f'share_{part}'
-        if getattr(config, residual) in (True, 'first'):  # or 1
-            setattr(config, residual, True)
-        setattr(config, share, spelled(getattr(config, share), config.n_layer))
-    check_contradictions(config)
-    if config.n_kv_head == config.n_head:
-        config.n_kv_head = 0
-    if config.gate_inputs == config.n_embd:
-        config.gate_inputs = 0
-    has_residual = any(getattr(config, name) for name in RESIDUALS)
-    for name in ('residual_lambda', 'residual_layers'):
-        if has_residual and not changes_the_model(config, name):
-            setattr(config, name, ())
+def is_sharing(share, n_layer):
+    if not isinstance(share, tuple):
+        return isinstance(share, bool) or share > 1
+    are_owners = [type(o) is int and 0 <= o <= n and share[o] == o for n, o in enumerate(share)]
+    return all(are_owners) and len(share) == n_layer and share != tuple(range(n_layer))
 
 
-def spelled(share, n_layer):
-    """share_q, share_k or share_v, in the simplest spelling of its owners."""
-    if not share:
-        return share
-    owners = list(owners_of(share, n_layer))
-    simple = (True, *range(2, n_layer))
-    return next((other for other in simple if owners_of(other, n_layer) == owners), share)
-
-
-def check(config):
-    """The one rule: a setting that is on changes what a model is made of."""
-    is_outer = config.v_residual in OUTER_SOURCES
-    refuse(
-        is_outer and not config.residual_layers,
-        f'v_residual={config.v_residual!r} needs residual_layers: name the layers that have the source',
-    )
-    for name, value in config.variant().items():
-        refuse(
-            not changes_the_model(config, name),
-            f'{name}={value!r} does nothing beside the other settings; drop it',
-        )
-    # With sources of weight 0, (0, 1) is vanilla and refused, and (0, 0.5) scales a layer's own values and
-    # is allowed, unless a source or a gate has parameters: they would get no gradient. Learned weights
-    # only start there.
-    weights = config.residual_lambda
-    on = {name: value for name in RESIDUALS if (value := getattr(config, name))}
-    has_parameters = is_outer or WEIGHTINGS[config.residual_weights].gate
-    refuse(
-        weights[:1] == (0,)
-        and config.residual_weights != 'learned'
-        and (has_parameters or weights[1] == 1),
-        f'residual_lambda={weights} gives the sources of {on} the weight 0 for ever; give them another',
-    )
-
-
-def changes_the_model(config, name):
-    """Whether a setting changes what a model is made of, compared with its default."""
-    plain = with_value(config, name, getattr(type(config), name))
-    return signature(config) != signature(plain)
-
-
-def signature(config):
-    """All that a model is made of: its wiring, and the other fields that are read."""
-    unread = WIRED
-    if config.arch == 'gpt2':
-        unread = WIRED | {'rope_theta', 'rope_scaling'}
-    return wire(config), {name: getattr(config, name) for name in vars(config).keys() - unread}
-
-
-def with_value(config, name, value):
-    """The config with another value, which is not checked."""
-    config = copy.copy(config)
-    setattr(config, name, value)
-    return config
+def are_numbers(values, count):
+    are_finite = [type(value) in (int, float) and math.isfinite(value) for value in values]
+    return all(are_finite) and len(values) == count
 
 
 def check_ranges(config):
@@ -1233,26 +1077,18 @@ def check_ranges(config):
     )
 
 
-def is_sharing(share, n_layer):
-    if not isinstance(share, tuple):
-        return isinstance(share, bool) or share > 1
-    are_owners = [type(o) is int and 0 <= o <= n and share[o] == o for n, o in enumerate(share)]
-    return all(are_owners) and len(share) == n_layer and share != tuple(range(n_layer))
-
-
-def are_numbers(values, count):
-    are_finite = [type(value) in (int, float) and math.isfinite(value) for value in values]
-    return all(are_finite) and len(values) == count
+def wires_of(config):
+    """{(part, n): its Wire}"""
+    layers = range(config.n_layer)
+    return {(part, n): wire_part(config, part, n) for n in layers for part in 'qkv'}
 
 
 def check_contradictions(config):
-    """Refuse what wire() has no answer to."""
-    for name in (*MAPS[config.residual_map], *WEIGHTINGS[config.residual_weights].excludes):
-        refuse(
-            name in config.variant(),
-            f'residual_map={config.residual_map} with residual_weights={config.residual_weights} '
-            f'excludes {name}; drop one of them',
-        )
+    """Refuse what no wiring can be made of."""
+    for setting in ('residual_map', 'residual_weights'):
+        value = getattr(config, setting)
+        for name in EXCLUDES.get(value, ()):
+            refuse(name in config.variant(), f'{setting}={value} excludes {name}; drop one of them')
     refuse(
         config.v_residual in OUTER_SOURCES and config.residual_map != 'current',
         f'v_residual={config.v_residual!r} is no layer, and goes with residual_map=current alone; drop '
@@ -1262,25 +1098,27 @@ def check_contradictions(config):
         config.attn_res and config.denseformer,
         'attn_res and denseformer exclude each other; drop one of them',
     )
-    wiring = wire(config)
-    read = {*wiring[0].raw_later}
-    if config.neutreno:
-        read.add(('v', 0))
-    for n, layer in enumerate(wiring):
+    wires = wires_of(config)
+    # The keys of the raw tensors that are read: as sources, by who borrows some heads, and by NeuTRENO.
+    read = {('v', 0)} if config.neutreno else set()
+    for (part, n), wire in wires.items():
+        read.update((part, source) for source in wire.sources)
+        if wire.heads and wire.owner != n:
+            read.add((part, wire.owner))
+    for (part, n), wire in wires.items():
         refuse(
-            not any(part.projects for part in layer.parts),
+            not any(wires[other, n].projects for other in 'qkv'),
             f'layer {n} would project none of q, k, v; turn off share_q, share_k or share_v',
         )
-        for part in layer.parts:
-            refuse(
-                part.key in read and not part.projects,
-                f'with residual_lambda={config.residual_lambda}, layer {n} has no {part.name} of '
-                'its own, which would be read; name other sources or residual_layers',
-            )
         refuse(
-            layer.v.weighting == 'channel' and len(layer.v.sources) > 1,
-            f'residual_weights=channel is for one source, and layer {n} has '
-            f'{len(layer.v.sources)} with v_residual={config.v_residual!r}',
+            (part, n) in read and not wires[part, wire.owner].projects,
+            f'with residual_lambda={config.residual_lambda}, layer {n} has no {part} of its own, which '
+            'would be read; name other sources or residual_layers',
+        )
+        refuse(
+            wire.weighting == 'channel' and len(wire.sources) > 1,
+            f'residual_weights=channel is for one source, and layer {n} has {len(wire.sources)} with '
+            f'v_residual={config.v_residual!r}',
         )
     layers = config.residual_layers
     for n in layers:
@@ -1292,3 +1130,71 @@ def check_contradictions(config):
                 f'residual_layers={layers} names {n!r}; name, once each, layers that project their own '
                 f'{part} (share_{part}) and get a source ({part}_residual={residual!r})',
             )
+
+
+def normalize(config):
+    """Refuse what no model can be made of. What says the same as 0 becomes 0."""
+    for name, value in vars(config).items():
+        if isinstance(value, list):  # JSON has no tuples
+            setattr(config, name, tuple(value))
+    check_ranges(config)
+    check_contradictions(config)
+    if config.n_kv_head == config.n_head:
+        config.n_kv_head = 0
+    if config.gate_inputs == config.n_embd:
+        config.gate_inputs = 0
+
+
+def with_value(config, name, value):
+    """The config with another value, which is not checked."""
+    config = copy.copy(config)
+    setattr(config, name, value)
+    return config
+
+
+def signature(config):
+    """All that a model is made of: how its layers are wired, and the settings that are read."""
+    wires = wires_of(config)
+    read = vars(config).keys() - WIRED
+    if config.arch == 'gpt2':
+        read -= {'rope_theta', 'rope_scaling'}
+    for wire in wires.values():
+        if wire.weighting in GATES:
+            read.update(GATES[wire.weighting][2])
+    attention = [wire_attention(config, n) for n in range(config.n_layer)]
+    return wires, attention, {name: getattr(config, name) for name in read}
+
+
+def changes_the_model(config, name):
+    """Whether a setting changes what a model is made of, compared with its default."""
+    plain = with_value(config, name, getattr(type(config), name))
+    return signature(config) != signature(plain)
+
+
+def check(config):
+    """The one rule: a setting that is on changes what a model is made of. Weights and layers of residuals
+    may also say what their default stands for."""
+    is_outer = config.v_residual in OUTER_SOURCES
+    refuse(
+        is_outer and not config.residual_layers,
+        f'v_residual={config.v_residual!r} needs residual_layers: name the layers that have the source',
+    )
+    residuals = {name: value for name in RESIDUALS if (value := getattr(config, name))}
+    free = ('residual_lambda', 'residual_layers') if residuals else ()
+    for name, value in config.variant().items():
+        refuse(
+            name not in free and not changes_the_model(config, name),
+            f'{name}={value!r} does nothing beside the other settings; drop it',
+        )
+    # With sources of weight 0, (0, 1) is vanilla and refused, and (0, 0.5) scales a layer's own values and
+    # is allowed, unless a source or a gate has parameters: they would get no gradient. Learned weights
+    # only start there.
+    weights = config.residual_lambda
+    has_parameters = is_outer or config.residual_weights in GATES
+    refuse(
+        weights[:1] == (0,)
+        and config.residual_weights != 'learned'
+        and (has_parameters or weights[1] == 1),
+        f'residual_lambda={weights} gives the sources of {residuals} the weight 0 for ever; give them '
+        'another',
+    )

@@ -111,7 +111,7 @@ def watch(model, idx, targets=None):
                 layer.projected = out
 
             hooks.enter_context(block.register_forward_hook(keep_stream))
-            if block.attn.v.wiring.projects:
+            if block.attn.v.wire.projects:
                 hooks.enter_context(block.attn.v.proj.register_forward_hook(keep_projected))
         hooks.enter_context(torch.set_grad_enabled(targets is not None))
         _, loss = model(idx, targets, last_only=targets is None)

@@ -310,4 +310,4 @@ def choices(name):
     assert few or not isinstance(default, str), (
         f'{name} accepts any word: add those it may be to choices() in model.py'
     )
-    return [value for value in few if value != 'first']  # which is spelled True
+    return [value for value in few if value != 'first']  # which is True
