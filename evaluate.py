@@ -52,6 +52,7 @@ class EvaluateConfig:
 @dataclass
 class LossConfig(EvaluateConfig):
     dataset: str = ''  # a folder in data/; '': the one the run was trained on
+    repeats: bool = False  # score what repeats the text before it apart, too: see CLASSES
 
 
 @dataclass
@@ -70,11 +71,11 @@ class TasksConfig(EvaluateConfig):
 
 @torch.no_grad()
 def score(model, idx, targets, machine, n_vocab=None):
-    """For each row, (the summed log-probability of its targets, whether each is the likeliest token).
+    """(The log-probability of each target, float64, whether each is the likeliest token), (n,) each.
 
-    idx, targets (B, T) int64, -1 where nothing is scored -> [(float, bool)]. n_vocab: the probability
-    is shared among the first n_vocab ids only. Raises ValueError where it is not finite: an accuracy
-    would not show it, because the argmax over NaN is the first choice.
+    idx, targets (B, T) int64, -1 where nothing is scored: the n others, row by row. n_vocab: the
+    probability is shared among the first n_vocab ids only. Raises ValueError where it is not finite: an
+    accuracy would not show it, because the argmax over NaN is the first choice.
     """
     targets = targets.to(machine.device)
     is_target = targets != -1
@@ -87,14 +88,12 @@ def score(model, idx, targets, machine, n_vocab=None):
             values.append(-F.cross_entropy(logits, labels, reduction='none').cpu())
             hits.append((logits.argmax(dim=1) == labels).cpu())
 
-    counts = is_target.sum(dim=1).tolist()
-    sums = [part.sum().item() for part in torch.cat(values).double().split(counts)]
-    if not np.isfinite(sums).all():
+    values = torch.cat(values).double()
+    if not values.isfinite().all():
         raise ValueError(
             'the log-probabilities are not finite; try --dtype=float32 or --dtype=bfloat16'
         )
-    are_likeliest = [part.all().item() for part in torch.cat(hits).split(counts)]
-    return list(zip(sums, are_likeliest, strict=True))
+    return values, torch.cat(hits)
 
 
 # --- loss per domain -----------------------------------------------------------------------------
@@ -104,7 +103,9 @@ def run_losses(run, settings, machine):
     """What a run scores on its validation split, a dict for JSON.
 
     It has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
-    `standard_error` over windows of this run (not over seeds), and the `bits_per_byte`.
+    `standard_error` over windows of this run (not over seeds), and the `bits_per_byte`. With
+    settings.repeats, `classes` has the same of each of CLASSES, of the domains that have some of its
+    targets: the mean is over these, and what is missing has no targets at all.
     """
     model, _, checkpoint = load_run(run, settings.tokenizer)
     name = settings.dataset or checkpoint['settings']['dataset']
@@ -116,8 +117,11 @@ def run_losses(run, settings, machine):
         checkpoint.check_data(dataset, advice)
 
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
+    report = loss_summary({domain: each.sum(axis=1) for domain, each in losses.items()}, dataset)
+    if settings.repeats:
+        report['classes'] = summaries_by_class(losses, dataset)
     return {
-        **loss_summary(losses, dataset),
+        **report,
         'dataset': str(dataset.folder),
         'data': dataset.fingerprint(),
         **about(model, checkpoint),
@@ -133,8 +137,34 @@ def about(model, checkpoint):
     }
 
 
+# A target whose two tokens before it occurred earlier in the window, in this order, is a copy where it
+# followed them there, else misled. All others, such as the first two targets of a window, are the rest.
+CLASSES = ('rest', 'misled', 'copy')
+
+
+def classes_of(ids, targets):
+    """The class of each target of a window, its place in CLASSES: (T,) int64 each.
+
+    It follows from the text alone, before any model sees it. An earlier occurrence counts once the
+    token after it is there, at the present token at the latest, so it may overlap the two tokens.
+    `<|endoftext|>` is an id like others, and what stands across the border of documents counts, because
+    attention sees it.
+    """
+    pairs = np.append(-1, ids[:-1]) * 2**16 + ids  # each token and the one before it, as one number
+    triples = pairs * 2**16 + targets
+    # Where the three tokens occurred, the first two did, too.
+    return stood_before(pairs) + stood_before(triples)
+
+
+def stood_before(keys):
+    """1 for each of these numbers that stands at an earlier place, too, else 0: (n,) each."""
+    _, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
+    return (firsts[places] < np.arange(len(keys))).astype(int)
+
+
 def domain_losses(model, dataset, settings, machine, label):
-    """{domain: (the summed loss, the number of predictions) of each window, (windows,) float64 each}.
+    """{domain: (the summed loss, the number of predictions) of each class and window, (2, classes, windows)
+    float64}. Without settings.repeats, all count as the rest.
 
     The windows of block_size predictions cover the whole validation split.
     """
@@ -143,19 +173,25 @@ def domain_losses(model, dataset, settings, machine, label):
     losses = {}
     for domain in dataset.meta['splits']['validation']:
         count = windows(dataset, domain, T)
-        sums = torch.zeros((2, count), dtype=torch.float64)
+        sums = np.zeros((2, len(CLASSES), count))
         firsts = range(machine.rank * size, count, machine.world_size * size)
         for first in tqdm(
             firsts, desc=f'{label}, {domain}', disable=None if machine.is_first else True
         ):
             rows = range(first, min(first + size, count))
             x, y = read_windows(dataset, domain, rows, T)
-            scores = torch.tensor(score(model, x, y, machine), dtype=torch.float64)
-            sums[0, rows] = -scores[:, 0]
-            sums[1, rows] = (y != -1).sum(dim=1).double()
+            values, _ = score(model, x, y, machine)
+            x, y = x.numpy(), y.numpy()
+            classes = np.zeros_like(y)
+            if settings.repeats:
+                classes = np.stack([classes_of(*window) for window in zip(x, y, strict=True)])
+            row, column = np.nonzero(y != -1)
+            places = classes[row, column], first + row
+            np.add.at(sums[0], places, -values.numpy())
+            np.add.at(sums[1], places, 1)
         if machine.distributed:
-            sums = machine.sum(sums.to(machine.device)).cpu()
-        losses[domain] = sums.numpy()
+            sums = machine.sum(torch.from_numpy(sums).to(machine.device)).cpu().numpy()
+        losses[domain] = sums
     return losses
 
 
@@ -188,6 +224,16 @@ def loss_summary(losses, dataset):
         'bits_per_byte': mean_of(domains, 'bits_per_byte'),
     }
     return {'domains': domains, 'mean': mean}
+
+
+def summaries_by_class(losses, dataset):
+    """{class: loss_summary() of its targets}, of the domains that have some. losses: as domain_losses()"""
+    summaries = {}
+    for place, name in enumerate(CLASSES):
+        parts = {domain: each[:, place] for domain, each in losses.items() if each[1, place].any()}
+        if parts:
+            summaries[name] = loss_summary(parts, dataset)
+    return summaries
 
 
 def mean_of(entries, name):
@@ -273,8 +319,11 @@ def make_lm(model, tokenizer, settings, machine):
                 batch = order[first : first + size]
                 idx = pad_sequence([texts[i] for i in batch], True)
                 labels = pad_sequence([targets[i] for i in batch], True, padding_value=-1)
+                counts = (labels != -1).sum(dim=1).tolist()
                 scores = score(model, idx, labels, machine, tokenizer.n_vocab)
-                answers.update(zip(batch, scores, strict=True))
+                parts = [each.split(counts) for each in scores]
+                for i, values, hits in zip(batch, *parts, strict=True):
+                    answers[i] = values.sum().item(), hits.all().item()
             return [answers[i] for i in range(len(texts))]
 
     return LM()
@@ -287,10 +336,11 @@ def print_losses(numbers):
     """A row per domain, and per run its loss and bits per byte."""
     columns = []
     for run, report in numbers['runs'].items():
-        entries = {**report['domains'], 'mean': report['mean']}
         title = f'{run}, {progress(report)}'
-        columns.append((title, table_cells(entries, 'loss', 4, 'standard_error')))
-        columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
+        for name, part in {title: report, **report.get('classes', {})}.items():
+            entries = {**part['domains'], 'mean': part['mean']}
+            columns.append((name, table_cells(entries, 'loss', 4, 'standard_error')))
+            columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
     print_table(columns, numbers['standard_errors'])
 
 

@@ -40,7 +40,7 @@ class ArmRuns:
 
     def losses(self):
         """{seed: validation loss} of the runs that have finished."""
-        return {seed: state.loss for seed, state in self.finished().items()}
+        return {seed: state.losses['mean'] for seed, state in self.finished().items()}
 
 
 def compare_plan(results, record):
@@ -180,9 +180,19 @@ def arm_numbers(arm, base):
         'losses': numbers['differences'],
         'mean': numbers['mean'],
         'sd': numbers['sd'],
+        'leads': {} if arm is base else leads_by_domain(arm, base),
         **counted(arm.config, tokens * facts['max_iters']),
         'ms_per_step': 1e3 * tokens / statistics.median(speeds) if speeds else None,
     }
+
+
+def leads_by_domain(arm, base):
+    """{domain: the numbers of a contrast with the baseline, uncorrected}; arms that share no seed have none."""
+    differences = {}
+    for seed, (ours, theirs) in paired(arm.finished(), base.finished()).items():
+        for domain, (a, b) in paired(ours.losses, theirs.losses).items():
+            differences.setdefault(domain, {})[seed] = a - b
+    return {domain: describe(each) for domain, each in differences.items()}
 
 
 def counted(config, tokens):

@@ -327,6 +327,16 @@ def arm_table(comparison):
     return 'Arms', head, rows
 
 
+def domain_table(comparison):
+    """Where arms lead: many intervals, of which none was planned, so that none is a verdict."""
+    rows = []
+    for name, arm in comparison['arms'].items():
+        for domain, lead in arm['leads'].items():
+            rows.append([name, domain, signed(lead['mean']), interval(lead, '')])
+    title = f'By domain, exploratory: differences from {comparison["baseline"]}'
+    return title, ['arm', 'domain', 'difference', '95% interval, uncorrected'], rows
+
+
 def cost_table(comparison):
     head = ['arm', 'parameters', 'matmul FLOPs', 'KV cache bytes/token', 'ms/step, as logged']
     rows = []
@@ -354,7 +364,7 @@ def tuning_table(comparison):
 
 
 CAUTIONS = 'Before you believe it'
-TABLES = (contrast_table, arm_table, cost_table, tuning_table)
+TABLES = (contrast_table, arm_table, domain_table, cost_table, tuning_table)
 
 
 def sections(comparison):

@@ -145,7 +145,7 @@ def losses_of(states):
     for state in states:
         if state.kind not in ('finished', 'diverged'):
             return None
-        losses.append(math.inf if state.kind == 'diverged' else state.loss)
+        losses.append(math.inf if state.kind == 'diverged' else state.losses['mean'])
     return losses
 
 

@@ -4,7 +4,7 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
     state = read_state('out/run')
     state.kind, state.detail          'finished', or what else it is, and why
     state.config                      what config.json says: settings, origin, data, provenance
-    state.loss                        the last evaluation's mean over domains, of a finished run
+    state.losses                      {domain: loss, 'mean': ...}, the last evaluation of a finished run
     state.training()                  {step: training loss}
     state.model                       GPTConfig; None of a run whose settings are not today's
     state.facts                       {name: value} of all that decides the run's numbers
@@ -170,7 +170,7 @@ class State:
     entries: list = field(default_factory=list)
     config: dict = field(default_factory=dict)
     model: GPTConfig | None = None  # None where it has older settings or a fork's
-    loss: float | None = None  # validation loss at the end of training, mean over domains
+    losses: dict = field(default_factory=dict)  # of a finished run: final_losses()
 
     @property
     def reason(self):
@@ -222,7 +222,7 @@ def read_state(folder):
         state.kind, state.detail = 'damaged', first_line(error)
 
     if losses and all(isinstance(x, float) and math.isfinite(x) for x in losses.values()):
-        state.kind, state.loss = 'finished', losses['mean']
+        state.kind, state.losses = 'finished', losses
     elif losses:
         state.kind, state.detail = 'diverged', 'its validation loss is not finite'
     elif failed:

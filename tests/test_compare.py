@@ -471,6 +471,18 @@ def test_a_contrast_may_be_the_difference_of_two_leads(place):
     assert 'nats: less is lost there' in report.headline(collect(lost))
 
 
+def test_the_report_shows_where_an_arm_leads(place):
+    plan = finished('--arms=vanilla; mine: share_v=True', '--seeds=3')
+    leads = [0.5, -0.1, 0.2]
+    for seed, lead in zip(plan.seeds, leads, strict=True):
+        for arm, loss in {'vanilla': 2.0, 'mine': 2.0 + lead}.items():
+            log = folder_of(plan, arm, seed) / 'log.jsonl'
+            log.write_text(log.read_text().replace('"Domain"', f'"Code": {loss}, "Domain"'))
+    low, high = scipy.stats.ttest_1samp(leads, 0).confidence_interval()
+    ends = f'{report.signed(low)} to {report.signed(high)}'
+    assert f'| mine | Code | +0.2000 | {ends} |' in report.markdown(collect(plan))
+
+
 def test_leads_of_different_code_or_texts_have_no_verdict(place):
     arms = '--arms=vanilla; v: v_residual=True; norm: embed_norm=True; both: v_residual=True embed_norm=True'
     plan = finished(arms, '--seeds=4')
@@ -479,7 +491,7 @@ def test_leads_of_different_code_or_texts_have_no_verdict(place):
     with_norm = [folder for folder in folders if '/norm' in folder or '/both' in folder]
     for folder in with_norm:  # extended by a step, with another rate there
         log = Path(folder, 'log.jsonl')
-        last = json.dumps({'step': 31, 'val': {'mean': read_state(folder).loss}})
+        last = json.dumps({'step': 31, 'val': read_state(folder).losses})
         log.write_text(log.read_text() + RESUMED + last + '\n')
         runs.edit_config(folder, max_iters=31)
     for changed in ('', 'code', 'data'):
@@ -802,7 +814,7 @@ def test_the_page_needs_no_network_fits_light_and_dark_and_a_phone(page):
 
     # Tables and curves scroll by themselves, and can be read.
     assert '.scroll { overflow-x: auto' in html
-    assert html.count('<table') == html.count('<div class="scroll"><table') == 3
+    assert html.count('<table') == html.count('<div class="scroll"><table') == 4
     _, forest, *others = html.split('<svg')
     assert len(others) == html.count('<div class="plot scroll"><svg') == 1
     assert '<div class="plot scroll">' in forest and 'below 0 is better' in forest

@@ -108,6 +108,40 @@ def test_losses_are_those_of_a_slow_loop_over_the_windows(run, dataset, changes)
     assert (report['block_size'], report['dataset'], report['step']) == (32, f'data/{dataset}', 1)
 
 
+@torch.no_grad()
+def slow_classes(run):
+    """{(class, domain): losses of its targets}, by a look at all that stands before a target."""
+    model, _, _ = load_run(run)
+    losses = {}
+    for path in Path('data/repeats/validation').iterdir():
+        tokens = np.fromfile(path, '<u2').tolist()
+        for begin in range(0, len(tokens) - 1, 32):
+            window = tokens[begin : begin + 33]
+            logits, _ = model(torch.tensor([window[:-1]]))
+            each = F.cross_entropy(logits[0], torch.tensor(window[1:]), reduction='none')
+            for i, loss in enumerate(each.tolist(), 1):
+                pair = window[i - 2 : i]
+                followers = [window[j] for j in range(2, i) if window[j - 2 : j] == pair]
+                name = 'copy' if window[i] in followers else 'misled' if followers else 'rest'
+                losses.setdefault((name, path.stem), []).append(loss)
+    return losses
+
+
+def test_targets_that_copy_and_misled_ones_are_scored_apart(run):
+    """As a slow look finds them; where there are none, there is no loss."""
+    write_byte_dataset(Path('data/repeats'), {'A': 400, 'B': range(60)})
+    out = run('apart', 'repeats', **RESFORMER)
+    classes = compared(out, repeats=True)[out]['classes']
+    slow = slow_classes(out)
+    assert slow.keys() == {('rest', 'A'), ('rest', 'B'), ('misled', 'A'), ('copy', 'A')}
+    for (name, domain), losses in slow.items():
+        entry = classes[name]['domains'][domain]
+        loss = pytest.approx(statistics.fmean(losses), abs=1e-5)
+        assert (entry['tokens'], entry['loss']) == (len(losses), loss)
+    assert classes['copy']['mean']['loss'] == classes['copy']['domains']['A']['loss']
+    assert 'B' not in classes['copy']['domains']
+
+
 def test_losses_depend_on_no_batch_size_nor_number_of_processes_and_repeat_exactly(run):
     out = run('together', **RESFORMER)
     words = ['loss', out, '--batch_size=4', '--out=two.json', '--device=cpu']
