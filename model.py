@@ -244,10 +244,11 @@ def lent_tensors(config):
     lent = {('v', 0)} if config.neutreno else set()
     for n in range(config.n_layer):
         for part in 'qkv':
-            read = {owner_of(config, part, n), *sources_of(config, part, n)} - {n}
+            sources = sources_of(config, part, n)
+            read = {owner_of(config, part, n), *sources} - {n}
             lent.update((part, other) for other in read)
             if part == 'v' and config.residual_map == 'cross':
-                lent.update(('k', other) for other in read)
+                lent.update(('k', source) for source in sources)
     return lent
 
 
