@@ -29,7 +29,8 @@ validation-00000-of-00001.parquet. What says nothing is for training; test is le
 
 Where a domain has no validation file (of SlimPajama: where there is none), a document is validation
 when hash(seed, text) < val_fraction, and each domain's first one always is (the first whose text is not
-trained on as another domain's), with all its copies in such domains.
+trained on as another domain's), with all its copies in such domains. Unless --val_fraction is given, it
+is 0.005, or of plain text more, up to 0.1, so that the smallest domain has some 10,000 tokens.
 
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
 <|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,
@@ -65,6 +66,8 @@ from tqdm import tqdm
 from lib import sources, tokenizer
 from lib.files import (
     DATASET_FORMAT,
+    ENOUGH,
+    caution_about,
     first_line,
     locked,
     one_line_errors,
@@ -98,13 +101,13 @@ class PrepareConfig:
     tokenizer: str = 'EleutherAI/gpt-neox-20b'  # tokenizer.json, its folder, hub id, or 'bytes'
     tokens: int = 20_000_000_000  # training tokens in all domains together; 0: everything
     weights: dict = field(default_factory=dict)  # {domain: weight}; {}: Table 2, or natural shares
-    val_fraction: float = 0.005  # of the documents, where a domain has no validation file
+    val_fraction: float | None = None  # of documents, where a domain has no validation file
     workers: int = 0  # processes; 0: one per CPU that this process may use
     seed: int = 1337  # of the order of files and documents, and of which ones are validation
 
     def __post_init__(self):
         counts = self.tokens, self.workers, self.seed
-        if min(counts) < 0 or max(counts) >= 2**64 or not 0 <= self.val_fraction < 1:
+        if min(counts) < 0 or max(counts) >= 2**64 or not 0 <= (self.val_fraction or 0) < 1:
             raise ValueError(
                 '--tokens, --workers and --seed must be 0 or more and below 2**64, and --val_fraction '
                 'in [0, 1)'
@@ -233,8 +236,23 @@ class Preparation:
         if settings.tokens:
             for domain, share in self.shares.items():
                 self.goals[domain] = max(round(settings.tokens * share), 1)
+        if settings.val_fraction is None:
+            settings.val_fraction = choose_fraction(self)
         # The settings that decide the bytes, and the commit of a hub repository.
         self.begun = {'asked': deciding_settings(settings), 'revision': commit}
+
+
+def choose_fraction(plan):
+    """The --val_fraction with which the smallest domain of plain text has about ENOUGH validation tokens,
+    from 0.005 to 0.1; 0.005 of rows, whose files do not say how much text they have."""
+    sizes = collections.Counter()
+    for unit in plan.units:
+        if unit.split == 'hash' and not unit.hub:
+            sizes[unit.domain] += unit.size
+    # Of English, some four bytes are a token.
+    length = 1 if plan.encoder.name == 'bytes' else 4
+    tokens = [min(size / length, plan.goals[domain]) for domain, size in sizes.items()]
+    return round(min(max(0.005, ENOUGH / min(tokens, default=math.inf)), 0.1), 3)
 
 
 def prepare(settings):
@@ -295,6 +313,8 @@ def read_begun(settings, out):
             begun = json.loads(path.read_bytes())
             # Older datasets do not say it.
             before = {'text_column': 'text', **begun['asked']}
+            if settings.val_fraction is None:  # what was chosen then
+                settings.val_fraction = before['val_fraction']
             now = deciding_settings(settings)
             changed = [name for name in now if now[name] != before[name]]
         if changed:
@@ -346,7 +366,8 @@ def check_space(plan):
     space = shutil.disk_usage(plan.out).free + sum(path.stat().st_size for path in present)
     splits = collections.Counter(unit.split for unit in plan.units)
     print(
-        f'{len(plan.units):,} files, {splits["validation"]:,} of them validation; needs {need} of the '
+        f'{len(plan.units):,} files, {splits["validation"]:,} of them validation (in a domain without '
+        f'any, {plan.settings.val_fraction} of the documents are); needs {need} of the '
         f'{space / 1e9:,.2f} GB that are free in {plan.out}, its own files included'
     )
     if space < needed:
@@ -532,6 +553,7 @@ def finish(plan, counts, pieces):
         'splits': splits,
     }
     write_json(plan.out / 'meta.json', meta)
+    print(caution_about(splits['validation']) or '')
     shutil.rmtree(plan.pieces)
 
 

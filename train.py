@@ -39,7 +39,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.data import Dataset, Loader, TrainingRows, validation_batches
-from lib.files import is_plain, locked, mute, one_line_errors
+from lib.files import caution_about, is_plain, locked, mute, one_line_errors
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.muon import Muon
 from lib.rundir import (
@@ -427,7 +427,11 @@ class Start:
 
     def facts(self):
         """{name: value} of all that is known of the run before it is trained."""
-        known = {'origin': self.origin, 'data': self.dataset.fingerprint()}
+        known = {
+            'origin': self.origin,
+            'data': self.dataset.fingerprint(),
+            'caution': caution_about(self.dataset.meta['splits']['validation']),
+        }
         return asdict(self.settings) | asdict(self.config) | known
 
 

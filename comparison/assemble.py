@@ -143,6 +143,7 @@ def assemble(title, arms, verdicts, problems, states, tuning):
         'arms': numbers,
         'contrasts': verdicts,
         'evaluation': describe_evaluation(arms[baseline].facts),
+        'domains': sorted({name for state in states for name in state.losses} - {'mean'}),
         'curves': curves_of_arms(arms, baseline),
         'seconds': sum(map(seconds_of, states)),
     }
@@ -216,7 +217,9 @@ def describe_evaluation(own):
 
 
 # What a run was made with.
-ORIGINS = 'commit code device cpu threads world_size torch dtype compile attention_kernel'.split()
+ORIGINS = (
+    'commit code device cpu threads world_size torch dtype compile attention_kernel caution'.split()
+)
 
 
 def origins(states):

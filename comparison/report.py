@@ -73,7 +73,8 @@ def state(comparison):
         words.append(f'{name} ({changes})' if changes else name)
     finished = 'Not finished' if comparison['problems'] else 'Finished'
     text = f'{finished}. Arms: {"; ".join(words)}. The first is the baseline.'
-    return f'{text} {code_text(comparison["code"])}'.strip()
+    domains = ', '.join(comparison['domains'])
+    return f'{text} Losses: mean over domains: {domains}. {code_text(comparison["code"])}'.strip()
 
 
 def code_text(codes):
@@ -185,7 +186,7 @@ def cost(comparison, contrast):
 
 def cautions(comparison):
     """What a reader must know before believing the verdicts."""
-    notes, plan = [], comparison['plan'] or {}
+    notes, plan = [*comparison['provenance'].get('caution', [])], comparison['plan'] or {}
     if comparison['problems']:
         notes.append(
             'Not finished: a contrast gets no verdict before every planned run that its test needs has '

@@ -14,6 +14,9 @@ from pathlib import Path
 # prepare_slimpajama.py, which imports no torch, writes them, and lib/data.py reads them.
 DATASET_FORMAT = 1
 
+# Validation tokens of a domain: on fewer, its loss is largely chance.
+ENOUGH = 10_000
+
 
 def is_plain(name):
     """Whether a name can stand in a file's name, a terminal, a table, a page and a picture."""
@@ -29,6 +32,18 @@ def printable(text):
 def is_domain(name):
     """Whether a domain can be called so: `mean` stands beside the domains in logs and results."""
     return is_plain(name) and name != 'mean'
+
+
+def caution_about(validation):
+    """What must be known of a validation split, {domain: its entry in meta.json}, some of whose domains
+    have fewer tokens than ENOUGH; None of another one."""
+    tokens = {domain: entry['tokens'] for domain, entry in validation.items()}
+    few = [f'{domain} ({tokens[domain]:,})' for domain in tokens if tokens[domain] < ENOUGH]
+    if few:
+        return (
+            f'Fewer than {ENOUGH:,} validation tokens: {", ".join(few)}. Each domain is '
+            f'{1 / len(tokens):.0%} of the loss by which runs are judged.'
+        )
 
 
 @contextlib.contextmanager

@@ -350,7 +350,7 @@ def by_name(optimizers):
 # What a config.json holds beside the settings of a run: provenance(), and what training found out.
 FACTS = frozenset(
     'commit code started ended device cpu threads load dtype world_size torch cudnn numpy python '
-    'attention_kernel origin data '
+    'attention_kernel origin data caution '
     'date'.split()  # of older runs, in place of started
 )
 

@@ -771,7 +771,10 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
             'Res (v_residual=True residual_weights=learned); slow (learning_rate=0.01)'
         )
         assert (
-            changed < whole.index('Res is better than vanilla') < whole.index('Before you believe')
+            changed
+            < whole.index('mean over domains: Domain.')
+            < whole.index('Res is better than vanilla')
+            < whole.index('Before you believe')
         )
     undecided = comparison['contrasts']['slow-Res']
     needed = undecided['seeds_needed']
@@ -920,6 +923,7 @@ def test_vanilla_is_vanilla_and_a_third_of_the_best_rate_is_worse(place):
     assert contrasts['again-vanilla']['reason'] == ''  # such as that the losses are the same
     assert contrasts['slow-vanilla']['verdict'] == 'worse'
     assert 'slow is worse than vanilla by' in text
+    assert 'A (700), B (300). Each' in Path('out/compare/small/report.md').read_text()
     data = make_plan(*words).data
     assert data == runs.read_config('out/compare/small/vanilla_lr0.02_seed1')['data']
     assert text.endswith('\nwrote out/compare/small/report.html\n')

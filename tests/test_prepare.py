@@ -96,7 +96,17 @@ def test_a_folder_of_plain_text_equals_recomputation():
         domain = name.split('/')[0] if '/' in name else 'corpus'
         units.setdefault(domain, []).append(name)
     source = {names[0]: [(domain, texts[n]) for n in names] for domain, names in units.items()}
-    assert_equals(Path('out'), recompute(source, dict.fromkeys(units, 1), 0))
+    assert_equals(Path('out'), recompute(source, dict.fromkeys(units, 1), 0, val_fraction=0.1))
+
+
+def test_the_smallest_domain_of_plain_text_gets_ten_thousand_tokens_unless_it_was_begun_otherwise():
+    for name, size in (('a/few', 2000), ('b', 9000)):
+        for n in range(100):
+            write_records(Path(f'raw/{name}/{n}.txt'), [f'{n:0{size - 3}}'])
+    stop_halfway(out='older', tokens=0, val_fraction=0.005)
+    for out, expected in (('out', 0.05), ('older', 0.005)):
+        run_prepare(out=out, tokens=0)
+        assert read_meta(out)['asked']['val_fraction'] == expected
 
 
 def test_one_long_text_file_is_split():
