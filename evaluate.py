@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from lib.data import Dataset, read_windows, windows
+from lib.data import read_windows, windows
 from lib.files import one_line_errors
 from lib.machine import Machine, advise_on_memory
 from lib.rundir import candidates, provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from lib.tasks import TASKS, harness
-from lib.trained import load_run
+from lib.trained import dataset_of, load_run
 from model import LOSS_CHUNK, refuse
 
 
@@ -108,14 +108,7 @@ def run_losses(run, settings, machine):
     targets: the mean is over these, and what is missing has no targets at all.
     """
     model, _, checkpoint = load_run(run, settings.tokenizer)
-    name = settings.dataset or checkpoint['settings']['dataset']
-    refuse(not name, f'{run} was imported, and has no dataset: say on which --dataset')
-    dataset = Dataset(name)
-    checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
-    if not settings.dataset:
-        advice = f'; to evaluate on it nevertheless, give --dataset={dataset.folder.name}'
-        checkpoint.check_data(dataset, advice)
-
+    dataset = dataset_of(checkpoint, settings.dataset)
     losses = domain_losses(model.to(machine.device), dataset, settings, machine, run)
     report = loss_summary({domain: each.sum(axis=1) for domain, each in losses.items()}, dataset)
     if settings.repeats:

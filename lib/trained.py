@@ -7,7 +7,7 @@ A trained model for use: of a run's folder, or of one of its checkpoints.
 import sys
 
 from lib import tokenizer as tokenizers
-from lib.data import dataset_folder
+from lib.data import Dataset, dataset_folder
 from lib.files import printable
 from lib.rundir import load_checkpoint
 
@@ -52,3 +52,18 @@ def kept_tokenizer(checkpoint):
     if checkpoint['data']['tokenizer']['name'] == 'bytes':
         return 'bytes'
     return dataset_folder(checkpoint['settings']['dataset']) / 'tokenizer.json'
+
+
+def dataset_of(checkpoint, name):
+    """The Dataset of a name; '': the one that a checkpoint was trained on, which must be as it was."""
+    own = checkpoint['settings']['dataset']
+    if not (name or own):
+        raise ValueError(
+            f'{checkpoint["path"]} was imported, and has no dataset: give one with --dataset, or '
+            'paper.analyze a --text'
+        )
+    dataset = Dataset(name or own)
+    checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
+    if not name:
+        checkpoint.check_data(dataset, f'; to read it nevertheless, give --dataset={own}')
+    return dataset

@@ -49,18 +49,18 @@ import model as architecture
 from comparison import charts
 from comparison.assemble import arm_of
 from comparison.runs import difference, facts
-from lib.data import Dataset
-from lib.files import as_json, one_line_errors, write_json
+from lib.files import as_json, one_line_errors, sha256_of, write_json
 from lib.machine import Machine
 from lib.rundir import provenance
-from lib.trained import load_run
+from lib.trained import dataset_of, load_run
 from model import attend, attend_cross, to_query_heads
 
 
 @dataclass
 class AnalyzeConfig:
     runs: tuple = ()  # folders of runs
-    text: str = ''  # a text file to read; '': the validation split that a run was trained with
+    text: str = ''  # a text file to read; '': the validation split of a dataset
+    dataset: str = ''  # a folder in data/; '': the one the run was trained on
     sequences: int = 1000  # how many, evenly spaced
     length: int = 2048  # tokens of a sequence; at most the model's block_size
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
@@ -340,26 +340,23 @@ def squares(t, known):
 
 
 def model_and_rows(run, settings):
-    """(model, rows, checkpoint) of a run. rows: the sequences to read, int64 arrays of T ids."""
+    """(model, rows, data, checkpoint) of a run. rows: the sequences to read, int64 arrays of T ids; data:
+    the fingerprint of where they are from."""
     model, tokenizer, checkpoint = load_run(run)
     T = min(settings.length, model.config.block_size)
-    name = checkpoint['settings']['dataset']
     if settings.text:
-        origin = settings.text
+        origin, data = settings.text, sha256_of(settings.text)[:12]
         text = Path(origin).read_text('utf-8-sig')
         ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
         count = len(ids) // T
         rows = evenly(ids[: count * T].reshape(count, T), settings.sequences)
-    elif not name:
-        raise ValueError(f'{run} was imported, and has no dataset: say which --text it is to read')
     else:
-        dataset = Dataset(name)
-        origin = dataset.folder
-        checkpoint.check_tokenizer(dataset.meta['tokenizer']['sha256'], dataset.folder)
+        dataset = dataset_of(checkpoint, settings.dataset)
+        origin, data = dataset.folder, dataset.fingerprint()
         rows = dataset_rows(dataset, T, settings.sequences)
     if not rows:
         raise ValueError(f'{origin} has not one sequence of {T} tokens; give a shorter --length')
-    return model, rows, checkpoint
+    return model, rows, data, checkpoint
 
 
 def dataset_rows(dataset, T, count):
@@ -388,11 +385,12 @@ def analyze(kind, settings, machine):
     """
     reports = {}
     for run in settings.runs:
-        model, rows, checkpoint = model_and_rows(run, settings)
+        model, rows, data, checkpoint = model_and_rows(run, settings)
         model.to(machine.device)
         series = measure(kind, model, rows, settings.batch_size, str(run))
         report = {'series': {name: summary(values) for name, values in series.items()}}
         report |= {'sequences': len(rows), 'length': len(rows[0]), 'config': asdict(model.config)}
+        report['data'] = data
         if 'seed' in checkpoint['settings']:  # it was not imported
             values = checkpoint['settings'] | checkpoint['model_config']
             values['origin'] = checkpoint.get('origin')

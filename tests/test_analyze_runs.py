@@ -18,6 +18,7 @@ from programs import BYTES, program, run_with
 from runs import model_of, succeed
 from test_analyze import analyzed, assert_close, every_kind
 
+from lib.data import Dataset
 from lib.machine import Machine
 from model import GPT, GPTConfig
 from paper import analyze
@@ -94,6 +95,7 @@ def test_the_command_writes_means_and_errors_over_evenly_spaced_sequences(kind, 
     assert numbers['analysis'] == kind and numbers['device'] == 'cpu' and len(numbers['runs']) == 2
     for run, one in numbers['runs'].items():
         assert (one['sequences'], one['length'], one['step']) == (7, 32, 1)
+        assert one['data'] == Dataset('bytes').fingerprint()
         assert one['config']['v_residual'] == one['settings']['v_residual'] == ('res' in run)
         expected = analyzed(kind, run_model(run[4:]), idx)
         for name, values in expected.items():

@@ -21,6 +21,7 @@ from lib.data import Dataset
 from lib.machine import Machine
 from lib.rundir import checkpoints
 from lib.trained import load_run
+from paper import analyze
 
 trained = byte_runs.trained
 run = byte_runs.run
@@ -170,11 +171,12 @@ def test_a_lower_precision_changes_the_losses_little(run):
 
 def test_another_dataset_of_the_same_name_is_refused_unless_it_is_named(run):
     write_byte_dataset(Path('data/remade'), {'A': 100})
-    out = run('of the old data', dataset='remade')
+    out = run('of_the_old_data', dataset='remade')
     before = compared(out)[out]
     write_byte_dataset(Path('data/remade'), {'A': 101})
-    status, _, _ = program('loss', out, '--device=cpu')
-    assert_one_line(status, out, 'data/remade', '--dataset=remade')
+    for main, mode in ((evaluate.main, 'loss'), (analyze.main, 'entropy')):
+        status, _, _ = call_program(main, mode, out, '--device=cpu')
+        assert_one_line(status, out, 'data/remade', '--dataset=remade')
     after = compared(out, dataset='remade')[out]
     assert before['dataset'] == after['dataset'] and before['data'] != after['data']
 
@@ -197,7 +199,6 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
         '--dataset=tiny': ['out/good', 'tokenizer', 'data/tiny'],
         '--dataset=none': ['data/none'],
         '--batch_size=0': ['batch_size=0'],
-        '--device=gpu': ["device='gpu'"],
     }
     for word, names in mistakes.items():
         assert_one_line(program(*words, word)[0], *names)
