@@ -21,6 +21,19 @@ def test_contents_then_name_then_folder_reach_the_disk(tmp_path, monkeypatch):
     assert calls == [(tmp_path / 'a').stat().st_ino, 'rename', tmp_path.stat().st_ino]
 
 
+def test_a_file_system_that_does_not_flush_folders_writes_whole_files(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def of_files(handle):
+        if os.fstat(handle).st_ino == tmp_path.stat().st_ino:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(handle)
+
+    monkeypatch.setattr(os, 'fsync', of_files)
+    files.write_whole(tmp_path / 'a', 'text')
+    assert (tmp_path / 'a').read_text() == 'text'
+
+
 @pytest.mark.parametrize('moment', ['fsync', 'replace'])
 def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(tmp_path, monkeypatch, moment):
     path = tmp_path / 'a'
