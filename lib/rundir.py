@@ -36,6 +36,7 @@ from lib.files import (
     write_whole,
 )
 from lib.logs import Log, read_log
+from lib.machine import is_out_of_memory
 from model import GPT, SHAPE, GPTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -230,10 +231,16 @@ def read_checkpoint(path):
         if zipfile.ZipFile(path).testzip():
             raise zipfile.BadZipFile
         # weights_only: a file from a stranger must not run code.
-        parts = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        load = functools.partial(torch.load, path, map_location='cpu', weights_only=True)
+        try:
+            parts = load(mmap=True)
+        except RuntimeError:  # too little memory, or a network disk that maps no files
+            parts = load()
     except (OSError, MemoryError):
         raise
     except Exception as error:  # zip, pickle and torch each raise their own
+        if is_out_of_memory(error):
+            raise
         # torch's own advice, to trust the file, is bad advice.
         reason = type(error).__name__
         raise ValueError(f'{path} is damaged, or no checkpoint of train.py ({reason})') from None

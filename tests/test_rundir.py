@@ -1,30 +1,39 @@
 """lib/rundir.py: its checkpoints, its log, and what produced a run."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import ROOT
 
-from lib import rundir
 from lib.machine import Machine
 from lib.rundir import load_checkpoint, provenance
 from train import TrainConfig, settings_of
 
+FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-@pytest.mark.parametrize('error', [PermissionError(13, 'no'), OSError(5, 'I/O'), MemoryError()])
-def test_a_checkpoint_that_cannot_be_read_just_now_is_not_called_damaged(
-    tmp_path, monkeypatch, error
-):
+
+@pytest.mark.parametrize(
+    'error', [PermissionError(13, 'no'), OSError(5, 'I/O'), MemoryError(), FULL]
+)
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_called_damaged(whole, monkeypatch, error):
     """Called so, it would be set aside, and the run would go on from an older one."""
-
-    def read(path):
-        raise error
-
-    monkeypatch.setattr(rundir, 'read_checkpoint', read)
-    for name in ('ckpt_2.pt', 'ckpt_1.pt'):
-        (tmp_path / name).touch()
+    monkeypatch.setattr(torch, 'load', Mock(side_effect=error))
     with pytest.raises(type(error)):
-        load_checkpoint(tmp_path, warn=print)
+        load_checkpoint(whole, warn=pytest.fail)
+
+
+def test_a_checkpoint_that_cannot_be_mapped_is_read(whole, monkeypatch):
+    load = torch.load
+
+    def without_mmap(*args, mmap=False, **options):
+        if mmap:
+            raise RuntimeError('unable to mmap 8 bytes from file: No such device (19)')
+        return load(*args, **options)
+
+    monkeypatch.setattr(torch, 'load', without_mmap)
+    assert load_checkpoint(whole, warn=pytest.fail)['step'] == 12
 
 
 def test_a_setting_that_an_older_checkpoint_lacks_has_its_default(whole):
