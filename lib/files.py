@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 # The version of the format of data/<dataset>/meta.json and of the token files beside it.
@@ -194,7 +195,19 @@ def one_line_errors(everywhere=False, interrupts=True):
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError) as error:
         speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
-        sys.exit(printable(f'error: {error}') if speaks else 1)
+        if not speaks:
+            sys.exit(1)
+        message = printable(f'error: {error}')
+        repeat_below(message)
+        sys.exit(message)
+
+
+def repeat_below(message):
+    """Under torchrun, let its summary, which follows its own traceback, end with a message."""
+    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if path:
+        facts = {'py_callstack': message, 'timestamp': int(time.time())}
+        Path(path).write_text(json.dumps({'message': {'extraInfo': facts}}))
 
 
 def mute(stream):

@@ -211,11 +211,13 @@ def cores():
 
 @contextlib.contextmanager
 def advise_on_memory(advice):
-    """Turn running out of memory into an OSError of one line, with advice."""
+    """Turn running out of memory, and the lack of a compiler, into an OSError of one line, with advice."""
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if re.search(r'\bC(\+\+)? compiler', first_line(error)):
+            advice = '(install one, or give --compile=False)'
+        elif not is_out_of_memory(error):
             raise
         raise OSError(f'{first_line(error)} {advice}') from error
 

@@ -161,12 +161,24 @@ def run_out_on_a_cpu(*args):
     torch.empty(2**50)
 
 
-@pytest.mark.parametrize('run_out', [run_out_on_a_gpu, run_out_on_a_cpu])
-def test_running_out_of_memory_is_one_line_that_names_the_settings(work, monkeypatch, run_out):
-    monkeypatch.setattr(train, 'train', run_out)
-    status, _ = here('out/too_large')
-    settings = ('batch_size', 'activation_memory_budget', 'activation_checkpointing')
-    assert_one_line(status, 'memory', 'ocate', *settings)
+def have_no_compiler(*args):
+    raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')\nmore")
+
+
+LESS = ('batch_size', 'activation_memory_budget', 'activation_checkpointing')
+
+
+@pytest.mark.parametrize(
+    'fail, words',
+    [
+        (run_out_on_a_gpu, ('memory', 'ocate', *LESS)),
+        (run_out_on_a_cpu, ('memory', 'ocate', *LESS)),
+        (have_no_compiler, ('C++ compiler', '--compile=False')),
+    ],
+)
+def test_what_a_machine_lacks_is_one_line_that_names_the_settings(work, monkeypatch, fail, words):
+    monkeypatch.setattr(train, 'train', fail)
+    assert_one_line(here('out/too_large')[0], *words)
 
 
 def test_the_budget_reaches_the_compiler(monkeypatch):
