@@ -29,6 +29,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -264,6 +265,8 @@ def distribute(model, machine):
     """The model; under torchrun, wrapped in DistributedDataParallel."""
     if not machine.distributed:
         return model
+    # torch 2.13 calls broadcast_buffers old. Its new name starts otherwise, and 2.11 does not know it.
+    warnings.filterwarnings('ignore', '.*broadcast_buffers', FutureWarning)
     return DistributedDataParallel(
         model,
         device_ids=[machine.device] if machine.kind == 'cuda' else None,
