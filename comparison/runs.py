@@ -221,7 +221,7 @@ def read_state(folder):
     except (ValueError, OSError) as error:
         state.kind, state.detail = 'damaged', first_line(error)
 
-    if losses and all(isinstance(x, float) and math.isfinite(x) for x in losses.values()):
+    if losses and all(x is not None and math.isfinite(x) for x in losses.values()):
         state.kind, state.losses = 'finished', losses
     elif losses:
         state.kind, state.detail = 'diverged', 'its validation loss is not finite'
