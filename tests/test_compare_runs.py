@@ -59,7 +59,7 @@ def test_a_setting_of_another_type_is_a_damaged_run(tmp_path, wrong):
 
 def test_a_loss_that_is_stored_as_an_integer_is_finite(tmp_path):
     state = read_state(write_run(tmp_path, [2, 1]))
-    assert (state.kind, state.loss) == ('finished', 1)
+    assert (state.kind, state.losses['mean']) == ('finished', 1)
 
 
 # --- facts ----------------------------------------------------------------------------------------
