@@ -101,6 +101,7 @@ def test_a_command_writes_runs_that_can_be_made_again(here):
 
     run, again = (read_json(here / out / path.name) for out in ('one', 'two'))
     assert (run['task'], run['seed'], run['rate'], run['steps']) == ('S_3', 1, 0.01, 4)
+    assert run['cpu_seconds'] >= 0
     assert run['model']['share_v'] is True and run['model']['n_head'] == 1 and run['commit']
     assert run['accuracy'] == again['accuracy'] and [*run['accuracy']] == ['2', '4']
     for name in ('svformer_lr0.01_seed2', 'vanilla_lr0.01_seed1'):
