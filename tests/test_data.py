@@ -125,13 +125,6 @@ def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
 # --- checks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('tokens', [0, 1])
-def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens):
-    prepared('empty', {'train': {'A': 100}, 'validation': {'A': 50, 'B': tokens}})
-    with raises_one_line('data/empty', 'B.bin', tokens):
-        Dataset('empty')
-
-
 @pytest.mark.parametrize(
     'splits, words',
     [
@@ -140,6 +133,9 @@ def test_a_validation_domain_with_nothing_to_predict_is_refused(prepared, tokens
         ({'val': {}}, ['none']),
         ({'train': {'mean': 50}, 'validation': {'A': 50}}, ['train/mean.bin', 'name']),
         ({'train': {'a\x1b[2Jb': 50}, 'validation': {'A': 50}}, ['a\\x1b[2Jb.bin', 'name']),
+        # nothing to predict
+        ({'train': {'A': 100}, 'validation': {'A': 50, 'B': 0}}, ['B.bin', 0]),
+        ({'train': {'A': 100}, 'validation': {'A': 50, 'B': 1}}, ['B.bin', 1]),
     ],
 )
 def test_a_dataset_made_by_hand_without_what_training_needs_is_refused(prepared, splits, words):

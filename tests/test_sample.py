@@ -101,10 +101,23 @@ def test_the_text_appears_character_by_character_none_of_them_broken_and_ends_at
     assert screens == ['', *whole[1:]]  # and none beyond <|endoftext|>
 
 
-@pytest.mark.parametrize('raw', [b'n\xc3', b'\xe2\x82x\xf0\x9f\x98', b'\xef\xbf\xbdx'], ids=str)
-def test_bytes_that_are_no_text_are_printed_as_decoded(trained, raw):
-    out_dir = run_with(parrot([*raw, BYTES.eot], 1), trained, f'out/{raw!r}')
-    assert said(out_dir, 'a') == 'a' + raw.decode(errors='replace') + '\n'
+@pytest.mark.parametrize(
+    'start, after, raw',
+    [
+        ('', 1, SCRIPT),  # a document begins
+        ('<|endoftext|>', 1, SCRIPT),
+        ('a<|endoftext|>bc', 4, SCRIPT),  # one token of four
+        # bytes that are no text are printed as decoded
+        ('a', 1, [*b'n\xc3', BYTES.eot]),
+        ('a', 1, [*b'\xe2\x82x\xf0\x9f\x98', BYTES.eot]),
+        ('a', 1, [*b'\xef\xbf\xbdx', BYTES.eot]),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_followed_by_what_the_model_says_until_endoftext(trained, start, after, raw):
+    out_dir = run_with(parrot(raw, after), trained, 'out/parrots')
+    text = BYTES.decode(raw[: raw.index(BYTES.eot)])
+    assert said(out_dir, start) == f'{start}{text}\n'
 
 
 def test_characters_that_the_terminal_does_not_know_are_question_marks(trained, monkeypatch):
@@ -126,18 +139,6 @@ def test_the_likeliest_token_is_drawn_where_the_settings_leave_no_other(trained)
             sample.main, f'--out_dir={trained}', '--start=def ', '--device=cpu', f'--{limit}'
         )
         assert out == greedy
-
-
-def test_without_a_prompt_a_document_begins(trained):
-    out_dir = run_with(parrot(SCRIPT, 1), trained, 'out/empty')
-    for start in ('', '<|endoftext|>'):
-        assert said(out_dir, start) == start + SAYS + '\n'
-
-
-def test_endoftext_in_a_prompt_is_one_token(trained):
-    out_dir = run_with(parrot(SCRIPT, 4), trained, 'out/two documents')
-    prompt = 'a<|endoftext|>bc'
-    assert said(out_dir, prompt) == prompt + SAYS + '\n'
 
 
 def test_a_seed_says_what_is_sampled(trained):

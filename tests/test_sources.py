@@ -117,20 +117,6 @@ def test_a_domain_without_a_file_for_validation_gives_some_documents():
     assert len(texts_of('out/validation/en.bin')) == 1 and len(texts_of('out/train/en.bin')) == 8
 
 
-@pytest.mark.parametrize(
-    'names, words',
-    [
-        (['de/a.txt', 'en/b.txt', 'valid.txt'], ['domain raw', 'valid.txt', 'move them']),
-        (['en/b.txt', 'one\u2028two/a.txt'], ['one\\u2028two', 'rename']),
-        (['en/b.txt', 'train/mean/a.txt'], ["'mean' of raw", 'rename']),
-    ],
-)
-def test_domains_that_training_could_not_use_are_refused(names, words):
-    write_texts('raw', names)
-    with raises_one_line(*words):
-        find_units('raw')
-
-
 def test_every_file_is_in_a_unit_and_domains_weigh_as_many_bytes():
     write_texts('raw', ['de/a.txt', 'en/b.txt', 'en/c.txt', 'en/d.txt'])
     for path in Path('raw').rglob('*.txt'):
@@ -140,20 +126,6 @@ def test_every_file_is_in_a_unit_and_domains_weigh_as_many_bytes():
         f'{c}.txt' for c in 'abcd'
     ]
     assert len(units) > 2 and weights == {'de': 0.25, 'en': 0.75}
-
-
-def test_a_file_whose_name_is_not_utf_8_is_refused():
-    write_texts('raw', ['en/b.txt'])
-    Path(os.fsdecode(b'raw/en/caf\xe9.txt')).write_text('a')
-    with raises_one_line('caf\\udce9.txt', 'rename'):
-        find_units('raw')
-
-
-def test_a_domain_whose_files_are_empty_is_refused():
-    write_texts('raw', ['de/a.txt', 'notes/b.txt'])
-    Path('raw/notes/b.txt').write_text('')
-    with raises_one_line('domain notes', 'notes/b.txt', 'empty'):
-        find_units('raw')
 
 
 def test_a_byte_order_mark_is_no_text():
@@ -192,18 +164,28 @@ def test_what_describes_a_source_is_not_read_and_named(read, unread, capsys):
 
 
 @pytest.mark.parametrize(
-    'small, large',
+    'sizes, words',
     [
-        ('dataset_info.json', 'data-00000-of-00001.arrow'),
-        ('README.txt', 'books.jsonl.xz'),
-        ('a.jsonl', 'a.txt'),
-        ('', 'notes.md'),
+        ({'de/a.txt': 1, 'en/b.txt': 1, 'valid.txt': 1}, ['domain raw', 'valid.txt', 'move them']),
+        ({'de/a.txt': 1, 'notes/b.txt': 0}, ['domain notes', 'notes/b.txt', 'empty']),
+        # names that logs or reports cannot show, or use for something else
+        ({'en/b.txt': 1, 'one\u2028two/a.txt': 1}, ['one\\u2028two', 'rename']),
+        ({'en/b.txt': 1, 'train/mean/a.txt': 1}, ["'mean' of raw", 'rename']),
+        ({'en/b.txt': 1, 'en/caf\udce9.txt': 1}, ['caf\\udce9.txt', 'rename']),
+        # most of it would not be read
+        ({'dataset_info.json': 9, 'data-0.arrow': 99}, ['data-0.arrow', 'not read', '.jsonl']),
+        ({'README.txt': 9, 'books.jsonl.xz': 99}, ['books.jsonl.xz', 'not read', '.jsonl']),
+        ({'a.jsonl': 9, 'a.txt': 99}, ['a.txt', 'not read', '.jsonl']),
+        ({'notes.md': 99}, ['notes.md', 'not read', '.jsonl']),
     ],
+    ids=ascii,
 )
-def test_a_source_most_of_which_would_not_be_read_is_refused(small, large):
-    write_texts('raw', [name for name in (small, large) if name])
-    Path('raw', large).write_bytes(bytes(99))
-    with raises_one_line(large, 'not read', '.jsonl'):
+def test_a_source_that_training_could_not_use_is_refused_before_it_is_read(sizes, words):
+    for name, size in sizes.items():
+        path = Path('raw', name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    with raises_one_line(*words):
         run_prepare()
     assert not Path('out/.pieces').exists()
 
