@@ -16,7 +16,8 @@ outside tests/ and results/, but for its comments), unless --mixed_code=True let
 share a verdict; the report begins with it.
 
 The arm of a run that exists is its folder's name without _lr<rate> and _seed<n>, unless ARM=FOLDER
-names it; the first is the baseline. --tuning_seeds says which seeds have only chosen a learning rate.
+names it; the first is the baseline. --tuning_seeds says which seeds have only chosen a learning rate;
+without it, the plan.json beside a run does.
 
 The report is out/compare/<name>/report.html; beside it are report.md, report.json and each plot as an
 SVG. The exit status is 1 where a run has not finished.
@@ -146,7 +147,7 @@ def compare_existing(options, argv):
                 'not all of them are config files, which end with .py'
             )
     folder = folder_of(options.name or 'runs')
-    seeds = options.tuning_seeds if 'tuning_seeds' in keys else ()
+    seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
     comparison = compare_runs(
         options.runs,
         folder.name,

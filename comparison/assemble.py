@@ -5,10 +5,11 @@ compare_plan() is for a plan and its runs, compare_runs() for runs that exist wi
 """
 
 import itertools
+import os
 import re
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from comparison.arms import check_name, contrast_name, lead, of_arm, parse_contrasts
 from comparison.curves import measure_curves
 from comparison.plan import COMPARABLE, changes, check_judgement
+from comparison.record import tuning_seeds_beside
 from comparison.results import losses_of, sweep
 from comparison.runs import ROUNDING, disagreement, parts_of, read_state
 from comparison.verdict import describe, judge, judge_together, paired
@@ -33,6 +35,7 @@ class ArmRuns:
     rate: float | None  # the learning rate; None while it is not known
     states: dict  # {seed: State}
     problem: str = ''  # why its learning rate is not known
+    trials: list = field(default_factory=list)  # States of the runs that chose it
 
     def finished(self):
         """{seed: State} of the runs that have finished."""
@@ -45,17 +48,18 @@ class ArmRuns:
 
 def compare_plan(results, record):
     """Everything the report shows of a planned comparison; record: what plan.json holds."""
-    plan, problems = results.plan, results.problems()
+    plan, problems, runs = results.plan, results.problems(), results.all_runs()
     arms = {}
     for name, own in plan.arms.items():
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
         rate, problem = results.rate(name), problems.get(name, '')
-        arms[name] = ArmRuns(plan.arm_facts(name), own.config, rate, states, problem)
-    states = [results.state(run) for run in results.all_runs()]
+        own_trials = [run for run in runs if run.arm == name and run.seed in plan.tuning_seeds]
+        trials = [results.state(run) for run in own_trials]
+        arms[name] = ArmRuns(plan.arm_facts(name), own.config, rate, states, problem, trials)
     tuning = {arm: results.tune(arm) for arm in arms if plan.rates}
     # Runs may be judged where their data are not, and so nothing has compared them yet.
-    verdicts = verdicts_on(arms, plan.contrasts, ['data'], plan.judgement)
-    comparison = assemble(plan.folder.name, arms, verdicts, problems, states, tuning)
+    verdicts = verdicts_on(arms, plan.contrasts, ['data', 'domains'], plan.judgement)
+    comparison = assemble(plan.folder.name, arms, verdicts, problems, tuning)
     return comparison | {'plan': record, 'judgement': plan.judgement}
 
 
@@ -106,11 +110,18 @@ def obstacles(ours, theirs, shared, independent=False):
     for state in states:
         if state.kind != 'finished':
             yield f'{state.folder} is {state.reason}'
+    for arm in (ours, theirs):
+        pairs += [(next(iter(arm.states.values())), state) for state in arm.trials]
     # Every pair is alike in how it was resumed; in all else, any two runs are.
     for pair in pairs:
-        yield disagreement(*pair, only=shared)
-    for two in itertools.combinations(itertools.chain(*pairs), 2):
-        yield disagreement(*two, ['resumed'], shared)
+        yield disagreement(*pair, ['code'], shared)
+    for but in (['resumed', 'code'], ['resumed']):
+        for two in itertools.combinations(itertools.chain(*pairs), 2):
+            yield disagreement(*two, but, shared)
+    for one, other in itertools.combinations(states, 2):
+        is_same = one.loss == other.loss and one.training() == other.training()
+        if is_same and one.config['seed'] != other.config['seed']:
+            yield f'{one.folder} and {other.folder} have the same losses, and so are one run of one seed'
 
 
 def obstacles_of_leads(arms, ours, theirs, shared):
@@ -124,18 +135,21 @@ def obstacles_of_leads(arms, ours, theirs, shared):
             yield from obstacles(arms[one], arms[other], across)
 
 
-def assemble(title, arms, verdicts, problems, states, tuning):
+def assemble(title, arms, verdicts, problems, tuning):
     """Verdicts, losses, costs and curves of arms, {name: ArmRuns}.
 
-    verdicts: verdicts_on() them. problems: {run or arm: why it has not finished}. states: of all runs,
-    also of those that no arm has. tuning: {arm: results.sweep()}.
+    verdicts: verdicts_on() them. problems: {run or arm: why it has not finished}. tuning: {arm:
+    results.sweep()}.
     """
+    trials = [state for arm in arms.values() for state in arm.trials]
+    states = [state for arm in arms.values() for state in arm.states.values()] + trials
     baseline = next(iter(arms))
     numbers = {name: arm_numbers(arm, arms[baseline]) for name, arm in arms.items()}
     return {
         'title': title,
         'plan': None,
         'tuning': tuning,
+        'tuning_seeds': sorted({state.config['seed'] for state in trials if state.config}),
         'problems': problems,
         'provenance': origins(states),
         'code': Counter(state.code for state in states if state.config and state.code),
@@ -253,12 +267,15 @@ SHARED = (*COMPARABLE, 'max_iters', 'resumed')
 OWN = ('seed', 'resumed', 'data', 'code', *ROUNDING)
 
 
-def compare_runs(words, title, contrasts='', tuning_seeds=(), mixed_code=False, judgement='paired'):
+def compare_runs(
+    words, title, contrasts='', tuning_seeds=None, mixed_code=False, judgement='paired'
+):
     """Everything the report shows of runs that exist.
 
     words: of the command line, see arm_of(); the first arm is the baseline. contrasts: text, as in
-    --contrasts. tuning_seeds: of runs that have only chosen the learning rate of their arm. mixed_code:
-    whether runs of different code may share a verdict. judgement: one of verdict.RULES.
+    --contrasts. tuning_seeds: of runs that have only chosen the learning rate of their arm; None: those of
+    the plan.json beside a run. mixed_code: whether runs of different code may share a verdict.
+    judgement: one of verdict.RULES.
     """
     by_arm = {}
     for word in words:
@@ -268,16 +285,18 @@ def compare_runs(words, title, contrasts='', tuning_seeds=(), mixed_code=False, 
             raise ValueError(f'{folder} is not a run: {state.reason}')
         if mixed_code:
             state.facts['code'] = None  # as of a run that does not record it
-        by_arm.setdefault(name, []).append(state)
+        seeds = tuning_seeds_beside(folder) if tuning_seeds is None else tuning_seeds
+        tests, tuned = by_arm.setdefault(name, ([], []))
+        (tuned if state.config['seed'] in seeds else tests).append(state)
     if len(by_arm) < 2:
         raise ValueError(
             f'all runs are of arm {name}: nothing to compare; NAME={words[-1]} names another'
         )
 
     arms, tuning = {}, {}
-    for name, states in by_arm.items():
+    for name, (tests, tuned) in by_arm.items():
         with of_arm(name):
-            arms[name], trials = existing_arm(states, tuning_seeds)
+            arms[name], trials = existing_arm(tests, tuned)
         if trials:
             tuning[name] = trials
     pairs = parse_contrasts(contrasts, arms)
@@ -289,8 +308,7 @@ def compare_runs(words, title, contrasts='', tuning_seeds=(), mixed_code=False, 
         if state.kind != 'finished'
     }
     verdicts = verdicts_on(arms, pairs, SHARED, judgement)
-    states = itertools.chain.from_iterable(by_arm.values())
-    comparison = assemble(title, arms, verdicts, problems, list(states), tuning)
+    comparison = assemble(title, arms, verdicts, problems, tuning)
     return comparison | {'judgement': judgement}
 
 
@@ -300,29 +318,33 @@ def arm_of(word):
     name, equals, folder = word.partition('=')
     if not equals or '/' in name:
         folder = word
-        name = re.sub(r'(_lr[\d.e+-]+)?(_seed\d+)?$', '', Path(word).resolve().name)
+        name = re.sub(r'(_lr[\d.e+-]+)?(_seed\d+)?$', '', Path(os.path.abspath(word)).name)
     check_name(name)
     return name, folder
 
 
-def existing_arm(states, tuning_seeds):
-    """(ArmRuns, results.sweep() of its tuning runs; None where there are none) of all runs of an arm.
+def existing_arm(tests, tuned):
+    """(ArmRuns, results.sweep() of its tuning runs; None where they tried no two rates) of all runs of an
+    arm: those that test it, and those that only tuned.
 
     Raises ValueError where they are not those of one arm, or not at its best rate.
     """
-    tests = [state for state in states if state.config['seed'] not in tuning_seeds]
     if not tests:
-        raise ValueError('all of its runs have --tuning_seeds')
+        raise ValueError(
+            'all of its runs only tuned, by --tuning_seeds or the plan.json beside them; '
+            '--tuning_seeds=() takes them for test runs'
+        )
     first, own, trials = tests[0], {}, {}
-    for state in states:
+    for state in (*tests, *tuned):
         rate, seed = state.config['learning_rate'], state.config['seed']
-        has_tuned = seed in tuning_seeds
-        other = disagreement(first, state, (*OWN, 'learning_rate') if has_tuned else OWN)
+        runs, but = own, OWN
+        if len(own) == len(tests):  # all that are left have tuned
+            runs, but = trials.setdefault(rate, {}), (*OWN, 'learning_rate')
+        other = disagreement(first, state, but)
         if other:
             raise ValueError(
                 f'{other}; mine={state.folder} makes it another arm, --tuning_seeds one that only tuned'
             )
-        runs = trials.setdefault(rate, {}) if has_tuned else own
         if seed in runs:
             raise ValueError(
                 f'{runs[seed].folder} and {state.folder} have one seed; name one of them'
@@ -330,8 +352,8 @@ def existing_arm(states, tuning_seeds):
         runs[seed] = state
 
     rate = first.config['learning_rate']
-    arm = ArmRuns(first.facts, first.model, rate, own)
-    return arm, tuned_by(trials, rate) if trials else None
+    arm = ArmRuns(first.facts, first.model, rate, own, trials=tuned)
+    return arm, tuned_by(trials, rate) if len(trials) > 1 else None
 
 
 def tuned_by(trials, rate):

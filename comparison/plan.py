@@ -30,7 +30,7 @@ EVALUATION = ('eval_iters', 'eval_interval')
 # Facts that say of which text a validation loss is.
 TEXT = ('dataset', 'block_size', 'eval_iters * batch_size')
 # Facts in which two runs must agree for their losses to be compared at all.
-COMPARABLE = (*TEXT, 'code', 'data')
+COMPARABLE = (*TEXT, 'data', 'domains', 'code')
 
 
 @dataclass(frozen=True)

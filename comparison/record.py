@@ -9,6 +9,7 @@ different code are of different comparisons, unless mixed_code is given.
 import datetime
 import hashlib
 import json
+from pathlib import Path
 
 from comparison.arms import contrast_name
 from comparison.plan import changes
@@ -19,7 +20,7 @@ from lib.rundir import ask_git, commit_of
 
 METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
 # Facts that differ from run to run, from arm to arm, or from machine to machine.
-VARYING = ('seed', 'learning_rate', 'resumed', *ROUNDING)
+VARYING = ('seed', 'learning_rate', 'resumed', 'domains', *ROUNDING)
 
 
 def contents_of(plan):
@@ -85,6 +86,19 @@ def read_plan(path):
             f'{path} was edited: its hash is not {stated} any more; restore it, or {advice}'
         )
     return record
+
+
+def tuning_seeds_beside(folder):
+    """The seeds that only choose rates by the plan.json beside a run, or beside what is a link to it."""
+    seeds = set()
+    for run in (Path(folder).absolute(), Path(folder).resolve()):
+        path = run.parent / 'plan.json'
+        if path.exists():
+            with unreadable(
+                f'{path} is damaged', '--tuning_seeds says which seeds have only tuned'
+            ):
+                seeds.update(json.loads(path.read_text(errors='replace'))['plan']['tuning_seeds'])
+    return seeds
 
 
 def hash_of(record):

@@ -211,6 +211,11 @@ def cautions(comparison):
                 f'The best learning rate of {arm}, {sweep["best"]:g}, is at the edge of those '
                 'tried: a better one may lie beyond.'
             )
+    if comparison['tuning_seeds']:
+        seeds = listed(comparison['tuning_seeds'])
+        notes.append(
+            f'Runs of seeds {seeds} only chose learning rates, and no verdict counts them.'
+        )
     if plan.get('runs_before'):
         notes.append(f'When the plan was written, {plan["runs_before"]} runs had begun already.')
     for seeds in plan.get('earlier_seeds', ()):

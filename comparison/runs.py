@@ -14,8 +14,9 @@ A run that train.py has left in a folder: its settings, its log, whether it has 
 
 Facts are the decisive settings of TrainConfig and GPTConfig, those of a fork that this code does not
 know, `origin` (scratch, or whose weights the run began with), `resumed` (how its settings changed on
-the way), and, in runs that record them, `code` (lib.rundir.code_fingerprint(); of an older run, its
-commit), `data` (the fingerprint of the token files) and how the run rounds (ROUNDING). Two facts are
+the way), and, in runs that record them, `data` (the fingerprint of the token files), `domains` (of the
+last evaluation), how the run rounds (ROUNDING) and `code` (lib.rundir.code_fingerprint(); of an older
+run, its commit). Two facts are
 stated so that they are the same where they mean the same: `min_lr / learning_rate`, and
 `eval_iters * batch_size`, the rows that are evaluated (0: all).
 
@@ -54,7 +55,7 @@ HARMLESS = INCIDENTAL | {'dataset', 'batch_size', 'gradient_accumulation_steps',
 # How a run rounds. It is the machine's choice, unless it is what a comparison is about.
 ROUNDING = ('dtype', 'compile', 'attention')
 # Facts that older runs do not record. Where one of two runs lacks such a fact, they do not differ in it.
-RECORDED = ('code', 'data', *ROUNDING)
+RECORDED = ('data', 'domains', *ROUNDING, 'code')
 
 MIXED_CODE = '--mixed_code=True lets runs of different code share a verdict'
 
@@ -71,7 +72,8 @@ def facts(values, entries=()):
     settings['min_lr / learning_rate'] = least / rate if rate else 0.0
     settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
 
-    recorded = {name: values.get(name) for name in RECORDED} | {'code': code_of(values, entries)}
+    recorded = {name: values.get(name) for name in RECORDED}
+    recorded |= {'domains': domains_of(entries), 'code': code_of(values, entries)}
     origin = values.get('origin', 'scratch')
     others = {'origin': origin, 'resumed': changes_on_the_way(entries)}
     return as_json({**settings, **unknown_settings(values), **others, **recorded})
@@ -93,6 +95,12 @@ def default_settings():
 def parts_of(values, entries):
     """[what a part of a run was made with]: of one that was resumed, the log has the older parts."""
     return [*(entry['before'] for entry in entries if entry.get('before')), values]
+
+
+def domains_of(entries):
+    """The names of the domains of a run's last evaluation; None where a log says none."""
+    evaluations = [entry['val'] for entry in entries if 'val' in entry]
+    return sorted(evaluations[-1].keys() - {'mean'}) or None if evaluations else None
 
 
 def code_of(values, entries):
@@ -129,8 +137,12 @@ def differences(a, b, but=(), only=()):
 
 
 def difference(a, b, but=(), only=()):
-    """The first (name, value, other value) of differences(), or None."""
-    return next(((name, *values) for name, values in differences(a, b, but, only).items()), None)
+    """The first (name, value, other value) of differences(), or None. Other code is named last: whoever
+    lets it differ should not learn of the rest only then."""
+    found = differences(a, b, but, only).items()
+    return min(
+        ((name, *values) for name, values in found), key=lambda one: one[0] == 'code', default=None
+    )
 
 
 def disagreement(ours, theirs, but=(), only=()):

@@ -628,9 +628,11 @@ def test_a_setting_that_the_code_has_learned_since_joins_a_plan_only_at_its_defa
         ('out/a_10M_lr7.5e-05_seed3/', 'a_10M', 'out/a_10M_lr7.5e-05_seed3/'),
         ('mine=out/x_seed3', 'mine', 'out/x_seed3'),
         ('out/x=1/b_seed3', 'b', 'out/x=1/b_seed3'),
+        ('link_seed3', 'link', 'link_seed3'),
     ],
 )
-def test_the_arm_of_an_existing_run_is_its_folders_name_unless_it_is_given(word, arm, folder):
+def test_the_arm_of_an_existing_run_is_its_folders_name_unless_it_is_given(here, word, arm, folder):
+    Path('link_seed3').symlink_to('job103')
     assert arm_of(word) == (arm, folder)
 
 
@@ -666,6 +668,49 @@ def test_existing_runs_are_judged_as_their_plan_judges_them(place):
         text = Path('out/compare/runs/report.md').read_text()
         assert f'the learning rates of {untuned} were not tuned' in text
         assert 'at rates that were not tuned (0.02, 0.01)' in text
+
+
+def test_what_is_asked_of_test_runs_is_asked_of_tuning_runs_whose_seeds_the_plan_names(place):
+    plan = make_plan('--arms=vanilla; mine: share_v=True', '--seeds=3', RATES)
+    write_plan(plan)
+    pretend_all(plan, best_at(dict.fromkeys(plan.arms, 2e-2)))
+    folders = sorted(folders_of(plan), reverse=True)
+    comparison = compare_runs(folders, 'a')
+    assert contrast_of(comparison)['seeds'] == 3 and len(comparison['tuning']) == 2
+    assert 'Runs of seeds 101, 102 only chose' in report.markdown(comparison)
+    best = [folder for folder in folders if 'lr0.02' in folder]
+    for number, folder in enumerate(best):
+        Path(f'a{number}_seed1').symlink_to(folder)
+    links = [f'{"am"["mine" in name]}=a{number}_seed1' for number, name in enumerate(best)]
+    for words, seeds, count in (
+        (best, None, 3),
+        (links, None, 3),
+        (best, (), 5),
+        (best, (101,), 4),
+    ):
+        comparison = compare_runs(words, 'a', tuning_seeds=seeds)
+        assert contrast_of(comparison)['seeds'] == count and not comparison['tuning']
+    trial = plan.folder / 'mine_lr0.04_seed101'
+    log = (trial / 'log.jsonl').read_text()
+    for name in ('data', 'code', 'resumed'):
+        for folder in folders:
+            runs.edit_config(folder, data='a', code='a')
+        runs.edit_config(trial, **{name: 'b'})
+        (trial / 'log.jsonl').write_text(RESUMED * (name == 'resumed') + log)
+        reason = contrast_of(compare_runs(folders, 'a'))['reason']
+        assert f'{trial} differ in {name}' in reason
+
+
+def test_losses_of_other_domains_and_seeds_with_the_same_losses_give_no_verdict(place):
+    arms = '--arms=vanilla; mine: share_v=True'
+    plan = finished(arms, '--seeds=3', mine=-0.3)
+    for log in plan.folder.glob('mine*/log.jsonl'):
+        log.write_text(log.read_text().replace('"Domain"', '"Other"'))
+    assert "differ in domains: ['Other'] and ['Domain']" in contrast_of(collect(plan))['reason']
+    plan = make_plan(arms, '--seeds=3', '--name=b')
+    pretend_all(plan, lambda run: 1.5 if run.arm == 'mine' else scatter(run.seed))
+    names = 'mine_lr0.02_seed1 and out/compare/b/mine_lr0.02_seed2 have the same losses'
+    assert names in contrast_of(collect(plan))['reason']
 
 
 def test_existing_runs_that_cannot_be_compared_are_refused(place):
