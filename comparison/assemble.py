@@ -119,7 +119,7 @@ def obstacles(ours, theirs, shared, independent=False):
         for two in itertools.combinations(itertools.chain(*pairs), 2):
             yield disagreement(*two, but, shared)
     for one, other in itertools.combinations(states, 2):
-        is_same = one.loss == other.loss and one.training() == other.training()
+        is_same = one.losses == other.losses and one.training() == other.training()
         if is_same and one.config['seed'] != other.config['seed']:
             yield f'{one.folder} and {other.folder} have the same losses, and so are one run of one seed'
 

@@ -139,10 +139,9 @@ def differences(a, b, but=(), only=()):
 def difference(a, b, but=(), only=()):
     """The first (name, value, other value) of differences(), or None. Other code is named last: whoever
     lets it differ should not learn of the rest only then."""
-    found = differences(a, b, but, only).items()
-    return min(
-        ((name, *values) for name, values in found), key=lambda one: one[0] == 'code', default=None
-    )
+    found = differences(a, b, but, only)
+    names = sorted(found, key=lambda name: name == 'code')
+    return (names[0], *found[names[0]]) if names else None
 
 
 def disagreement(ours, theirs, but=(), only=()):

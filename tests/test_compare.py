@@ -759,7 +759,7 @@ RESUMED = '{"step": 12, "changed": {"learning_rate": [0.01, 0.02]}}\n'
     [
         ({'batch_size': 4, 'eval_iters': 4, 'gradient_accumulation_steps': 2}, '', ''),
         ({'eval_iters': 3}, '', 'eval_iters * batch_size: 24 and 16'),
-        ({'max_iters': 29}, '{"step": 29, "val": {"mean": 2.0}}\n', 'max_iters'),
+        ({'max_iters': 29, 'code': 'b'}, '{"step": 29, "val": {"mean": 2.0}}\n', 'max_iters'),
         ({'data': 'def'}, '', 'data'),
         ({}, RESUMED, 'resumed'),
         ({}, '{"step": 0, "lo\n', 'line 1'),
