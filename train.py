@@ -599,11 +599,11 @@ class Reporter:
 
         folder.begin()
         # Each start or resumption begins a new part of the run. config.json describes the newest part,
-        # and the log all others. A finished run that is resumed has no new part, unless it has just
-        # been shortened: its max_iters was lowered to this step.
+        # and the log all others. A finished run that is resumed has no new part, unless it ends
+        # elsewhere than was planned: its max_iters was lowered to this step, or it was to be extended.
         is_finished = start.step == settings.max_iters and folder.has_evaluation(start.step)
         self.description = {}  # of the new part; {}: there is none
-        if not is_finished or 'max_iters' in start.changed:
+        if not is_finished or folder.described_steps() != settings.max_iters:
             self.description = everything
             folder.describe(everything)
             if start.earlier_provenance:  # the run is resumed

@@ -14,6 +14,7 @@ import datetime
 import functools
 import hashlib
 import io
+import json
 import os
 import platform
 import re
@@ -81,8 +82,17 @@ class RunFolder:
         run goes on."""
         checkpoint = load_checkpoint(self.path, warn)
         self.damaged = checkpoint['damaged']
-        self.entries = read_log(self.path / 'log.jsonl', checkpoint['step'], warn)
+        step = checkpoint['step']
+        self.entries = entries = read_log(self.path / 'log.jsonl', step, warn)
+        # Of a resumption that was killed before it left anything, the log says nothing.
+        while entries and entries[-1]['step'] == step and 'changed' in entries[-1]:
+            entries.pop()
         return checkpoint
+
+    def described_steps(self):
+        """The max_iters of config.json; None where there is none."""
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            return json.loads((self.path / 'config.json').read_bytes())['max_iters']
 
     def has_evaluation(self, step):
         return any(is_evaluation(entry, step) for entry in self.entries)

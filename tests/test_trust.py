@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import accidents
 import pytest
@@ -175,6 +176,19 @@ def test_a_run_shortened_to_the_step_of_its_interruption_is_evaluated_there_once
         assert 'finished at step 4' in text
         assert [entry['step'] for entry in evaluations('out/shortened')] == [4]
     assert steps_of_checkpoints('out/shortened') == [4]
+
+
+def test_a_finished_run_whose_extension_took_no_step_is_finished_by_its_first_command(
+    whole, monkeypatch
+):
+    shutil.copytree(whole, 'out/extended')
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'train_step', Mock(side_effect=OSError('killed')))
+        assert here('out/extended', init_from='resume', max_iters=14)[0] == 'error: killed'
+    assert read_state('out/extended').kind == 'unfinished'
+    good('out/extended', init_from='auto')
+    ours, theirs = read_state('out/extended'), read_state(whole)
+    assert ours.kind == 'finished' and ours.facts == theirs.facts
 
 
 def test_a_run_shortened_to_an_evaluation_of_other_text_is_evaluated_again(whole, work):
