@@ -25,7 +25,7 @@ from configurator import choose, convert
 import torch
 
 from lib import tokenizer as tokenizers
-from lib.files import one_line_errors, write_json
+from lib.files import locked, one_line_errors, write_json
 from lib.hub import hub_error
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
@@ -53,6 +53,15 @@ def empty_folder(to):
     return path
 
 
+@contextlib.contextmanager
+def held_folder(to):
+    """The folder `to`, which holds nothing yet, and to which no other process writes meanwhile."""
+    folder = empty_folder(to)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, 'writing to', '--to'):
+        yield empty_folder(to)  # another process may have been faster
+
+
 # --- in ------------------------------------------------------------------------------------------
 
 
@@ -62,7 +71,7 @@ def import_checkpoint(source, to, tokenizer=''):
     tokenizer: where to find it; '': beside the weights. Raises ValueError for a model that GPT does not
     compute, and OSError for what transformers cannot read; nothing is written then.
     """
-    folder = empty_folder(to)  # before it takes a while
+    empty_folder(to)  # before it takes a while
     config, weights, eot = read_transformers(source)
     encoder = tokenizers.load(tokenizer) if tokenizer else own_tokenizer(source, eot)
     trained = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab', 'eot')}
@@ -80,11 +89,11 @@ def import_checkpoint(source, to, tokenizer=''):
         'wandb_id': None,
         'provenance': made,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / 'tokenizer.json').write_bytes(encoder.as_file())
-    write_json(folder / 'config.json', {**asdict(config), 'origin': str(source), **made})
-    # Last: without a checkpoint, the folder is no run.
-    save_checkpoint(folder, checkpoint)
+    with held_folder(to) as folder:
+        (folder / 'tokenizer.json').write_bytes(encoder.as_file())
+        write_json(folder / 'config.json', {**asdict(config), 'origin': str(source), **made})
+        # Last: without a checkpoint, the folder is no run.
+        save_checkpoint(folder, checkpoint)
 
 
 def read_transformers(source):
@@ -231,7 +240,6 @@ def export(model, tokenizer, to):
     Raises ValueError if one of its weights would be lost or `to` holds anything, and OSError if the
     folder cannot be written.
     """
-    folder = empty_folder(to)
     config = without_idle(model.config)
     # Whether a model of transformers computes the same.
     is_plain = {*config.shape(), *config.variant()} <= EXPRESSIBLE[config.arch]
@@ -242,14 +250,14 @@ def export(model, tokenizer, to):
         [f'{role}_token_id' for role in roles_of_eot(tokenizer)], tokenizer.eot
     )
 
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / 'config.json', settings)
-    write_tokenizer(folder, tokenizer, config.block_size)
-    if not is_plain:
-        for path in CODE:
-            shutil.copy(path, folder)
-    # Last: without weights, nobody loads the folder.
-    write_weights(folder / 'model.safetensors', state)
+    with held_folder(to) as folder:
+        write_json(folder / 'config.json', settings)
+        write_tokenizer(folder, tokenizer, config.block_size)
+        if not is_plain:
+            for path in CODE:
+                shutil.copy(path, folder)
+        # Last: without weights, nobody loads the folder.
+        write_weights(folder / 'model.safetensors', state)
 
 
 def without_idle(config):

@@ -117,7 +117,7 @@ def sync_folder(folder):
 
 @contextlib.contextmanager
 def locked(folder, activity, setting='--out_dir', shared=False):
-    """Hold a folder during a `with` block, at most until this process ends, however it ends. Several
+    """Hold a folder, or a file, during a `with` block, at most until this process ends, however it ends. Several
     processes may hold one that is shared.
 
     If another process holds it, raises OSError: `another process is {activity} {folder}; choose

@@ -49,7 +49,7 @@ import model as architecture
 from comparison import charts
 from comparison.assemble import arm_of
 from comparison.runs import difference, facts
-from lib.files import as_json, one_line_errors, sha256_of, write_json
+from lib.files import as_json, locked, one_line_errors, sha256_of, write_json
 from lib.machine import Machine
 from lib.rundir import provenance
 from lib.trained import dataset_of, load_run
@@ -568,12 +568,27 @@ def main():
         # What no picture can show is refused before any work.
         labels_of(settings.runs)
         charts.pyplot()
-        numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
-        out = Path(settings.out or f'out/{kind}')
-        write_json(f'{out}.json', numbers)
-        figure = figure_of(over_seeds(numbers) if settings.seeds else numbers)
-        figure.savefig(f'{out}.png', dpi=150)
-        print(f'\nwrote {out}.png')
+        out = settings.out or f'out/{kind}'
+        with held_picture(out) as picture:
+            numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
+            write_json(f'{out}.json', numbers)
+            figure = figure_of(over_seeds(numbers) if settings.seeds else numbers)
+            figure.savefig(picture, dpi=150)
+        print(f'\nwrote {picture}')
+
+
+@contextlib.contextmanager
+def held_picture(out):
+    """The path <out>.png, which no other process writes meanwhile. Raises OSError if one does."""
+    picture = Path(f'{out}.png')
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.touch()
+    with locked(picture, 'writing', '--out'):
+        try:
+            yield picture
+        finally:
+            if not picture.stat().st_size:  # the analysis failed
+                picture.unlink()
 
 
 if __name__ == '__main__':

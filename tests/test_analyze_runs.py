@@ -19,6 +19,7 @@ from runs import model_of, succeed
 from test_analyze import analyzed, assert_close, every_kind
 
 from lib.data import Dataset
+from lib.files import locked
 from lib.machine import Machine
 from model import GPT, GPTConfig
 from paper import analyze
@@ -206,6 +207,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(kind, arguments, words):
     status, _, _ = program(analyze.main, kind, *arguments, '--device=cpu')
     assert_one_line(status, *words)
     assert sorted(Path('.').rglob('*')) == before
+
+
+def test_two_analyses_do_not_write_to_one_place():
+    Path('out/entropy.png').touch()
+    with locked('out/entropy.png', 'writing'):
+        status, _, _ = program(analyze.main, 'entropy', 'out/flat', '--device=cpu')
+    assert_one_line(status, 'another process', 'out/entropy.png', '--out')
 
 
 def test_a_dataset_of_another_tokenizer_is_refused():

@@ -18,6 +18,7 @@ from variants import GPT2, SV
 from hub import convert
 from hub.convert import export
 from lib import tokenizer
+from lib.files import locked
 from lib.trained import load_run
 from model import GPT, GPTConfig
 
@@ -174,7 +175,7 @@ def test_a_run_is_exported(trained, tmp_path):
     assert torch.equal(load_remote(tmp_path / 'a/b')(tokens()).logits, model(tokens())[0])
 
 
-def test_nothing_is_replaced(trained, tmp_path):
+def test_nothing_is_replaced(trained, tmp_path, monkeypatch):
     (tmp_path / 'file').write_text('mine')
     (tmp_path / 'folder').mkdir()
     (tmp_path / 'folder/.notes').write_text('mine')
@@ -182,6 +183,13 @@ def test_nothing_is_replaced(trained, tmp_path):
     for name in ('file', 'folder'):
         assert_one_line(exported(trained, tmp_path / name)[0], f'--to={tmp_path / name}')
     assert_one_line(program(convert.main, 'export', trained)[0], '--to')
+    # Another export writes there, or has written since this one began.
+    (tmp_path / 'new').mkdir()
+    with locked(tmp_path / 'new', 'writing to'):
+        assert_one_line(exported(trained, tmp_path / 'new')[0], 'another process', '--to')
+    folders = Mock(side_effect=[tmp_path / 'new', tmp_path / 'new', ValueError('since')])
+    monkeypatch.setattr(convert, 'empty_folder', folders)
+    assert_one_line(exported(trained, tmp_path / 'new')[0], 'since')
     assert contents(tmp_path) == before
 
 
