@@ -287,8 +287,6 @@ def make_lm(model, tokenizer, settings, machine):
 
     class LM(TemplateLM):
         eot_token_id = tokenizer.eot
-        # Before an answer without a context; the harness knows it by this id where a text begins so.
-        prefix_token_id = [*tokenizer.encode('').tolist(), tokenizer.eot][0]
         # Tasks that let a model choose among given answers ask for neither.
         loglikelihood_rolling = generate_until = None
 

@@ -539,9 +539,8 @@ def finish(plan, counts, pieces):
 
     encoder = plan.encoder
     write_whole(plan.out / 'tokenizer.json', encoder.as_file())
-    tokenizer_facts = {
-        name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab', 'eot')
-    }
+    tokenizer_facts = {name: getattr(encoder, name) for name in ('name', 'sha256', 'eot')}
+    tokenizer_facts['n_vocab'] = encoder.n_text
     meta = {
         'format': DATASET_FORMAT,
         **plan.begun,

@@ -109,6 +109,10 @@ def main():
         model, tokenizer, _ = load_run(settings.out_dir, settings.tokenizer)
         model.to(device)
         ids = prompt_ids(settings.start, tokenizer)
+        refuse(
+            max(ids) >= model.config.vocab_size,
+            'the prompt spells a token that the model lacks; leave it out',
+        )
         block_size = model.config.block_size
         room = block_size - len(ids)
         refuse(

@@ -29,7 +29,7 @@ from lib.files import locked, one_line_errors, write_json
 from lib.hub import hub_error
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
-from lib.trained import load_run
+from lib.trained import check_ids, load_run
 from model import GPT, GPTConfig, changes_the_model, refuse, rope_tables, with_value
 
 # What a variant takes along, as it stands here.
@@ -74,6 +74,7 @@ def import_checkpoint(source, to, tokenizer=''):
     empty_folder(to)  # before it takes a while
     config, weights, eot = read_transformers(source)
     encoder = tokenizers.load(tokenizer) if tokenizer else own_tokenizer(source, eot)
+    check_ids(encoder, config)
     trained = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab', 'eot')}
     made = provenance(Machine('cpu'))
     checkpoint = {
@@ -101,7 +102,8 @@ def read_transformers(source):
     with said_of(source):
         from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-        kind = PretrainedConfig.get_config_dict(source)[0].get('model_type')
+        raw, _ = PretrainedConfig.get_config_dict(source)
+        kind, eot = raw.get('model_type'), raw.get('eos_token_id')
         refuse(
             kind not in ('llama', 'mistral', 'gpt2'),
             f'model_type={kind!r}; only llama, mistral and gpt2 are imported',
@@ -123,7 +125,8 @@ def read_transformers(source):
         refuse(odd, f'config.json and the weights differ in {", ".join(odd[:3])}')
         weights = our_weights(model.state_dict(), kind, config)
         check_logits(model, config, weights)
-    eot = theirs.eos_token_id
+        if eot is None:  # as in the file; transformers has a default
+            eot = model.generation_config.eos_token_id
     return config, weights, eot[0] if isinstance(eot, list) else eot
 
 
@@ -147,14 +150,11 @@ def said_of(source):
 
 def own_tokenizer(source, eot):
     """The tokenizer beside a checkpoint's weights, whose texts end with the id `eot`."""
-    with said_of(source):
-        from transformers.utils import cached_file
-
-        path = cached_file(source, 'tokenizer.json')
-        try:
-            return tokenizers.load(path)
-        except ValueError:
-            return tokenizers.Foreign(path, eot)
+    path = tokenizers.find_file(source)
+    try:
+        return tokenizers.load(path)
+    except ValueError:
+        return tokenizers.Foreign(path, eot)
 
 
 def read_config(values):

@@ -39,13 +39,10 @@ def is_domain(name):
 def caution_about(validation):
     """What must be known of a validation split, {domain: its entry in meta.json}, some of whose domains
     have fewer tokens than ENOUGH; None of another one."""
-    tokens = {domain: entry['tokens'] for domain, entry in validation.items()}
-    few = [f'{domain} ({tokens[domain]:,})' for domain in tokens if tokens[domain] < ENOUGH]
+    few = {name: each['tokens'] for name, each in validation.items() if each['tokens'] < ENOUGH}
     if few:
-        return (
-            f'Fewer than {ENOUGH:,} validation tokens: {", ".join(few)}. Each domain is '
-            f'{1 / len(tokens):.0%} of the loss by which runs are judged.'
-        )
+        share = f'Each domain is {1 / len(validation):.0%} of the loss by which runs are judged.'
+        return f'Fewer than {ENOUGH:,} validation tokens: {few}. {share}'
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ def read_log(path, step=math.inf, warn=lambda message: None):
             stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
         except (ValueError, LookupError, TypeError):
             # It may be half a line, written when the run died.
-            warn(f'warning: {path} had a damaged line, left out now: {line[:60]}')
+            warn(f'warning: {path} had a damaged line, left out now: {line[:60]!r}')
             continue
         if stays:
             entries.append(entry)

@@ -15,7 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lib.files import first_line, printable
+from lib.files import first_line
 
 # Exit status after SIGTERM or SIGINT: the run was saved and can be resumed (EX_TEMPFAIL).
 INTERRUPTED = 75
@@ -86,7 +86,7 @@ class Machine:
         """Say it on stderr, on the first process only. Where nobody reads that, it is lost."""
         if self.is_first:
             with contextlib.suppress(OSError):
-                print(printable(message), file=sys.stderr)
+                print(message, file=sys.stderr)
 
     def choose_kernels(self):
         """Let the whole process attend with this Machine's kernels: the last one made decides."""

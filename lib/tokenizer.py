@@ -49,18 +49,26 @@ def load(name_or_path):
     """
     The tokenizer `name_or_path`: a tokenizer.json, a folder with one, a hub id, or 'bytes'.
 
-    Raises ValueError for a tokenizer.json that is not GPT-NeoX's or GPT-2's kind, and for a name
-    that is neither a file nor a hub id; OSError when the hub cannot be read.
+    Raises ValueError for a tokenizer.json that is not GPT-NeoX's or GPT-2's kind, and what
+    find_file() raises.
     """
-    name = str(name_or_path)
-    if name == 'bytes':
+    if str(name_or_path) == 'bytes':
         return Bytes()
+    path = find_file(name_or_path)
+    return Bytes() if path.read_bytes() == Bytes.as_file() else BytePairs(path)
 
-    path = Path(name)
+
+def find_file(name_or_path):
+    """
+    The Path of a tokenizer.json: itself, in a folder, or of a hub id, from which it is downloaded.
+
+    Raises ValueError for a name that is neither a file nor a hub id, OSError when the hub cannot be read.
+    """
+    name, path = str(name_or_path), Path(name_or_path)
     if path.is_dir():
         path = path / 'tokenizer.json'
     if path.exists():
-        return Bytes() if path.read_bytes() == Bytes.as_file() else BytePairs(path)
+        return path
 
     # A folder, or the path of a file, is no hub id.
     if path.suffix == '.json' or not HUB_ID.fullmatch(name):
@@ -71,13 +79,12 @@ def load(name_or_path):
     try:
         from huggingface_hub import hf_hub_download
 
-        path = hf_hub_download(name, 'tokenizer.json')
+        return Path(hf_hub_download(name, 'tokenizer.json'))
     except Exception as error:  # the hub's client, and the one below it, have many ways to fail
         raise OSError(
-            f'cannot get tokenizer.json of {name} from the hub ({hub_error(error)[0]}): '
-            'download it once and give its path, or a folder that holds it'
+            f'cannot get tokenizer.json of {name} from the hub ({hub_error(error)[0]}): download it '
+            'once, and give --tokenizer its path, a folder that holds it, or another one'
         ) from error
-    return BytePairs(path)
 
 
 class BytePairs:
@@ -85,8 +92,8 @@ class BytePairs:
     A byte-level BPE from a tokenizer.json that is laid out like GPT-NeoX's (NFC, tokens for runs of
     spaces) or GPT-2's (no normalization).
 
-    eot: id of <|endoftext|>; n_vocab: highest id + 1; sha256: of the file; path: the file, from which
-    load() makes it again.
+    eot: id of <|endoftext|>; n_vocab: highest id + 1; n_text: likewise, of the ids of texts and of their
+    end, which may be fewer; sha256: of the file; path: the file, from which load() makes it again.
     """
 
     def __init__(self, path):
@@ -102,6 +109,7 @@ class BytePairs:
         added = added_ids(file)
         self.eot = added[EOT]
         self.n_vocab = max(self.token_bytes) + 1
+        self.n_text = max([*ranks.values(), self.eot]) + 1
         pattern = NEOX_PATTERN % longest_run if longest_run else GPT2_PATTERN
         # Training on prepared token files needs no tiktoken, so it is imported only here.
         try:
@@ -164,7 +172,7 @@ class Bytes:
 
     name = 'bytes'
     eot = 256
-    n_vocab = 257
+    n_vocab = n_text = 257
     path = 'bytes'
     sha256 = hashlib.sha256(b'NFC, UTF-8 bytes, 256 = <|endoftext|>').hexdigest()
     token_bytes = {**{i: bytes([i]) for i in range(256)}, 256: EOT.encode()}
@@ -220,7 +228,8 @@ class Foreign:
             raise OSError(f'{path} needs tokenizers: pip install tokenizers') from None
         if eot is None:
             raise ValueError(
-                'no eos_token_id in config.json: it is unknown which token ends a text'
+                'no eos_token_id in config.json or generation_config.json: it is unknown which token ends '
+                'a text'
             )
         self.path, self.eot = Path(path), eot
         self.raw = self.path.read_bytes()
@@ -232,6 +241,7 @@ class Foreign:
         self.file.no_truncation()
         self.file.no_padding()
         self.n_vocab = max(self.file.get_vocab().values()) + 1
+        self.n_text = max([*self.file.get_vocab(False).values(), eot]) + 1
         is_added = self.file.encode('a').special_tokens_mask
         self.after = sum(itertools.takewhile(bool, reversed(is_added)))  # how many it puts after
 

@@ -8,7 +8,6 @@ import sys
 
 from lib import tokenizer as tokenizers
 from lib.data import Dataset, dataset_folder
-from lib.files import printable
 from lib.rundir import load_checkpoint
 
 
@@ -19,17 +18,13 @@ def load_run(path, tokenizer=''):
     Raises ValueError or OSError if something is missing, or if the tokenizer is not the one that the
     model was trained with.
     """
-    checkpoint = load_checkpoint(path, lambda message: print(printable(message), file=sys.stderr))
+    checkpoint = load_checkpoint(path, lambda message: print(message, file=sys.stderr))
     encoder = load_tokenizer(checkpoint, tokenizer)
     model = checkpoint.build()
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise ValueError(f'{checkpoint["path"]}: {name} is not finite; use an older checkpoint')
-    if encoder.n_vocab > model.config.vocab_size:
-        raise ValueError(
-            f'{path}: its tokenizer has {encoder.n_vocab:,} ids, '
-            f'the model {model.config.vocab_size:,}'
-        )
+    check_ids(encoder, model.config)
     return model.eval(), encoder, checkpoint
 
 
@@ -38,11 +33,21 @@ def load_tokenizer(checkpoint, where):
     trained = checkpoint['data']['tokenizer']
     where = where or kept_tokenizer(checkpoint)
     if trained['name'] == tokenizers.Foreign.name:
-        encoder = tokenizers.Foreign(where, trained['eot'])
+        encoder = tokenizers.Foreign(tokenizers.find_file(where), trained['eot'])
     else:
         encoder = tokenizers.load(where)
     checkpoint.check_tokenizer(encoder.sha256, encoder.path)
     return encoder
+
+
+def check_ids(encoder, config):
+    """Refuse a tokenizer whose texts have ids that a model lacks. Other special tokens, such as those that
+    pad, may lie beyond its rows."""
+    if encoder.n_text > config.vocab_size:
+        raise ValueError(
+            f'{encoder.path} has {encoder.n_text:,} ids, the model {config.vocab_size:,}: give --tokenizer '
+            'the one that it was trained with'
+        )
 
 
 def kept_tokenizer(checkpoint):

@@ -88,7 +88,7 @@ def train_bpe(folder, texts, size, neox=False):
 
 def described(encoder):
     """What a dataset's meta.json says of its tokenizer."""
-    return {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab')}
+    return {'name': encoder.name, 'sha256': encoder.sha256, 'n_vocab': encoder.n_text}
 
 
 def small_bpe(folder):

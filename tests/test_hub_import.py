@@ -10,7 +10,7 @@ import checkpoints
 import pytest
 import torch
 from checkpoints import assert_equal_logits, edit, transformers, written
-from conftest import assert_one_line, read_json, write_dataset
+from conftest import assert_one_line, read_json, write_dataset, write_json
 from programs import MALICE, Evil, described, program, small_bpe
 from runs import NO_MODEL, evaluations, good, refused, succeed
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import sample
 from hub import convert
+from lib import tokenizer
 from lib.machine import Machine
 from lib.trained import load_run
 
@@ -48,8 +49,12 @@ CHECKPOINTS = {
 
 @pytest.fixture(scope='module')
 def bpe(work):
-    """A tokenizer of GPT-2's kind, with 260 ids."""
-    return small_bpe(work / 'bpe')
+    """A tokenizer of GPT-2's kind, with 260 ids, and one that only pads."""
+    path = small_bpe(work / 'bpe').path
+    file = read_json(path)
+    file['added_tokens'].append({**file['added_tokens'][0], 'content': '[PAD]', 'id': 260})
+    write_json(path, file)
+    return tokenizer.load(path)
 
 
 def imported(source, name, *words):
@@ -84,6 +89,7 @@ def test_an_import_has_the_logits_and_the_greedy_text_of_transformers(name, bpe)
     options = dict(do_sample=False, eos_token_id=bpe.eot, max_new_tokens=T - ids.shape[1])
     (made,) = model.generate(ids, **options).tolist()
     assert greedy(run, 'the other') == bpe.decode(made).removesuffix('<|endoftext|>')
+    assert_one_line(program(sample.main, f'--out_dir={run}', '--start=[PAD]')[0], 'lacks')
 
 
 def test_an_imported_run_is_evaluated_and_trained_further(bpe):
@@ -112,22 +118,24 @@ def test_a_tokenizer_of_another_kind_reads_and_writes_as_its_own_library(work):
     hf = pytest.importorskip('tokenizers')
     theirs = hf.Tokenizer(hf.models.BPE(unk_token='<unk>'))
     theirs.pre_tokenizer, theirs.decoder = hf.pre_tokenizers.Metaspace(), hf.decoders.Metaspace()
-    special = ['<unk>', '<s>', '</s>', '<|im_start|>']
+    special = ['<unk>', '</s>', '<s>', '<|im_start|>']
     trainer = hf.trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
     theirs.train_from_iterator(['the theory of the other thing that one has'], trainer)
     template = hf.processors.TemplateProcessing
-    theirs.post_processor = template(single='<s> $A', special_tokens=[('<s>', 1)])
+    theirs.post_processor = template(single='<s> $A', special_tokens=[('<s>', 2)])
     ids, marked = (theirs.encode(text).ids for text in ('the thing', 'the<|im_start|>the'))
-    assert (ids[0], marked[2]) == (1, 3)
+    assert (ids[0], marked[2]) == (2, 3)
     model, file = written(Path('from/other')), hf.Tokenizer.from_str(theirs.to_str())
-    file.post_processor = template('<s> $A </s>', special_tokens=[('<s>', 1), ('</s>', 2)])
+    edit(Path('from/other'), eos_token_id=None)
+    write_json('from/other/generation_config.json', {'eos_token_id': 1})
+    file.post_processor = template('<s> $A </s>', special_tokens=[('<s>', 2), ('</s>', 1)])
     file.enable_truncation(2)
     file.enable_padding(length=4)
     file.save('from/other/tokenizer.json')
     run = imported('from/other', 'other')
 
     gpt, encoder, _ = load_run(run)
-    assert encoder.encode('the thing').tolist() == ids and encoder.eot == 2
+    assert encoder.encode('the thing').tolist() == ids and encoder.eot == 1
     assert sample.prompt_ids('the<|im_start|>the', encoder) == marked
     assert 3 not in encoder.encode('the<|im_start|>the')
     lm = evaluate.make_lm(gpt, encoder, evaluate.TasksConfig(), Machine('cpu'))
@@ -136,7 +144,7 @@ def test_a_tokenizer_of_another_kind_reads_and_writes_as_its_own_library(work):
         model.lm_head.weight[encoder.n_vocab :] = 0
         options = dict(do_sample=False, max_new_tokens=24 - len(ids))
         (made,) = model.generate(torch.tensor([ids]), **options).tolist()
-    expected = theirs.decode(made[: made.index(2)] if 2 in made else made, False)
+    expected = theirs.decode(made[: made.index(1)] if 1 in made else made, False)
     assert greedy(run, 'the thing') == expected.removeprefix('<s>').strip()
 
     convert.export(gpt, encoder, Path('back'))  # its end begins no text
@@ -201,7 +209,7 @@ def test_what_transformers_cannot_read_is_one_line(work, tmp_path, monkeypatch):
     assert_refused(tmp_path, tmp_path)
     written(tmp_path)
     words = 'import', tmp_path, '--to=out/refused'
-    assert_one_line(program(convert.main, *words)[0], tmp_path, 'tokenizer.json')
+    assert_one_line(program(convert.main, *words)[0], tmp_path, '--tokenizer')
     error = OSError('a reason of the hub\nand more')
     fails = Mock(side_effect=error)
     monkeypatch.setattr(transformers.PretrainedConfig, 'get_config_dict', fails)
