@@ -86,10 +86,3 @@ def test_two_runs_differ_in_what_decides_their_numbers(values, name):
     found = difference(ours, theirs)
     assert (found and found[0]) == name
     assert difference(ours, theirs, but=[name]) is None
-
-
-def test_a_resume_with_other_settings_is_a_fact_unless_it_does_no_harm():
-    changed = {'step': 6, 'changed': {'learning_rate': [1, 2], 'batch_size': [4, 8]}}
-    (words,) = facts(SETTINGS, [changed])['resumed']
-    assert 'step 6' in words and 'learning_rate=2' in words
-    assert facts(SETTINGS, [{'step': 6, 'changed': {'out_dir': ['a', 'b']}}])['resumed'] == []

@@ -194,7 +194,6 @@ def test_a_run_that_fails_is_named_and_those_before_it_are_kept(run):
 def test_a_mistake_about_runs_or_data_is_one_line(run):
     words = ['loss', str(run('good')), '--device=cpu', '--out=never.json']
     mistakes = {
-        'out/typo': ['out/typo'],
         '--out=data': ['--out=data'],
         '--dataset=tiny': ['out/good', 'tokenizer', 'data/tiny'],
         '--dataset=none': ['data/none'],

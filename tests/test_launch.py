@@ -127,6 +127,12 @@ def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatc
         ('step 1\nerror: no memory\nerror: no memory\n=====\n', 1, 2**30, 'no memory'),
         ('  File "a.py"\ntorch.SomeError: bad\nstep 9\n', 1, 2**30, 'torch.SomeError: bad'),
         ('step 15\n', 1, 100, 'exit status 1 without a message; its disk has 100 bytes left'),
+        (
+            'a.SignalException: Process 9 got signal: 15\n',
+            1,
+            2**30,
+            None,
+        ),  # torchrun was interrupted
         ('error: earlier\n', -9, 2**30, 'killed by SIGKILL, perhaps for lack of memory'),
     ],
 )
@@ -139,13 +145,8 @@ def test_the_reason_of_a_failure_is_no_line_of_its_log(
     (tmp_path / 'train.log').write_text(before + text)
     process = SimpleNamespace(returncode=status)
     launch.record(launch.Job('name', [], tmp_path, process, log_start=len(before)))
-    assert launch.failure_file(tmp_path).read_text() == f'{reason}\n'
-
-
-def test_a_torchrun_that_was_interrupted_has_not_failed(tmp_path):
-    (tmp_path / 'train.log').write_text('a.SignalException: Process 9 got signal: 15\n')
-    launch.record(launch.Job('mine', [], tmp_path, SimpleNamespace(returncode=1)))
-    assert not launch.failure_file(tmp_path).exists()
+    path = launch.failure_file(tmp_path)
+    assert path.read_text() == f'{reason}\n' if reason else not path.exists()
 
 
 def test_a_disk_too_full_for_the_reason_of_a_failure_ends_no_other_training(

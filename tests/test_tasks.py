@@ -271,7 +271,6 @@ def test_a_mistake_is_one_line(harness, run, published, monkeypatch):
     words = [str(run('to ask')), '--device=cpu', '--out=never.json']
     local = f'--data_dir={published}'
     assert_one_line(program(*words, local, '--tasks=piqa,pika')[0], 'pika', 'piqa')
-    assert_one_line(program('out/none', local)[0], 'out/none')
     assert_one_line(program(*words, f'--data_dir={published}/none')[0], f'{published}/none')
     assert_one_line(program('--device=cpu', '--runs=()')[0], 'runs')
     with monkeypatch.context() as patch:
