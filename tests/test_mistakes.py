@@ -20,6 +20,12 @@ import train
 from lib.rundir import checkpoints
 
 
+@pytest.fixture(scope='module', autouse=True)
+def other_data(work):
+    data_copy('otherwise', seed=1)
+    data_copy('foreign', sha256='1' * 64)
+
+
 def data_copy(name, **changes):
     """data/<name>: the tiny dataset again, with changes to write_dataset's arguments."""
     write_dataset(Path('data', name), **changes)
@@ -85,63 +91,32 @@ def test_a_folder_that_holds_a_run_or_a_part_of_one_is_refused(whole):
         refused(foreign, out_dir=foreign)
 
 
-@pytest.mark.parametrize(
-    'options, words',
-    [
-        (dict(n_layer=3), ['n_layer=2', '3']),
-        (dict(seed=1), ['seed=1337', '1']),
-        (dict(optimizer='muon'), ['optimizer', 'adamw', 'muon']),
-        (dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
-        (dict(batch_size=4), ['gradient_accumulation_steps * batch_size=8', '16']),
-        (dict(max_iters=11), ['step 12', 'max_iters=11']),
-    ],
-    ids=str,
-)
-def test_resuming_as_another_run_is_refused(whole, options, words):
-    refused(*words, out_dir=whole, init_from='resume', **options)
-
-
-def test_resuming_on_other_data_or_tokens_is_refused(whole):
-    other = data_copy('otherwise', seed=1)
-    refused('data/otherwise', out_dir=whole, init_from='resume', dataset=other)
-    foreign = data_copy('foreign', sha256='1' * 64)
-    refused('tokenizer', 'data/foreign', out_dir=whole, init_from='resume', dataset=foreign)
-    weights = f'{whole}/ckpt_12.pt'
-    refused('tokenizer', 'data/foreign', init_from=weights, dataset=foreign)
-
-
-def test_where_there_is_nothing_to_resume_that_is_said(work):
-    refused('no checkpoint to resume', 'out/refused', init_from='resume')
-
-
-def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(half):
-    """As where model.py has one parameter less than before."""
-    name = half('out/gone')
-    checkpoint = load(f'{name}/ckpt_6.pt')
-    for part in (checkpoint['model'], checkpoint['optimizer']['state']):
-        part['transformer.gone'] = next(iter(part.values()))
-    torch.save(checkpoint, f'{name}/ckpt_6.pt')
-    refused('does not fit this model: transformer.gone', out_dir=name, init_from='resume')
-
-
-def test_weights_that_do_not_fit_are_refused(whole):
-    path = f'{whole}/ckpt_12.pt'
-    for options, word in (
-        (dict(n_embd=64), '--n_embd=32'),
-        (dict(n_layer=1), '--n_layer=2'),
-        (dict(rope_theta=5e5), '--rope_theta=10000.0'),  # no shape tells
-        (dict(share_v=True), 'attn.v.proj'),
-        (dict(v_residual='token', residual_layers=(1,)), 'transformer.ve.1'),
-    ):
-        refused('does not fit', word, init_from=path, **options)
-
-
-# --- settings ------------------------------------------------------------------------------------
+# Options that resume or take weights of the whole run.
+RESUME = dict(out_dir='out/whole', init_from='resume')
+WEIGHTS = dict(init_from='out/whole/ckpt_12.pt')
 
 
 @pytest.mark.parametrize(
     'options, words',
     [
+        # another run than the one that is resumed
+        (RESUME | dict(n_layer=3), ['n_layer=2', '3']),
+        (RESUME | dict(seed=1), ['seed=1337', '1']),
+        (RESUME | dict(optimizer='muon'), ['optimizer', 'adamw', 'muon']),
+        (RESUME | dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
+        (RESUME | dict(batch_size=4), ['gradient_accumulation_steps * batch_size=8', '16']),
+        (RESUME | dict(max_iters=11), ['step 12', 'max_iters=11']),
+        (RESUME | dict(dataset='otherwise'), ['data/otherwise']),
+        (RESUME | dict(dataset='foreign'), ['tokenizer', 'data/foreign']),
+        (dict(init_from='resume'), ['no checkpoint to resume', 'out/refused']),
+        # weights of another model
+        (WEIGHTS | dict(dataset='foreign'), ['tokenizer', 'data/foreign']),
+        (WEIGHTS | dict(n_embd=64), ['does not fit', '--n_embd=32']),
+        (WEIGHTS | dict(n_layer=1), ['does not fit', '--n_layer=2']),
+        (WEIGHTS | dict(rope_theta=5e5), ['--rope_theta=10000.0']),  # no shape tells
+        (WEIGHTS | dict(share_v=True), ['does not fit', 'attn.v.proj']),
+        (WEIGHTS | dict(v_residual='token', residual_layers=(1,)), ['transformer.ve.1']),
+        # settings that cannot be
         (dict(init_from='scrach'), ['no checkpoint', 'scrach']),
         (dict(init_from='/dev/zero'), ['/dev/zero is no file']),
         (dict(out_dir=''), ["out_dir=''"]),
@@ -167,8 +142,18 @@ def test_weights_that_do_not_fit_are_refused(whole):
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_be_is_refused_before_anything_is_written(work, options, words):
+def test_what_cannot_be_is_refused_before_anything_is_written(whole, options, words):
     refused(*words, **options)
+
+
+def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(half):
+    """As where model.py has one parameter less than before."""
+    name = half('out/gone')
+    checkpoint = load(f'{name}/ckpt_6.pt')
+    for part in (checkpoint['model'], checkpoint['optimizer']['state']):
+        part['transformer.gone'] = next(iter(part.values()))
+    torch.save(checkpoint, f'{name}/ckpt_6.pt')
+    refused('does not fit this model: transformer.gone', out_dir=name, init_from='resume')
 
 
 # --- checkpoints that come from elsewhere ---------------------------------------------------------
