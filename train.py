@@ -13,8 +13,9 @@ checkpoint, and resume the copy with a cooldown:
     mkdir out/run_6000; cp out/run/{config.json,log.jsonl,ckpt_5000.pt} out/run_6000
     python train.py --init_from=resume --out_dir=out/run_6000 --cooldown_iters=1000 --max_iters=6000
 
-SIGTERM, Ctrl-C and a hang-up stop a run after its step, and so does output that can no longer be
-printed, as after `| head`. The run is saved, and the same command with --init_from=resume goes on.
+SIGTERM, Ctrl-C and a hang-up stop a run after its step, under torchrun after the next one, and so does
+output that can no longer be printed, as after `| head`. The run is saved, and the same command with
+--init_from=resume goes on.
 
 After SIGTERM, torchrun gives its processes 30 seconds to finish their step and to write a checkpoint,
 which at 468M has 5.6 GB. --shutdown-timeout gives them longer (torch 2.13; 2.11 has no such option).
@@ -195,15 +196,19 @@ def settings_beneath(given):
 
 def make_optimizers(model, settings):
     """[AdamW], or [AdamW, Muon] with optimizer='muon'. What each parameter needs of them is said in
-    model.py, by needs_of()."""
-    adamw, muon = {}, {}  # {(rate, decay): the group of the parameters that need them}
+    model.py, by needs_of(). Each must skip a step by its found_inf, as torch's fused ones do."""
+    # {(rate, decay): the group of the parameters that need them}, and Muon's by shape, too
+    adamw, muon = {}, {}
     for name, p in model.named_parameters():
         needs = model.needs[name]
         rate = getattr(settings, needs.rate) if needs.rate else 1.0
         decay = settings.weight_decay if needs.decay else 0.0
-        groups = muon if needs.muon and settings.optimizer == 'muon' else adamw
         empty = {'params': [], 'rate': rate, 'weight_decay': decay}
-        groups.setdefault((rate, decay), empty)['params'].append((name, p))
+        if needs.muon and settings.optimizer == 'muon':
+            group = muon.setdefault((rate, decay, p.shape), empty)
+        else:
+            group = adamw.setdefault((rate, decay), empty)
+        group['params'].append((name, p))
 
     lr = settings.learning_rate
     betas = (settings.beta1, settings.beta2)
@@ -343,7 +348,7 @@ def check_cooldown(settings):
 
 
 def train_step(model, optimizers, scaler, machine, next_batch, micro_steps, grad_clip):
-    """Forward, backward and update over this process's micro-batches.
+    """Forward, backward and update over this process's micro-batches, without waiting for the device.
 
     Returns (mean loss, gradient norm), tensors. The norm is the same on all processes. If it is not
     finite, there is no update. A loss that is not finite always makes the norm not finite.
@@ -364,9 +369,12 @@ def train_step(model, optimizers, scaler, machine, next_batch, micro_steps, grad
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    if norm.isfinite():  # this waits for the device
-        for optimizer in optimizers:
-            scaler.step(optimizer)
+    for optimizer in optimizers:
+        # It skips the step on the device. scaler.step() would go by its own gradients alone.
+        optimizer.found_inf = 1 - norm.isfinite().float()
+        # On a Mac, fused AdamW does not look at the flag.
+        if machine.kind != 'mps' or norm.isfinite():
+            optimizer.step()
     scaler.update()
     model.zero_grad(set_to_none=True)
     return total / micro_steps, norm
@@ -660,14 +668,13 @@ class Reporter:
         self.write(entry)
         self.say(f'step {step} | validation loss {losses["mean"]:.4f}')
 
-    def step(self, step, loss, norm, lr, scaler, skipped, seconds):
+    def step(self, step, loss, norm, lr, scale, skipped, seconds):
         """Log one step; seconds: the time that it took."""
         tokens = self.settings.rows_per_step * self.start.config.block_size
         speed = tokens / seconds
         mfu = None
         if self.peak_flops:
             mfu = speed * self.flops_per_token / self.machine.world_size / self.peak_flops
-        scale = scaler.get_scale() if scaler.is_enabled() else None
         entry = {
             'step': step,
             'loss': loss,
@@ -676,7 +683,7 @@ class Reporter:
             'tokens': (step + 1) * tokens,
             'tok_per_s': round(speed, 1),
             'mfu': mfu,
-            'scale': scale,
+            'scale': scale if self.start.scaler.is_enabled() else None,
             'skipped': skipped,
         }
         self.write(entry)
@@ -745,61 +752,58 @@ def train(settings, config, machine, micro_steps, closing):
     loader = Loader(start.rows, settings, machine, start.step)
     step = start.step
     saved = step if settings.init_from == 'resume' else None
-    skipped, in_a_row = start.skipped
+    evaluated = step if folder.has_evaluation(step) else None
+    unread = None  # the newest step, whose numbers are read when the next one has been launched
+    all_stop = False  # whether any process was told to, as all know since the last reading
 
     while True:
         last = step == settings.max_iters
-        stop = machine.any(signals.stop)
+        stop = all_stop if machine.distributed else signals.stop
+        is_due = step > 0 and at_interval(step, settings.save_interval)
+        saves = step != saved and (is_due or step in settings.save_steps or stop or last)
+        evaluates = step != evaluated and (last or at_interval(step, settings.eval_interval))
+
+        launched = None
+        if not (saves or evaluates or stop or last):
+            seed_step(step, settings, machine)
+            lr = learning_rate(step, settings)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group['lr'] = lr * group['rate']
+            began = machine.moment()
+            loss, norm = train_step(
+                wrapped, optimizers, scaler, machine, loader.next, micro_steps, settings.grad_clip
+            )
+            scale = scaler.scale(torch.ones_like(norm)).clamp(min=1)  # below 1, gradients vanish
+            scaler.update(scale)
+            loss, told = machine.sum(torch.stack([loss, torch.full_like(loss, signals.stop)]))
+            numbers = torch.stack([loss / machine.world_size, norm, scale, told])
+            # Into pinned memory, but by CUDA alone: elsewhere nothing says when the copy is complete.
+            numbers = numbers.to('cpu', non_blocking=machine.kind == 'cuda')
+            launched = step, lr, numbers, began, machine.moment()
+            step += 1
+        if unread:
+            all_stop = read(unread, start, machine, reporter)
+        unread = launched
 
         # Save first: what is saved cannot be lost while it is evaluated.
-        is_due = step > 0 and at_interval(step, settings.save_interval)
-        if step != saved and (is_due or step in settings.save_steps or stop or last):
+        if saves:
             if reporter:
-                reporter.checkpoint(step, [skipped, in_a_row])
+                reporter.checkpoint(step, start.skipped)
             saved = step
         if stop:
             break
-
-        evaluates = last or at_interval(step, settings.eval_interval)
-        if evaluates and not folder.has_evaluation(step):
+        if evaluates:
             began = time.perf_counter()
             losses = evaluate(compiled, start.dataset, settings, machine, signals)
             if losses is None:
+                all_stop = True
                 continue  # to save and to stop
             if reporter:
                 reporter.evaluation(step, losses, time.perf_counter() - began)
+            evaluated = step
         if last:
             break
-
-        seed_step(step, settings, machine)
-        lr = learning_rate(step, settings)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group['lr'] = lr * group['rate']
-        began = time.perf_counter()
-        loss, norm = train_step(
-            wrapped, optimizers, scaler, machine, loader.next, micro_steps, settings.grad_clip
-        )
-        if norm.isfinite():
-            in_a_row = 0
-        else:
-            skipped += 1
-            in_a_row += 1
-        seconds = time.perf_counter() - began
-        if scaler.get_scale() < 1:  # below it, gradients vanish
-            scaler.update(1.0)
-
-        if step % settings.log_interval == 0:
-            loss = machine.sum(loss).item() / machine.world_size
-            if reporter:
-                reporter.step(step, loss, norm.item(), lr, scaler, skipped, seconds)
-        if settings.max_skipped and in_a_row >= settings.max_skipped:
-            error = too_many_skipped(step, in_a_row, settings)
-            with machine.together():  # every process raises it, and the first one says it
-                if reporter:
-                    folder.give_up(error)
-                raise error
-        step += 1
 
     loader.close()
     # Leave together: soon after the first process has left, torchrun kills the others.
@@ -807,6 +811,30 @@ def train(settings, config, machine, micro_steps, closing):
     if reporter:
         reporter.finish(step, interrupted=stop)
     return stop
+
+
+def read(unread, start, machine, reporter):
+    """Wait for the numbers of a step, count and log it. Returns whether a process was told to stop."""
+    step, lr, numbers, began, ended = unread
+    seconds = machine.seconds_between(began, ended)
+    loss, norm, scale, told = numbers.tolist()
+    skipped, in_a_row = start.skipped
+    if math.isfinite(norm):
+        in_a_row = 0
+    else:
+        skipped += 1
+        in_a_row += 1
+    start.skipped = [skipped, in_a_row]
+    settings = start.settings
+    if reporter and step % settings.log_interval == 0:
+        reporter.step(step, loss, norm, lr, scale, skipped, seconds)
+    if settings.max_skipped and in_a_row >= settings.max_skipped:
+        error = too_many_skipped(step, in_a_row, settings)
+        with machine.together():  # every process raises it, and the first one says it
+            if reporter:
+                start.folder.give_up(error)
+            raise error
+    return told > 0
 
 
 def at_interval(step, interval):

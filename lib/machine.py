@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -121,6 +122,21 @@ class Machine:
         """Wait until the device has done what it was given. A CPU always has."""
         if self.kind != 'cpu':
             torch.accelerator.synchronize()
+
+    def moment(self):
+        """When the device has done what it was given so far, for seconds_between()."""
+        if self.kind != 'cuda':
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, began, ended):
+        """The seconds between two moments, of which the second one is waited for."""
+        if self.kind != 'cuda':
+            return ended - began
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1000
 
     def autocast(self):
         if self.dtype == 'float32':

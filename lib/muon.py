@@ -11,31 +11,31 @@ from torch.optim._muon import _adjust_lr
 
 
 class Muon(torch.optim.Muon):
-    """Its settings and its state are torch's (with Nesterov's momentum, the default), and on a CPU its
-    steps are torch's bit for bit."""
+    """The matrices of a group must be of one shape. Settings and state are torch's (with Nesterov's
+    momentum, the default), and on a CPU the steps are torch's bit for bit.
+
+    found_inf: a tensor, as GradScaler sets it; where it is 1, a step changes nothing.
+    """
+
+    found_inf = torch.zeros(())
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            by_shape = {}
-            for p in group['params']:
-                by_shape.setdefault(p.shape, []).append(p)
-            for params in by_shape.values():
-                self.update({**group, 'params': params})
-
-    def update(self, group):
-        """Update the matrices of a group, all of one shape, that have a gradient."""
-        params, grads, momenta = [], [], []
-        self._init_group(group, params, grads, momenta)
-        if not params:
-            return
-        torch._foreach_lerp_(momenta, grads, 1 - group['momentum'])
-        directions = torch._foreach_lerp(grads, momenta, group['momentum'])
-        updates = orthogonal(torch.stack(directions), group)
-        rate = _adjust_lr(group['lr'], group['adjust_lr_fn'], params[0].shape)
-        torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
-        # One launch for all, if they have one type and layout.
-        torch._foreach_add_(params, updates.float().contiguous().unbind(), alpha=-rate)
+            params, grads, momenta = [], [], []
+            self._init_group(group, params, grads, momenta)
+            if not params:  # none has a gradient
+                continue
+            weights, grad, momentum = map(torch.stack, (params, grads, momenta))
+            new_momentum = momentum.lerp(grad, 1 - group['momentum'])
+            update = orthogonal(grad.lerp(new_momentum, group['momentum']), group)
+            rate = _adjust_lr(group['lr'], group['adjust_lr_fn'], params[0].shape)
+            new_weights = weights * (1 - group['lr'] * group['weight_decay'])
+            new_weights.add_(update, alpha=-rate)
+            # Not a product with 0 or 1: what was not finite would stay so.
+            skips = self.found_inf.bool()
+            torch._foreach_copy_(params, torch.where(skips, weights, new_weights).unbind())
+            torch._foreach_copy_(momenta, torch.where(skips, momentum, new_momentum).unbind())
 
 
 def orthogonal(x, group):

@@ -41,26 +41,43 @@ def at_call(number, function, act):
     return call
 
 
-def with_loss(change, steps):
-    """train_step() with another loss in the model's forward at these steps, counted from the first
-    one that is taken."""
+def spoiled(spoil, steps):
+    """train_step() of a model that is spoiled at these steps, counted from the first one that is taken.
+
+    spoil: hooks something into the model, and returns the hook.
+    """
     step = train.train_step
     calls = itertools.count()
 
-    def step_or_change(model, *rest):
+    def step_or_spoil(model, *rest):
         if next(calls) not in steps:
             return step(model, *rest)
-        hook = model.register_forward_hook(lambda module, args, out: (None, change(out[1])))
+        hook = spoil(model)
         try:
             return step(model, *rest)
         finally:
             hook.remove()
 
-    return step_or_change
+    return step_or_spoil
 
 
-def not_a_number(loss):
-    return loss * math.nan
+def not_a_number(model):
+    return model.register_forward_hook(lambda module, args, out: (None, out[1] * math.nan))
+
+
+def infinite(model):
+    """With a finite gradient."""
+    return model.register_forward_hook(lambda module, args, out: (None, out[1] + math.inf))
+
+
+def infinite_for_muon(model):
+    """With finite gradients for AdamW."""
+    return model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda grad: grad * math.inf)
+
+
+def overflowing(model):
+    """All gradients are finite, but their norm is not."""
+    return model.lm_head.weight.register_hook(lambda grad: grad * 1e30)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -129,7 +146,7 @@ def be_preempted_in_an_evaluation():
 def lose_a_loss():
     """In the fourth step of one process the loss is no number."""
     if os.environ['RANK'] == '1':
-        train.train_step = with_loss(not_a_number, {3})
+        train.train_step = spoiled(not_a_number, {3})
 
 
 def lose_a_disk():

@@ -207,7 +207,7 @@ def train_step_of(name, machine, config, batch):
     row = bench.Row(name, *bench.read_name(name, bench.BenchConfig(), config))
     row.build(machine)
     model, _, scaler = row.parts
-    row.parts = model, [torch.optim.SGD(model.parameters(), 1.0)], scaler
+    row.parts = model, [torch.optim.SGD(model.parameters(), 1.0, fused=True)], scaler
     before = weights(model)
     kept = []
 

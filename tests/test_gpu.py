@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from accidents import at_call
 from conftest import ROOT, write_dataset
-from runs import command_line, training_steps
+from runs import command_line, good, training_steps
 from variants import VARIANTS
 
+import train
 from bench import DecodeConfig
 from lib.machine import Machine
 from model import GPT, GPTConfig, attend
@@ -141,3 +143,16 @@ def test_a_run_learns_stops_and_resumes(here, launcher):
     for step in whole:
         assert parts[step] == pytest.approx(whole[step], abs=1e-2)
     assert Machine().dtype == 'float16'
+
+
+def test_no_step_waits_for_the_device(here, monkeypatch):
+    """From the second one, until the last one is read and a checkpoint is written."""
+    write_dataset(here / 'data' / 'tiny')
+
+    def switch(mode):
+        return lambda *args: torch.cuda.set_sync_debug_mode(mode)
+
+    step, checkpoint = train.train_step, train.Reporter.checkpoint
+    monkeypatch.setattr(train, 'train_step', at_call(2, step, switch('error')))
+    monkeypatch.setattr(train.Reporter, 'checkpoint', at_call(1, checkpoint, switch('default')))
+    good('out/x', device='cuda', optimizer='muon', max_iters=4, eval_interval=0, save_steps=())

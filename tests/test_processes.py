@@ -94,12 +94,13 @@ def test_compile_under_ddp_gives_the_same_losses_and_a_checkpoint_without_prefix
 
 
 def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(work):
-    words = command_line('out/lone', dict(eval_interval=0, save_steps=()))
+    words = command_line('out/lone', dict(dtype='float16', eval_interval=0, save_steps=()))
     for status, _, err in ranks(2, train_with, accidents.lose_a_loss, *words):
         assert status == 0, err
     entries = training_steps('out/lone')
     assert [entry['grad_norm'] is None for entry in entries] == [n == 3 for n in range(12)]
     assert newest('out/lone')['skipped'] == [1, 0] and entries[-1]['loss'] < 4
+    assert entries[-1]['scale'] == 2.0**15
 
 
 @pytest.mark.skipif(not hasattr(LaunchConfig, 'shutdown_timeout'), reason='torch 2.11 lacks it')

@@ -342,7 +342,7 @@ def test_a_gradient_is_clipped_to_its_norm_and_with_0_not_at_all(grad_clip):
     idx = tokens(2, 9)
     _, norm = train.train_step(
         model,
-        [torch.optim.SGD(model.parameters(), lr=1.0)],
+        [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)],
         torch.amp.GradScaler('cpu', enabled=False),
         Machine('cpu', 'float32'),
         lambda: (idx[:, :-1], idx[:, 1:]),
@@ -371,7 +371,7 @@ def test_speed_is_that_of_steps_alone_however_many_a_log_line_stands_for(work, m
         return timed
 
     monkeypatch.setattr(Machine, 'peak_flops', lambda machine: 1e12)
-    monkeypatch.setattr(train, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr('lib.machine.time', SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(train, 'train_step', taking(2, train.train_step))
     monkeypatch.setattr(train, 'evaluate', taking(100, train.evaluate))
     good('out/clock', log_interval=3, eval_interval=4)

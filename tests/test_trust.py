@@ -1,7 +1,6 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
 import functools
-import math
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ from unittest.mock import Mock
 import accidents
 import pytest
 import torch
-from accidents import at_call, be_told_to_stop, not_a_number, train_with, with_loss
+from accidents import at_call, be_told_to_stop, not_a_number, spoiled, train_with
 from conftest import assert_one_line
 from runs import (
     FORKS,
@@ -39,6 +38,7 @@ from lib import rundir
 from lib.files import locked
 from lib.logs import Log
 from lib.machine import INTERRUPTED
+from lib.muon import Muon
 from lib.rundir import checkpoints
 
 # --- kills ---------------------------------------------------------------------------------------
@@ -295,43 +295,55 @@ def test_a_checkpoint_with_q_k_and_v_in_one_matrix_is_refused_by_the_commit_that
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def spoil(monkeypatch, steps, change):
-    monkeypatch.setattr(train, 'train_step', with_loss(change, steps))
+def waiting(step):
+    """step() of an optimizer, which is called only where the processor has seen that nothing is infinite."""
 
+    def step_or_not(optimizer):
+        if not optimizer.__dict__.pop('found_inf'):
+            step(optimizer)
 
-def infinite(loss):
-    return loss + math.inf  # with a finite gradient
+    return step_or_not
 
 
 @pytest.mark.parametrize(
-    'change, dtype, optimizer',
+    'spoil, dtype, optimizer, scale',
     [
-        (not_a_number, 'float32', 'adamw'),
-        (infinite, 'bfloat16', 'adamw'),
-        (infinite, 'float16', 'adamw'),
-        (infinite, 'float16', 'muon'),
+        (not_a_number, 'float32', 'adamw', None),
+        (accidents.infinite, 'bfloat16', 'adamw', None),
+        (accidents.infinite, 'float16', 'adamw', 2.0**14),
+        (accidents.infinite_for_muon, 'float16', 'muon', 2.0**14),
+        (accidents.overflowing, 'float16', 'muon', 2.0**16),
     ],
 )
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
-    work, monkeypatch, change, dtype, optimizer
+    work, monkeypatch, spoil, dtype, optimizer, scale
 ):
-    name = f'out/{change.__name__}-{dtype}-{optimizer}'
-    spoil(monkeypatch, {3, 5}, change)
-    options = dict(dtype=dtype, optimizer=optimizer, max_iters=8)
-    good(name, **options, eval_interval=0, save_steps=(3, 4))
+    name = f'out/{spoil.__name__}-{dtype}-{optimizer}'
+    step = train.train_step
+    options = dict(dtype=dtype, optimizer=optimizer, max_iters=8, eval_interval=0)
+    monkeypatch.setattr(train, 'train_step', spoiled(spoil, {3, 5}))
+    good(name, **options, save_steps=(3, 4))
     before, after = load(f'{name}/ckpt_3.pt'), load(f'{name}/ckpt_4.pt')
     assert_same(before['model'], after['model'])
     assert_same(before['optimizer'], after['optimizer'])
     steps = training_steps(name)
-    assert [entry['loss'] is None for entry in steps] == [n in (3, 5) for n in range(8)]
+    assert [entry['grad_norm'] is None for entry in steps] == [n in (3, 5) for n in range(8)]
     assert [entry['skipped'] for entry in steps] == [0, 0, 0, 1, 1, 2, 2, 2]
     assert newest(name)['skipped'] == [2, 0] and log(name)[-1]['val']['mean'] < 5
+    assert steps[-1]['scale'] == scale
+
+    monkeypatch.setattr(torch.optim.AdamW, 'step', waiting(torch.optim.AdamW.step))
+    monkeypatch.setattr(Muon, 'step', waiting(torch.optim.Muon.step))
+    monkeypatch.setattr(train, 'train_step', step)
+    monkeypatch.setattr(train, 'train_step', spoiled(spoil, {3, 5}))
+    good(f'{name}-waiting', **options, save_steps=(3, 4))
+    assert_same_run(f'{name}-waiting', name)
 
 
 def test_too_many_such_steps_in_a_row_stop_the_run_and_name_its_checkpoints(work, monkeypatch):
     with monkeypatch.context() as patch:
-        spoil(patch, {1, 2, *range(4, 99)}, not_a_number)
-        options = dict(max_skipped=3, save_interval=2, save_steps=())
+        patch.setattr(train, 'train_step', spoiled(not_a_number, {1, 2, *range(4, 99)}))
+        options = dict(max_skipped=3, save_interval=2, save_steps=(7,))
         status, _ = here('out/stopped', log_interval=9, **options)
     assert status.startswith('error: 3 steps in a row, up to step 6,')
     assert 'out/stopped/ckpt_6.pt' in status and 'out/stopped/ckpt_4.pt' in status
@@ -341,14 +353,14 @@ def test_too_many_such_steps_in_a_row_stop_the_run_and_name_its_checkpoints(work
     good('out/stopped', init_from='resume', log_interval=9, **options)
     assert read_state('out/stopped').kind == 'finished'
 
-    spoil(monkeypatch, range(3), not_a_number)
+    monkeypatch.setattr(train, 'train_step', spoiled(not_a_number, range(3)))
     status, _ = here('out/nothing', max_skipped=2, eval_interval=0, save_steps=())
     assert 'no checkpoint has been written yet' in status and '.pt' not in status
     good('out/never', max_skipped=0, max_iters=4)
 
 
 def test_the_scale_of_float16_has_a_floor(work, monkeypatch):
-    spoil(monkeypatch, range(19), not_a_number)
+    monkeypatch.setattr(train, 'train_step', spoiled(not_a_number, range(19)))
     good('out/floor', dtype='float16', max_iters=22, eval_interval=0, save_steps=())
     scales = [entry['scale'] for entry in training_steps('out/floor')]
     assert scales[:3] == [2.0**15, 2.0**14, 2.0**13] and min(scales) == scales[-1] == 1.0
