@@ -37,7 +37,7 @@ from runs import (
 from variants import config_of, tokens
 
 import train
-from lib.data import Dataset, TrainingRows, validation_batches
+from lib.data import Dataset, TrainingRows
 from lib.machine import Machine, Signals
 from lib.rundir import FACTS
 from model import GPT, GPTConfig
@@ -135,17 +135,16 @@ def test_learned_mixing_weights_are_logged_at_evaluations(work):
 
 
 @pytest.mark.parametrize(
-    'eval_iters, tokens_counted',
+    'eval_iters, starts',
     [
-        # 9 rows of B are no multiple of the batch of 2; the one row of C has 20 tokens.
-        (7, {'B': 9 * 32, 'C': 19}),
+        # 14 of A's 21 rows, evenly spaced; 9 rows of B are no multiple of the batch of 2; the one row of
+        # C has 20 tokens.
+        (7, {'A': [32 * (i * 20 // 13) for i in range(14)], 'B': range(0, 288, 32), 'C': [0]}),
         # Every token of the validation split but each file's first.
-        (0, {'A': 699, 'B': 299, 'C': 19}),
+        (0, {'A': range(0, 699, 32), 'B': range(0, 299, 32), 'C': [0]}),
     ],
 )
-def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
-    work, eval_iters, tokens_counted
-):
+def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(work, eval_iters, starts):
     words = command_line('out/never', {'eval_iters': eval_iters})
     settings, config = configure(train.TrainConfig, GPTConfig, argv=words)
     dataset = Dataset('tiny')
@@ -154,23 +153,15 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(
     with contextlib.ExitStack() as closing:
         result = train.evaluate(model, dataset, settings, Machine('cpu'), Signals(closing))
     assert model.training
-    for domain, count in tokens_counted.items():
-        text = torch.from_numpy(dataset.read('validation', domain, 0, 9999))[: count + 1]
+    for domain, begins in starts.items():
+        text = torch.from_numpy(dataset.read('validation', domain, 0, 9999))
         slow = []
-        for first in range(0, count, 32):
+        for first in begins:
             x, y = text[first:-1][:32], text[first + 1 :][:32]
             logits, _ = model(x[None])
             slow += (-logits[0].log_softmax(dim=-1)[range(len(y)), y]).tolist()
-        assert len(slow) == count
-        assert result[domain] == pytest.approx(sum(slow) / count, abs=1e-5)
+        assert result[domain] == pytest.approx(sum(slow) / len(slow), abs=1e-5)
     assert result['mean'] == pytest.approx((result['A'] + result['B'] + result['C']) / 3)
-
-
-def test_validation_rows_are_evenly_spaced(work):
-    batches = validation_batches(Dataset('tiny'), 'A', 32, 2, 7, Machine('cpu'))
-    rows = torch.cat([x for x, _ in batches])
-    text = Dataset('tiny').read('validation', 'A', 0, 9999)
-    assert rows[:, 0].tolist() == [text[32 * (i * 20 // 13)] for i in range(14)]
 
 
 # --- resuming ------------------------------------------------------------------------------------
