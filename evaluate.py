@@ -324,7 +324,7 @@ def make_lm(model, tokenizer, settings, machine):
 
 
 def print_losses(numbers):
-    """A row per domain, and per run its loss and bits per byte."""
+    """A row per domain, and per run, and per class if it was scored, the loss and bits per byte."""
     columns = []
     for run, report in numbers['runs'].items():
         title = f'{run}, {progress(report)}'
