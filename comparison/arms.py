@@ -3,8 +3,10 @@ What is compared, as text: arms, `vanilla; mine: v_residual=True`, and contrasts
 
 An arm is a name and the settings in which it differs from what all arms share, and perhaps
 `seed_offset`, which is added to its test seeds: the same model under other seeds is an arm, too. It may
-name config files. Only their wiring counts (every field of GPTConfig but the shape), so that
-`resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and data.
+name config files, whose settings its own replace. Of a file, the wiring counts (every field of GPTConfig
+but the shape), and so do settings of training that are not train.py's defaults, so that
+`resformer: config/resformer_82m.py` is a ResFormer of the given size, schedule and data, and
+`modern: config/modern_82m.py` is trained with Muon.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ from dataclasses import dataclass, fields
 
 from configurator import check_key, configure, read_settings
 
+from comparison.runs import default_settings
 from model import GPTConfig
 from train import TrainConfig
 
@@ -60,35 +63,36 @@ def parse_arms(text):
         name = name.strip()
         if name in arms:
             raise ValueError(f'arms: two arms are named {name}')
-        arms[name] = {}
+        of_files, own = {}, {}
         # A value may hold spaces: residual_lambda=(5.0, 1.0).
         for word in re.split(r'\s+(?=(?:--)?[a-z]\w*=|\S+\.py(?:\s|$))', words.strip()):
-            if word:
-                arms[name] |= parse_word(name, word.removeprefix('--'))
+            key, equals, value = word.removeprefix('--').partition('=')
+            if key in own:
+                raise ValueError(f'arm {name}: {key} is given twice; drop one')
+            if equals:
+                own[key] = value
+            elif word.endswith('.py'):
+                of_files |= read_arm(word)
+            elif word:
+                raise ValueError(f'arm {name}: {word!r} is neither key=value nor a config file')
+        arms[name] = of_files | own
     return arms
 
 
-def parse_word(arm, word):
-    """{setting: value} of a word of an arm: key=value, or a config file, of which the wiring counts."""
-    key, equals, value = word.partition('=')
-    if equals:
-        return {key: value}
-    if not word.endswith('.py'):
-        raise ValueError(f'arm {arm}: {word!r} is neither key=value nor a config file')
-    return read_wiring(word)
-
-
-def read_wiring(path):
-    """{field: value} of the fields of GPTConfig that a config file sets, without the shape.
-
-    Its other settings are those of training, which all arms have in common.
-    """
+def read_arm(path):
+    """{setting: value} of a config file that an arm names: what decides its numbers, without the shape and
+    the defaults of training."""
     known = {item.name for schema in (TrainConfig, GPTConfig) for item in fields(schema)}
     settings = read_settings(path, known)
     for name in settings:
         check_key(name, known, path)
-    names = {item.name for item in fields(GPTConfig)} - GPTConfig().shape().keys()
-    return {name: value for name, value in settings.items() if name in names}
+    defaults, own = default_settings(), {}
+    names = defaults.keys() - GPTConfig().shape().keys() - CHOSEN
+    for name, value in settings.items():
+        # The baseline may have a field of the model on.
+        if name in names and (hasattr(GPTConfig, name) or value != defaults[name]):
+            own[name] = value
+    return own
 
 
 def parse_contrasts(text, arms):

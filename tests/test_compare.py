@@ -68,12 +68,15 @@ def not_finite(folder):
 
 
 def test_a_plan_from_python_is_that_of_the_command_line(place):
-    """Of a config file that an arm names, the wiring counts, and not the size."""
-    (place / 'wiring.py').write_text('v_residual = True\nn_layer = 5\n')
+    """Of a config file that an arm names, the wiring counts, what is no default of training, not the size."""
+    (place / 'wiring.py').write_text(
+        "v_residual, n_layer, weight_decay = True, 5, 0.1\nlearning_rate, optimizer = 1.0, 'muon'\n"
+    )
     slow = {'learning_rate': 5e-3, 'residual_lambda': (5.0, 1.0), 'v_residual': True}
+    slow['optimizer'] = 'muon'
     arms = {'vanilla': {}, 'slow': slow | {'seed_offset': 50}}
     ours = Plan(arms, 'out/compare/small', {'weight_decay': 0.2}, ['small.py'], seeds=(1, 2))
-    text = 'slow: wiring.py learning_rate=5e-3 --residual_lambda=(5.0, 1.0) seed_offset=50'
+    text = 'slow: learning_rate=5e-3 wiring.py --residual_lambda=(5.0, 1.0) seed_offset=50'
     plan = make_plan(f'--arms=vanilla; {text}', '--weight_decay=0.2', '--seeds=2')
     assert contents_of(ours) == contents_of(plan)
     # The config may be edited while runs are trained: it is read once.
@@ -110,6 +113,7 @@ AMBIGUOUS = '--arms=c; a: dropout=0.1; b-c: dropout=0.2; a-b: dropout=0.3'
         (['--arms=vanilla; a: block_size=16'], 'block_size=16'),
         (['--arms=vanilla; a: share_v=True v_residual=True'], 'arm a: '),
         (['--arms=vanilla; a: typo.py'], 'residual_lamda'),
+        (['--arms=vanilla; a: dropout=0.1 --dropout=0.2'], 'arm a: dropout is given twice'),
         ([ARMS, '--contrasts=svformer-mine'], 'svformer-mine'),
         ([ARMS, '--contrasts=(svformer-resformer)-(resformer-vanilla)'], 'is A-B in 0 ways'),
         ([ARMS, '--contrasts=(resformer-vanilla)-vanilla'], 'in 0 ways'),
