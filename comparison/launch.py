@@ -163,7 +163,12 @@ def is_held(folder):
         return True
 
 
+# Where a cluster says which process of which job this one is. A training is a job of its own.
+OF_ANOTHER_JOB = re.compile('(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|PET_')
+
+
 def start(job, gpus):
+    environment = {name: os.environ[name] for name in os.environ if not OF_ANOTHER_JOB.match(name)}
     job.folder.mkdir(parents=True, exist_ok=True)
     failure_file(job.folder).unlink(missing_ok=True)
     # A file, because a training that writes to a pipe would die with this process. A session of
@@ -172,7 +177,7 @@ def start(job, gpus):
         job.log_start = log.tell()
         job.process = subprocess.Popen(
             command(job.arguments, gpus, sys.executable, str(ROOT / 'train.py')),
-            env=os.environ | job.slot,
+            env=environment | job.slot,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

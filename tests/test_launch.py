@@ -41,8 +41,13 @@ def test_on_a_cpu_each_core_that_this_process_may_use_trains_with_one_thread(mon
 
 def test_a_slot_has_one_training_and_no_gpu_is_shared_while_another_idles(tmp_path, monkeypatch):
     begun, naps, ends = [], [], {'0': 1, '1': 1, '2': 9}
+    # A cluster's variables are those of another job.
+    of_clusters = {'RANK', 'LOCAL_WORLD_SIZE', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID', 'PET_NNODES'}
+    for name in (*of_clusters, 'OTHER_RANK'):
+        monkeypatch.setenv(name, '1')
 
     def start(words, env, **options):
+        assert 'OTHER_RANK' in env and not of_clusters & env.keys()
         gpu, end = env['CUDA_VISIBLE_DEVICES'], ends.get(words[-1], 9)
         begun.append((len(naps), words[-1], gpu))
         return SimpleNamespace(poll=lambda: 0 if len(naps) >= end else None, returncode=0)
