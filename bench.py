@@ -175,7 +175,7 @@ def read_name(name, settings, shape):
 
     Raises ValueError for a variant, field or setting that does not exist, or that a row cannot have.
     """
-    kind, *changes = name.split('+')
+    kind, *changes = re.split(r'\+(?=\w+=)', name)  # a value may hold a +, as first+token
     is_peer = kind == 'hf' and isinstance(settings, BenchConfig)
     refuse(
         not is_peer and kind not in VARIANTS,
