@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from lib.data import read_windows, windows
-from lib.files import one_line_errors
+from lib.files import one_line_errors, printable
 from lib.machine import Machine, advise_on_memory
 from lib.rundir import candidates, provenance
 from lib.tables import check_out, markdown_table, save_numbers
@@ -357,6 +357,13 @@ def print_tasks(numbers):
             )
 
 
+def short_names(runs):
+    """The names of runs' folders, and of their checkpoint files; of two that are the same, all paths."""
+    paths = [Path(run).resolve() for run in runs]
+    names = ['/'.join(path.parts[-2 if path.suffix == '.pt' else -1 :]) for path in paths]
+    return [*map(printable, names if len({*names}) == len(names) else runs)]
+
+
 def progress(report):
     """How far the training of a report's model is."""
     if report['max_iters'] is None:
@@ -414,7 +421,8 @@ def main():
             reports[run] = score_run(run, settings, machine)
             save_numbers(numbers, settings, machine)  # a later run may fail
         if machine.is_first:
-            show(numbers)
+            short = dict(zip(short_names(reports), reports.values(), strict=True))
+            show({**numbers, 'runs': short})
     machine.close()
 
 

@@ -152,14 +152,18 @@ def make_piece(unit, piece, room, tokenizer_path, sha256, settings):
     # A domain may be full before: then nothing of it is read.
     documents = () if is_enough() else shuffled_documents(unit, settings.seed, piece.parent)
 
+    lengths = np.zeros(encoder.n_vocab, dtype='i8')  # of a token, in bytes
+    for i, raw in encoder.token_bytes.items():
+        lengths[i] = len(raw)
     with open(piece.with_suffix('.ids'), 'wb') as file:
         for domain, text in documents:
             if room.get(domain, -math.inf) <= -len(domains) * longest:
                 continue
-            ids = np.append(encoder.encode(text), np.uint16(encoder.eot)).astype('<u2')
+            ids = encoder.encode(text)
+            size = lengths[ids].sum()  # of the text as the ids spell it, which may be in NFC
+            ids = np.append(ids, np.uint16(encoder.eot)).astype('<u2')
             file.write(ids)
             place = sources.hash_fraction(settings.seed, text)
-            size = len(text.encode('utf-8', 'replace'))
             row = domains.index(domain), len(ids), size, place
             table += np.array(row, DOCUMENT).tobytes()
 
@@ -364,9 +368,11 @@ def check_space(plan):
     # Pieces of an earlier call are used again, and its token files are written anew.
     present = [*plan.pieces.glob('*.ids'), *plan.out.glob('*/*.bin')]
     space = shutil.disk_usage(plan.out).free + sum(path.stat().st_size for path in present)
-    splits = collections.Counter(unit.split for unit in plan.units)
+    splits = collections.Counter()
+    for unit in plan.units:
+        splits[unit.split] += len(unit.paths) or 1
     print(
-        f'{len(plan.units):,} files, {splits["validation"]:,} of them validation (in a domain without '
+        f'{splits.total():,} files, {splits["validation"]:,} of them validation (in a domain without '
         f'any, {plan.settings.val_fraction} of the documents are); needs {need} of the '
         f'{space / 1e9:,.2f} GB that are free in {plan.out}, its own files included'
     )
@@ -580,16 +586,14 @@ def check_documents(plan, counts, split):
 
 def print_shares(plan, counts):
     total = sum(counts['train', domain]['tokens'] for domain in plan.shares)
-    print(
-        f'{"domain":14}{"documents":>12}{"tokens":>16}{"share":>8}{"wanted":>8}{"validation":>14}'
-    )
-    for domain, share in plan.shares.items():
+    print(f'{"domain":14}{"documents":>12}{"tokens":>16}{"share":>8}{"validation":>14}')
+    for domain in plan.shares:
         train = counts['train', domain]
         held_out = counts['validation', domain]
         wanted = plan.goals[domain] if plan.settings.tokens else 1
         remark = '  the source has no more' if train['tokens'] < wanted else ''
         row = f'{domain:14}{train["documents"]:12,}{train["tokens"]:16,}{train["tokens"] / total:8.1%}'
-        print(f'{row}{share:8.1%}{held_out["tokens"]:14,}{remark}')
+        print(f'{row}{held_out["tokens"]:14,}{remark}')
     print(f'{plan.out} is complete')
 
 

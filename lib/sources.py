@@ -40,7 +40,8 @@ TABLE_2 = {
 # word before a number (data/validation-00000-of-00001.parquet).
 SPLIT = re.compile(
     r'(?:^|/)(?:(?P<train>train)|(?P<test>test)|(?P<validation>validation|valid|val|dev))'
-    r'(?:/|(?:\.|-\d)[^/]*$)'
+    r'(?:/|(?:\.|-\d)[^/]*$)',
+    re.IGNORECASE,
 )
 
 # The endings of the files that are read, which say what they hold: rows (.zst, .zstd and .gz: of JSON
@@ -206,8 +207,9 @@ def files_to_read(source, sizes, is_text_read):
     if size_unread > size:
         raise ValueError(
             f'{len(unread):,} files of {source}, such as {max(unread, key=sizes.get)}, are not read, and '
-            f'have more bytes ({size_unread:,}) than those that are ({size:,}): convert them to one of '
-            f'{", ".join(itertools.chain(*kinds))}, or move them away'
+            f'have more bytes ({size_unread:,}) than those that are ({size:,}): of '
+            f'{"; ".join(map(", ".join, kinds))}, a source is read as the first kind that it has; convert '
+            'them to it, or move them away, into a --source of their own'
         )
     tell_unread(unread, f'not {", ".join(endings)}')
     return files
@@ -374,7 +376,8 @@ def rows_of(path, column):
             continue  # a row without a text
         if not isinstance(row.get(column), str):
             raise ValueError(
-                f'{where} is not {{"{column}": "..."}}: name the column of the text with --text_column'
+                f'{where} is not {{"{column}": "..."}}: name the column of the text, which is one for all '
+                'files of a source, with --text_column'
             )
         yield where, row
 
@@ -421,8 +424,8 @@ def parquet_rows(path, column):
         names = table.schema_arrow.names
         if column not in names:
             raise ValueError(
-                f'no column {column}: name that of the text with --text_column, one of '
-                f'{", ".join(names)}'
+                f'no column {column}, which all files of a source need: name that of the text with '
+                f'--text_column, one of {", ".join(names)}, or give other files a --source of their own'
             )
         # Of a struct, no more than is needed: another field may hold what Python has no type for.
         needed = (column, 'meta', 'meta.redpajama_set_name')

@@ -235,7 +235,7 @@ def test_the_table_has_the_numbers_of_the_json_side_by_side(run):
     assert errors in text and f'"{errors}"' in Path('losses.json').read_text()
 
     head, _, *rows = table(text)
-    first, second = f'{outs[0]}, step 1 of 1', f'{outs[1]}, step 1 of 100,000'
+    first, second = 'left, step 1 of 1', 'right, step 1 of 100,000'
     assert head[1:] == [first, 'bits/byte', second, 'bits/byte']
     assert [row[0] for row in rows] == [*'ABC', 'mean']
     for name, *row in rows:

@@ -41,8 +41,8 @@ def find_units(source):
         'train': 'train/chunk1/example_train_0.jsonl.zst data/train-00000-of-00048.parquet testimony.txt '
         'train/test.jsonl books/0.jsonl latest/0.txt dev.to/0.txt test-driven.txt c4-validation.0.json',
         'validation': 'validation/chunk1/example_holdout_0.jsonl.zst data/validation-00000-of-1.parquet '
-        'val.jsonl valid/test.jsonl de/dev/0.txt',
-        'test': 'test/chunk1/example_holdout_0.jsonl.zst data/test-0.parquet test/train.jsonl test.txt',
+        'val.jsonl valid/test.jsonl de/dev/0.txt Dev/0.txt',
+        'test': 'test/chunk1/example_holdout_0.jsonl.zst data/test-0.parquet test/train.jsonl test.txt TEST/0.txt',
     }.items(),
 )
 def test_a_folder_or_a_file_named_as_a_split_says_it(split, names):

@@ -251,7 +251,7 @@ def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, p
 
     report = numbers['runs'][name]
     assert report['data'] == 'eval'
-    rows = [['', f'{name}, acc', f'{name}, acc_norm', 'chance']]
+    rows = [['', 'asked, acc', 'asked, acc_norm', 'chance']]
     for task, score in report['tasks'].items():
         cells = []
         for metric in ('acc', 'acc_norm')[: 1 if task == 'winogrande' else 2]:
@@ -261,9 +261,9 @@ def test_the_table_has_the_numbers_of_the_json_and_cuts_are_told(harness, run, p
     rows.append(['average', f'{average:.3f}', '', '0.500'])
     head, _, *body = table(out)
     assert [head, *body] == rows
-    assert f'{name}: step 1 of 1.' in out
+    assert 'asked: step 1 of 1.' in out
     cuts = {task: score['cut_choices'] for task, score in report['tasks'].items()}
-    assert f'{name} saw the last 32 tokens only of some choices: {cuts}' in out
+    assert f'asked saw the last 32 tokens only of some choices: {cuts}' in out
     assert cuts['piqa'] > 0
 
 
