@@ -190,15 +190,12 @@ def small_disk(tmp_path):
 def opposite(monkeypatch):
     """A new source, U-net fashion: the second half of the layers mixes in the layer as far from the
     other end."""
-    import reference
-
     import model
 
     def source(n, L):
         return [L - 1 - n] if 2 * n >= L else []
 
     monkeypatch.setitem(model.SOURCES, 'opposite', source)
-    monkeypatch.setitem(reference.SOURCES, 'opposite', source)
 
 
 @pytest.fixture(autouse=True)

@@ -157,10 +157,6 @@ def test_a_compiled_model_takes_a_prompt_in_chunks():
 # --- which tokens follow -------------------------------------------------------------------------
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 @few_variants
 def test_without_a_cache_the_last_block_size_tokens_are_the_context(name):
     model = make(name)
@@ -202,15 +198,12 @@ def nucleus_of(logits, temperature=1.0, top_k=None, top_p=None):
     ],
     ids=str,
 )
-def test_samples_follow_temperature_top_k_and_top_p_and_the_generators_seed(options):
+def test_samples_follow_temperature_top_k_and_top_p(options):
     """4,000 of each of two texts: none from outside the nucleus, and each as often as it should."""
     logits = make(n_layer=1)(tokens(2, 5))[0][:, -1]
     n = 4000
-    many = logits.repeat_interleave(n, dim=0)
-    new = draw_token(many, generator=generator(), **options)
-    torch.manual_seed(3)
-    assert torch.equal(new, draw_token(many, generator=generator(), **options))
-    assert not torch.equal(new, draw_token(many, generator=generator(1), **options))
+    generator = torch.Generator().manual_seed(0)  # test_sample.py has its seed
+    new = draw_token(logits.repeat_interleave(n, dim=0), generator=generator, **options)
     nuclei = [nucleus_of(row, **options) for row in logits]
     for samples, expected in zip(new.view(2, n).tolist(), nuclei, strict=True):
         counts = Counter(samples)

@@ -77,7 +77,6 @@ def test_a_loss_that_is_stored_as_an_integer_is_finite(tmp_path):
         ({'v_residual': True}, 'v_residual'),
         ({'fork': 1}, 'fork'),
         ({'min_lr': 0.02}, 'min_lr / learning_rate'),
-        ({'eval_iters': 4}, 'eval_iters * batch_size'),
         ({'origin': 'out/a/ckpt_6.pt'}, 'origin'),
     ],
 )

@@ -141,8 +141,9 @@ def test_the_likeliest_token_is_drawn_where_the_settings_leave_no_other(trained)
         assert out == greedy
 
 
-def test_a_seed_says_what_is_sampled(trained):
-    words = [f'--out_dir={trained}', '--start=def f', '--max_new_tokens=10']
+@pytest.mark.parametrize('limit', ['--top_k=0', '--top_k=50'])
+def test_a_seed_says_what_is_sampled(trained, limit):
+    words = [f'--out_dir={trained}', '--start=def f', '--max_new_tokens=10', limit]
     texts = []
     for seed in ('--seed=1', '--seed=1', '--seed=2'):
         texts.append(succeed(sample.main, *words, '--device=cpu', seed))
