@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import raises_one_line
 from variants import SIZE, greedy, in_chunks, make, tokens
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, attend, attend_one
 from sample import draw_token
 
 B, T = 3, 24
@@ -122,10 +122,23 @@ def test_tokens_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was(name):
         ('vanilla', 'eager'),
         ('SVFormer CLA keys GQA', 'aot_eager'),
         ('cross from all, GQA', 'aot_eager'),
+        ('cross from all, GQA', 'as on CUDA'),
+        ('half of the heads GQA, CLA keys', 'as on CUDA'),
     ],
 )
-def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_fit(name, backend):
+def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_fit(
+    name, backend, monkeypatch
+):
     torch._dynamo.reset()
+    if backend == 'as on CUDA':
+
+        def as_on_cuda(q, k, v, dropout=0.0, mask=None):
+            if mask is None or q.size(2) > 1:
+                return attend(q, k, v, dropout, mask)
+            return attend_one(q, k, v, mask)
+
+        monkeypatch.setattr('model.attend', as_on_cuda)
+        backend = 'eager'
     model = make(name)
     idx = tokens(B, T)
     expected = model(idx)[0]
@@ -142,6 +155,18 @@ def test_a_compiled_model_decodes_without_recompiling_and_refuses_what_does_not_
     assert_near(model(idx[:, 17:20], cache=first)[0], expected[:, 17:20])  # eager goes on
     with pytest.raises(RuntimeError, match='max_len'):
         compiled(idx[:, :1], cache=first)
+
+
+@pytest.mark.parametrize('length', [2048, 16384])
+@pytest.mark.parametrize('group', [1, 2, 8])
+def test_one_query_in_float16_is_at_most_as_wrong_as_by_torchs_attention(group, length):
+    mask = torch.arange(length)[None] < length - 5
+    for deviation in (1, 8):  # of the scores
+        q = (deviation * torch.randn(1, 8, 1, 64)).half()
+        k, v = torch.randn(2, 1, 8 // group, length, 64).half()
+        expected = attend(q.float(), k.float(), v.float(), mask=mask)
+        ours, torchs = attend_one(q, k, v, mask), attend(q, k, v, mask=mask)
+        assert (ours - expected).norm() <= 1.5 * (torchs - expected).norm()
 
 
 def test_a_compiled_model_takes_a_prompt_in_chunks():
