@@ -222,10 +222,20 @@ def message_of(job):
     """What a training says of its end: its error, or the last line of a traceback; '' without any."""
     output = (job.folder / 'train.log').read_bytes()[job.log_start :]
     lines = output.decode(errors='replace').strip().splitlines()
-    # torchrun writes a summary of its own below the message of its processes.
-    errors = [line.removeprefix('error: ') for line in lines if line.startswith('error: ')]
-    errors = errors or [line for line in lines if re.match(r'[\w.]+(Error|Exception|Exit)\b', line)]
-    return errors[-1][:300] if errors else ''
+    for pattern in MESSAGES:
+        found = [match[1] for line in lines if (match := re.match(pattern, line))]
+        if found:
+            return found[-1][:300]
+    return ''
+
+
+# Where a training says why it ended: its own error; in torchrun's summary below, the signal of the process
+# that died first, which is the last one there; what Python says of an error, but torchrun's own.
+MESSAGES = (
+    r'error: (.*)',
+    r'.*: (Signal \d+ \(\w+\)) received by PID',
+    r'(?:\[rank\d+\]: )?((?!.*ChildFailed)[\w.]+(?:Error|Exception|Exit)\b.*)',
+)
 
 
 # --- progress -------------------------------------------------------------------------------------

@@ -115,9 +115,10 @@ class Plan:
         """facts() of an arm's example()."""
         return self.facts(self.example(arm))
 
-    def is_of_this_code(self):
-        """Whether the code on the disk is still what it was, or may be another one."""
-        return self.mixed_code or code_fingerprint() == self.code
+    def is_unchanged(self):
+        """Whether data and code on the disk are still what they were; the code may be another one."""
+        is_of_this_code = self.mixed_code or code_fingerprint() == self.code
+        return is_of_this_code and self.data in (None, self.data_now())
 
     def run_folder(self, run):
         return self.folder / run.name
@@ -184,6 +185,9 @@ class Plan:
 
     @functools.cached_property
     def data(self):
+        return self.data_now()
+
+    def data_now(self):
         """The fingerprint of the data of all arms; None where they are not: runs may be trained
         elsewhere."""
         with contextlib.suppress(ValueError, OSError):

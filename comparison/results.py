@@ -178,7 +178,7 @@ def train_plan(results, jobs=0, gpus=1):
 
     jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. If one fails, the
     others are still trained: ask results.problems(). KeyboardInterrupt lets every training save
-    itself, and is raised again. ValueError where the code was edited before all had started.
+    itself, and is raised again. ValueError where code or data were edited before all had started.
     """
     plan = results.plan
     slots = launch.find_slots(plan.settings.device, jobs, gpus)
@@ -190,8 +190,8 @@ def train_plan(results, jobs=0, gpus=1):
     def jobs_left():
         expected[:] = planned_steps(results)
         bar.total = sum(expected)
-        # Who edits the code lets those under way end, and starts no other.
-        return results.jobs() if plan.is_of_this_code() else []
+        # Who edits the code or the data lets those under way end, and starts no other.
+        return results.jobs() if plan.is_unchanged() else []
 
     def tick(running):
         finished = [state.config['max_iters'] for state in results.finished.values()]
@@ -202,10 +202,10 @@ def train_plan(results, jobs=0, gpus=1):
     with bar:
         launch.launch(jobs_left, slots, gpus, tick)
     left = len(results.jobs())
-    if left and not plan.is_of_this_code():
+    if left and not plan.is_unchanged():
         raise ValueError(
-            f'the code was edited, and {left} runs were not started; restore it, give another --name, or: '
-            f'{MIXED_CODE}'
+            f'code or data were edited, and {left} runs were not started; restore them, or give another '
+            f'--name; {MIXED_CODE}'
         )
 
 

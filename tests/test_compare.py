@@ -324,12 +324,13 @@ def test_seeds_of_edited_code_join_a_plan_only_where_the_user_says_so(place, mon
         assert 'code of some runs: another one, edited' in page
 
 
-def test_runs_are_not_started_once_the_code_was_edited(place, monkeypatch):
+@pytest.mark.parametrize('what', ['code', 'data'])
+def test_runs_are_not_started_once_code_or_data_were_edited(place, monkeypatch, what):
     main = train.main
 
     def train_and_edit():
         main()
-        edited(monkeypatch)
+        edited(monkeypatch) if what == 'code' else write_dataset(place / 'data' / 'chain')
 
     monkeypatch.setattr(train, 'main', train_and_edit)
     words = (ARMS, '--seeds=1')

@@ -131,6 +131,14 @@ def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatc
     [
         ('step 1\nerror: no memory\nerror: no memory\n=====\n', 1, 2**30, 'no memory'),
         ('  File "a.py"\ntorch.SomeError: bad\nstep 9\n', 1, 2**30, 'torch.SomeError: bad'),
+        ('x.ChildFailedError: \n', 1, 2**30, 'exit status 1 without a message'),
+        ('[rank0]: aError: b\nx.ChildFailedError: \n', 1, 2**30, 'aError: b'),
+        (
+            '[rank0]: aError: b\nx.ChildFailedError: \n  traceback : Signal 9 (SIGKILL) received by PID 8\n',
+            1,
+            2**30,
+            'Signal 9 (SIGKILL)',
+        ),
         ('step 15\n', 1, 100, 'exit status 1 without a message; its disk has 100 bytes left'),
         (
             'a.SignalException: Process 9 got signal: 15\n',
