@@ -12,7 +12,8 @@ So the wiring of a model is three questions per layer, the first two asked separ
   1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
   2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
   3. What happens at attention? See residual_map, neutreno, exclusive and output_gate in GPTConfig.
-owner_of() answers 1 and sources_of() answers 2. What else connects layers is in GPT.connect().
+owner_of() answers 1 and sources_of() answers 2; wire_part() says both, as data, of each Part of a
+layer. What else connects layers is in GPT.connect().
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -23,7 +24,9 @@ Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
 Text and equations count layers from 1, as the paper does, the code from 0: V_1 is raw['v', 0].
 
 Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are
-raw. *Attended*: as attention and borrowers read them, after mixing, qk_norm and RoPE.
+raw. *Attended*: as attention and borrowers read them, after mixing, qk_norm and RoPE. What belongs to
+layer n stands under (part, n), and what it borrows is its owner's tensor. A KV cache has the attended
+keys and values of owners alone: SVFormer's has the keys of all layers, and V_1.
 
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
@@ -133,7 +136,7 @@ class GPTConfig:
         return config
 
 
-# --- the wiring: the answers to questions 1 and 2, as data ------------------------------------------
+# --- where q, k and v come from, and what is mixed into them: questions 1 and 2, as data ------------
 
 
 def owner_of(config, part, n):
@@ -186,22 +189,19 @@ GATES = {
 class Wire(NamedTuple):
     """How a layer gets its q, k or v."""
 
-    owner: int  # the layer whose it uses: itself, if it borrows none
+    owner: int  # the layer that has the tensor: itself, if it borrows none
     heads: int  # how many heads it has itself; 0: it borrows all
-    projects: bool  # whether it has a matrix
+    projects: bool  # whether it has a matrix, W_n
     sources: list  # what is mixed in: layers, or names of other sources
     weighting: str  # how they are weighted, a value of residual_weights; '': nothing is mixed in
-    weights: (
-        list  # of each source, and of its own if it projects; empty: they follow from a gate alone
-    )
+    weights: list  # of each source, and then of H W_n if it projects; empty: a gate makes them
 
 
 def wire_part(config, part, n):
     """The Wire of layer n's q, k or v."""
     owner = owner_of(config, part, n)
     heads = config.n_head if part == 'q' else config.kv_heads
-    if owner != n:
-        # With share_v_heads, a borrower has the first heads itself.
+    if owner != n:  # a borrower has no heads, or with share_v_heads the first ones
         has_some = part == 'v' and config.share_v_heads
         heads = heads - config.share_v_heads if has_some else 0
     sources = sources_of(config, part, n)
@@ -215,7 +215,8 @@ def wire_part(config, part, n):
     projects = True
     if config.residual_lambda:
         source, own = config.residual_lambda
-        projects = own != 0 or weighting == 'learned'  # who never reads its own has no matrix
+        # Who never reads its own has no matrix. Learned weights only start at these.
+        projects = own != 0 or weighting not in ('fixed', *GATES)
         weights = [float(source)] * count + ([float(own)] if projects else [])
     elif weighting in GATES:
         weights = []
@@ -232,15 +233,14 @@ def wire_attention(config, n):
     crossed = sources if config.residual_map == 'cross' else []
     added = sources if config.residual_map == 'identity' else []
     # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
-    borrows = owner_of(config, 'v', n) == 0 and not config.share_v_heads
-    is_zero = (n == 0 or borrows) and not wire_part(config, 'v', 0).sources
+    is_borrowed = owner_of(config, 'v', n) == 0 and not config.share_v_heads
+    is_zero = (n == 0 or is_borrowed) and not wire_part(config, 'v', 0).sources
     return [*crossed, n], added, 0.0 if is_zero else config.neutreno
 
 
 def lent_tensors(config):
     """{(part, layer, or a source's name)} of the tensors that other layers read: what they borrow, mix in
-    or attend to. All others are forgotten after their layer. A layer that reads a tensor of your own adds
-    its key here, too."""
+    or attend to."""
     lent = {('v', 0)} if config.neutreno else set()
     for n in range(config.n_layer):
         for part in 'qkv':
@@ -256,7 +256,7 @@ def lent_tensors(config):
 
 
 class Part(nn.Module):
-    """The queries, keys or values of layer n; part: q, k or v. Who borrows all heads has nothing here."""
+    """The queries, keys or values of layer n; part: q, k or v. A borrower has no parameters."""
 
     def __init__(self, config, part, n):
         super().__init__()
@@ -272,20 +272,21 @@ class Part(nn.Module):
         self.make_weights()
 
     def forward(self, x, raw, attended, rope, cache):
-        """(raw, attended), (B, heads, T, hs) each: what the layer projects, for those whose source it is,
-        and what it attends with. Arguments as in Attention.forward(); raw has its projection."""
+        """(raw, attended), (B, heads, T, hs) each: the layer's tensor as later layers mix it in, and as it
+        attends with it. Arguments as in Attention.forward(); raw has what the layer projects."""
         if not self.wire.heads:
             return raw[self.owner], attended[self.owner]  # SVFormer: V_n = V_1
         part, _ = self.key
-        own = t = raw.get(self.key)  # None where its weight is 0 for ever
+        own = raw.get(self.key)  # H W_n; None where its weight is 0 for ever
+        t = own
         if self.wire.sources:
             t = self.mix(own, [raw[part, source] for source in self.wire.sources], x)
         if part != 'v':
             t = self.norm(t)
             t = rotate(t, *rope) if rope else t
-        if cache is not None:
+        if cache is not None:  # a borrower, which has returned above, stores nothing
             cache.append(self.key, t)
-        if self.owner != self.key:  # SkipV1Former: the last heads are its owner's
+        if self.owner != self.key:  # share_v_heads: the last heads are its owner's
             own = append_lent_heads(own, raw[self.owner])
             t = append_lent_heads(t, attended[self.owner])
         return own, t
@@ -297,7 +298,7 @@ class Part(nn.Module):
         # Half precision would round a learned weight, and its gradient, a sum over all positions, would
         # overflow long before any other. So products with learned weights and gates have their type, fp32.
         with torch.autocast(x.device.type, enabled=False):
-            # V_n = (V_1 + H W_n) / 2 is the sum of one source and its own, with the weights 1/2 and 1/2.
+            # V_n = (V_1 + H W_n) / 2: the source is V_1, own is H W_n, and both have the weight 1/2.
             weighted = zip(self.weights(x), tensors, strict=True)
             mixed = sum(w * t for w, t in weighted)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
@@ -370,11 +371,13 @@ class Attention(nn.Module):
         """x (B, T, C) -> (B, T, C), and raw and attended with what this layer made.
 
         raw, attended: {(part, layer): (B, heads, T, hs)}, see the top of this file, of this call's tokens:
-        mixing is per token, and a cache keeps what was mixed. What belongs to layer n stands under
-        (part, n), also where it is its owner's. rope: (cos, sin), (T, hs) each, or () for gpt2. cache: a
-        KVCache or None. mask: attend()'s.
+        mixing is per token, and a cache keeps what was mixed. rope: (cos, sin), (T, hs) each, or () for
+        gpt2. cache: a KVCache or None. mask: attend()'s.
         """
-        raw = raw | self.project(x)
+        # q and k in one product, but not v, too: of one product, they would be views. Attention saves v for
+        # its backward pass, and that view would keep the raw q and k in memory. Where v is mixed, it is a
+        # new tensor, but on an H100 ResFormer's kernels took longer so (results/speed).
+        raw = raw | project(x, self.q, self.k) | project(x, self.v)
         attended = attended.copy()
         for part in (self.q, self.k, self.v):
             raw[part.key], attended[part.key] = part(x, raw, attended, rope, cache)
@@ -390,18 +393,6 @@ class Attention(nn.Module):
 
         y = self.after(y, x, raw, v).transpose(1, 2).flatten(2)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.config.dropout, self.training), raw, attended
-
-    def project(self, x):
-        """{key: (B, heads, T, hs)}: what the layer itself projects from x (B, T, C)."""
-        # Not v, too: products() returns views of one tensor. Attention saves v for its backward pass, and
-        # that view would keep the raw q and k in memory. Where v is mixed, it is a new tensor, but on an
-        # H100 ResFormer's kernels took longer so (results/speed). The numbers are the same.
-        projected = {}
-        for group in ([self.q, self.k], [self.v]):
-            parts = [part for part in group if part.wire.projects]
-            for part, t in zip(parts, products(x, [p.proj for p in parts]), strict=True):
-                projected[part.key] = to_heads(self.config, t)
-        return projected
 
     def after(self, y, x, raw, v):
         """What else happens to attention's output y (B, nh, T, hs). x (B, T, C): what the layer projects;
@@ -482,8 +473,9 @@ class GPT(nn.Module):
         if config.arch == 'gpt2':
             self.transformer.wpe = nn.Embedding(config.block_size, C)
         else:
-            for name, table in zip(('cos', 'sin'), rope_tables(config), strict=True):
-                self.register_buffer(name, table, persistent=False)
+            cos, sin = rope_tables(config)
+            self.register_buffer('cos', cos, persistent=False)
+            self.register_buffer('sin', sin, persistent=False)
         self.multiply_adds = 0  # per token, without those of nn.Linear: for flops_per_token()
         if config.denseformer:
             # Weights over the embedding and the outputs of blocks 0 to n; at first, only block n's.
@@ -561,8 +553,9 @@ class GPT(nn.Module):
         for n, block in enumerate(self.transformer.h):
             x = self.connect(n, x, x0, past)
             x, raw, attended = block(x, raw, attended, rope, cache, mask)
-            raw = {key: t for key, t in raw.items() if key in self.lent}
-            attended = {key: t for key, t in attended.items() if key in self.lent}
+            for part in 'qkv':  # forget what no other layer reads
+                if (part, n) not in self.lent:
+                    del raw[part, n], attended[part, n]
         x = self.connect(self.config.n_layer, x, x0, past)
         if last_only:
             x = x[:, -1:]
@@ -735,19 +728,24 @@ def remove_along(y, v):
     return (own - (own * unit).sum(-1, keepdim=True) * unit).to(y.dtype)
 
 
-def products(x, matrices):
-    """[matrix(x)] of several nn.Linear. In training it is one product, which a GPU computes faster;
-    without gradients it is not, because a decoder would copy the weights for each token. Nor is it where
-    something else, such as LoRA, stands in the place of a matrix."""
+def project(x, *parts):
+    """{key: (B, heads, T, hs)}: what these Parts of a layer, if they have a matrix, project from x (B, T,
+    C). In training it is one product, which a GPU computes faster; without gradients it is not, because a
+    decoder would copy the weights for each token. Nor is it where something else, such as LoRA, stands in
+    the place of a matrix."""
+    parts = [part for part in parts if part.wire.projects]
+    matrices = [part.proj for part in parts]
     are_plain = all(type(matrix) is nn.Linear for matrix in matrices)
     if len(matrices) < 2 or not torch.is_grad_enabled() or not are_plain:
-        return [matrix(x) for matrix in matrices]
-    weight = torch.cat([matrix.weight for matrix in matrices])
-    bias = None
-    if matrices[0].bias is not None:
-        bias = torch.cat([matrix.bias for matrix in matrices])
-    sizes = [matrix.out_features for matrix in matrices]
-    return F.linear(x, weight, bias).split(sizes, dim=-1)
+        made = [matrix(x) for matrix in matrices]
+    else:
+        weight = torch.cat([matrix.weight for matrix in matrices])
+        bias = None
+        if matrices[0].bias is not None:
+            bias = torch.cat([matrix.bias for matrix in matrices])
+        sizes = [matrix.out_features for matrix in matrices]
+        made = F.linear(x, weight, bias).split(sizes, dim=-1)
+    return {part.key: to_heads(part.config, t) for part, t in zip(parts, made, strict=True)}
 
 
 def to_heads(config, t):
@@ -826,7 +824,7 @@ def needs_of(config, name, p):
     is_matrix = p.dim() > 1
     needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
     # Its initial values change nothing in what a model computes.
-    neutral = dict(logged=True, optional=True)
+    neutral = dict(logged=True, optional=True, decay=False, muon=False)
     gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
     # sigmoid(0) = 1/2: a head gate starts as ResFormer. From 0, a ReLU would never learn.
     gate_std = 0.02 if config.residual_weights == 'relu' else 0.0
@@ -852,6 +850,7 @@ def needs_of(config, name, p):
 # --- the cache ------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class KVCache:
     """The attended keys and values of the tokens so far: (B, heads, max_len, hs) for each layer, with
     the heads that it has itself; those that it borrows are in the cache once.
@@ -860,12 +859,13 @@ class KVCache:
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
-    def __init__(self, max_len, tensors, owners, position):
-        self.max_len = max_len
-        self.tensors = tensors  # {(part, layer): (B, heads, max_len, hs)}
-        self.owners = owners  # {(part, layer): its owner's}
-        self.position = position  # tokens so far, (1,)
-        for tensor in (*tensors.values(), position):  # CUDA graphs may write to them
+    max_len: int
+    tensors: dict  # {(part, layer): (B, heads, max_len, hs)}, of layers that have heads themselves
+    owners: dict  # {(part, layer): its owner's}
+    position: torch.Tensor  # tokens so far, (1,)
+
+    def __post_init__(self):
+        for tensor in (*self.tensors.values(), self.position):  # CUDA graphs may write to them
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     @property
@@ -918,14 +918,13 @@ def make_cache(model, batch_size, max_len, dtype):
         'only without a cache can generation go on, with the last block_size tokens',
     )
     zeros = model.lm_head.weight.new_zeros
+    parts = [part for block in model.transformer.h for part in (block.attn.k, block.attn.v)]
     tensors = {}
-    owners = {}
-    for block in model.transformer.h:
-        for part in (block.attn.k, block.attn.v):
-            owners[part.key] = part.owner
-            if part.wire.heads:
-                shape = batch_size, part.wire.heads, max_len, config.head_size
-                tensors[part.key] = zeros(shape, dtype=dtype)
+    for part in parts:
+        if part.wire.heads:
+            shape = batch_size, part.wire.heads, max_len, config.head_size
+            tensors[part.key] = zeros(shape, dtype=dtype)
+    owners = {part.key: part.owner for part in parts}
     return KVCache(max_len, tensors, owners, zeros(1, dtype=torch.int64))
 
 
@@ -1194,7 +1193,7 @@ def check(config):
         is_outer and not config.residual_layers,
         f'v_residual={config.v_residual!r} needs residual_layers: name the layers that have the source',
     )
-    residuals = {name: value for name in RESIDUALS if (value := getattr(config, name))}
+    residuals = [name for name in RESIDUALS if getattr(config, name)]
     free = ('residual_lambda', 'residual_layers') if residuals else ()
     for name, value in config.variant().items():
         refuse(
@@ -1208,8 +1207,8 @@ def check(config):
     has_parameters = is_outer or config.residual_weights in GATES
     refuse(
         weights[:1] == (0,)
-        and config.residual_weights != 'learned'
+        and config.residual_weights in ('fixed', *GATES)
         and (has_parameters or weights[1] == 1),
-        f'residual_lambda={weights} gives the sources of {residuals} the weight 0 for ever; give them '
-        'another',
+        f'residual_lambda={weights} gives the sources of {" and ".join(residuals)} the weight 0 for ever; '
+        'give them another',
     )
