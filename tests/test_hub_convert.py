@@ -85,7 +85,7 @@ def test_what_transformers_saves_of_a_variant_it_loads(tmp_path):
 
 # What a fork would change in model.py: a field, a weight, and the line that uses it.
 FORK = {
-    '    def __post_init__(self):\n': '    my_gate: bool = False\n\n    def __post_init__(self):\n',
+    '    # shape\n    block_size': '    my_gate: bool = False\n    # shape\n    block_size',
     '        self.mlp = MLP(config)\n': """        self.mlp = MLP(config)
         self.my_gate = nn.Parameter(torch.ones(config.n_embd)) if config.my_gate else 1.0
 """,
