@@ -203,7 +203,9 @@ def repeat_below(message):
     """Under torchrun, let its summary, which follows its own traceback, end with a message."""
     path = os.environ.get('TORCHELASTIC_ERROR_FILE')
     if path:
-        facts = {'py_callstack': message, 'timestamp': int(time.time())}
+        # Of the processes that failed, it names the first. Those whose connection this one breaks may fail
+        # within the same second.
+        facts = {'py_callstack': message, 'timestamp': int(time.time()) - 1}
         Path(path).write_text(json.dumps({'message': {'extraInfo': facts}}))
 
 

@@ -166,8 +166,9 @@ def test_the_peer_is_timed_compiled_and_not(work):
     compiled = {name: own.compile for name, own, _, _ in rows}
     assert compiled == {'vanilla': True, 'hf': True, 'hf+compile=False': False}
     assert bench.read_name('hf+n_kv_head=1', settings, shape)[1].n_kv_head == 1
-    _, both, _ = bench.read_name('vanilla+v_residual=first+token+dropout=0.1', settings, shape)
-    assert (both.v_residual, both.dropout) == ('first+token', 0.1)
+    name = 'vanilla+v_residual=first+token+residual_layers=(1,)'
+    _, both, _ = bench.read_name(name, settings, shape)
+    assert (both.v_residual, both.residual_layers) == ('first+token', (1,))
 
     run(*TINY, EAGER, '--variants=vanilla', '--peers=hf', '--n_layer=1', '--out=hf.json')
     ours, theirs = read_rows(work / 'hf.json')
