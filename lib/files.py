@@ -191,21 +191,18 @@ def one_line_errors(everywhere=False, interrupts=True):
             raise
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError) as error:
-        speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
-        if not speaks:
-            sys.exit(1)
         message = printable(f'error: {error}')
+        # Also where this process is silent: torchrun names the one that ends first.
         repeat_below(message)
-        sys.exit(message)
+        speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
+        sys.exit(message if speaks else 1)
 
 
 def repeat_below(message):
     """Under torchrun, let its summary, which follows its own traceback, end with a message."""
     path = os.environ.get('TORCHELASTIC_ERROR_FILE')
     if path:
-        # Of the processes that failed, it names the first. Those whose connection this one breaks may fail
-        # within the same second.
-        facts = {'py_callstack': message, 'timestamp': int(time.time()) - 1}
+        facts = {'py_callstack': message, 'timestamp': int(time.time())}
         Path(path).write_text(json.dumps({'message': {'extraInfo': facts}}))
 
 

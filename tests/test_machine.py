@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import raises_one_line
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lib.files import one_line_errors
 from lib.machine import Machine
@@ -110,3 +111,13 @@ def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):
     assert (machine.distributed, machine.rank, machine.world_size) == (False, 0, 1)
     with pytest.raises(SystemExit, match=r'error: ours\\n'), one_line_errors():
         raise ValueError('ours\n')
+
+
+def test_torchrun_ends_with_the_line_of_whichever_process_ends_first(monkeypatch, tmp_path):
+    path = tmp_path / 'error.json'
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(path))
+    monkeypatch.setenv('LOCAL_RANK', '1')  # which is silent itself
+    with pytest.raises(SystemExit, match='^1$'), one_line_errors():
+        raise ValueError('ours')
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
+    assert ': error: ours' in ChildFailedError('train', {1: failure}).format_msg()

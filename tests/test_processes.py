@@ -151,7 +151,6 @@ def test_an_error_in_one_process_alone_is_told_and_ends_all(work):
     status, out, err = torchrun_with(accidents.lose_a_disk, 'out/lonely')
     errors = [line for line in (out + err).splitlines() if line.startswith('error: ')]
     assert status and errors == ['error: the disk of this machine is gone'], err
-    assert f': {errors[0]}' in err[err.index('Root Cause') :]  # below torchrun's own traceback
 
 
 # --- mistakes ------------------------------------------------------------------------------------
