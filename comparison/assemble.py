@@ -191,6 +191,7 @@ def arm_numbers(arm, base):
         'changes': changes(facts, base.facts) | rates,
         'rate': arm.rate,
         'steps': facts['max_iters'],
+        'tokens': tokens * facts['max_iters'],
         'skipped': skipped,
         'losses': numbers['differences'],
         'mean': numbers['mean'],

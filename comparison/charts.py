@@ -7,6 +7,7 @@ import functools
 import io
 import math
 import re
+import textwrap
 
 import numpy as np
 
@@ -110,11 +111,14 @@ def contrasts_plot(contrasts, arms):
     look, words = looks(arms), 'below 0 is better; small dots are seeds'
     if not all(contrast['ours'] in arms for contrast in rows):
         words = 'below 0 is better; of two leads: the first is larger\nsmall dots are seeds'
-    size = WIDTH, 0.95 + 0.5 * len(rows)
+    names = [wrapped(f'{each["ours"]} {MINUS} {each["theirs"]}') for each in rows]
+    lines = max(name.count('\n') + 1 for name in names)
+    size = WIDTH, 0.95 + (0.35 + 0.15 * lines) * len(rows)
     drawing, axes = picture('Difference of validation loss (nats)', size)
     axes.axvline(0, color=INK, linewidth=1.2)
-    axes.set_ylim(len(rows) - 0.5, -0.6)
-    for y, contrast in enumerate(rows):
+    axes.set_ylim(len(rows) - 0.5, -0.4 - 0.2 * lines)
+    axes.spines['left'].set_visible(False)
+    for y, (name, contrast) in enumerate(zip(names, rows, strict=True)):
         shade = look[contrast['ours']]['color'] if contrast['ours'] in arms else INK
         dots = list(contrast['differences'].values())
         axes.plot(dots, [y + 0.2] * len(dots), 'o', color=shade, markersize=3, alpha=0.6)
@@ -123,13 +127,17 @@ def contrasts_plot(contrasts, arms):
             axes.plot(interval, [y, y], color=shade, linewidth=2)
         axes.plot(contrast['mean'], y, 'D', color=shade, markersize=6)
         # Above its row, where a long name takes nothing from the plot; no line runs through it.
-        name = f'{contrast["ours"]} {MINUS} {contrast["theirs"]}'
         ground = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 1}
         axes.text(0, y - 0.25, name, transform=axes.get_yaxis_transform(), fontsize=9, bbox=ground)
     axes.set_yticks([])
     axes.locator_params(axis='x', nbins=5)
     axes.set_xlabel(words)
     return svg(drawing, 'Differences with intervals')
+
+
+def wrapped(name):
+    """A name in lines that are no wider than a plot."""
+    return textwrap.fill(name, 50, break_on_hyphens=False)
 
 
 def picture(title, size=SIZE, **options):
@@ -173,7 +181,7 @@ def curves_plot(curves, arms):
     show_all(axes, shown)
     axes.margins(x=0)
     axes.set_xlabel('step (curves: means over a fiftieth of the steps)')
-    axes.set_ylabel(f'loss minus {baseline} (nats)\nbelow 0: better')
+    axes.set_ylabel(f'{wrapped(f"loss minus {baseline} (nats)")}\nbelow 0: better')
     axes.legend(**BESIDE)
     return svg(drawing, 'Training loss relative to the baseline, over steps')
 

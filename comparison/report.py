@@ -102,9 +102,11 @@ def verdict(comparison, contrast):
     ours, theirs, word = contrast['ours'], contrast['theirs'], contrast['verdict']
     end = ''
     if ours in comparison['arms']:
+        brevity = how_short(comparison['arms'][ours])
         rates = [comparison['arms'][name]['rate'] for name in (ours, theirs)]
         if not {ours, theirs} <= comparison['tuning'].keys() and rates[0] != rates[1]:
             end = f' at rates that were not tuned ({listed(rates)})'
+        end += brevity and f' after {brevity}'
     if word == 'undecided':
         return f'{ours} against {theirs}{end}: undecided.'
     if ours not in comparison['arms']:  # a lead
@@ -114,6 +116,17 @@ def verdict(comparison, contrast):
         word = {'better': 'lower', 'worse': 'higher'}[word]
         end = f': {"less" if is_less else "more"} is {gain} there'
     return f'{ours} is {word} than {theirs} by {abs(contrast["mean"]):.4f} nats{end}.'
+
+
+FEW_TOKENS = 5  # a parameter
+
+
+def how_short(arm):
+    """How little an arm's runs saw, in words; '' where that is more, or where it is not known."""
+    tokens, parameters = arm['tokens'], arm['parameters']
+    if not parameters or tokens >= FEW_TOKENS * parameters:
+        return ''
+    return f'{arm["steps"]:,} steps, {tokens:,} tokens, {tokens / parameters:.2g} per parameter'
 
 
 def evidence(contrast):
@@ -205,6 +218,10 @@ def cautions(comparison):
             'Untuned: every arm has the learning rate that it was given. An arm may win because '
             'that rate suits it; --rates tries several for each.'
         )
+    for words in filter(None, dict.fromkeys(map(how_short, comparison['arms'].values()))):
+        notes.append(
+            f'Short runs: {words}. Leads change with training: longer runs may say otherwise.'
+        )
     for arm, sweep in comparison['tuning'].items():
         if sweep['edge']:
             notes.append(
@@ -213,9 +230,7 @@ def cautions(comparison):
             )
     if comparison['tuning_seeds']:
         seeds = listed(comparison['tuning_seeds'])
-        notes.append(
-            f'Runs of seeds {seeds} only chose learning rates, and no verdict counts them.'
-        )
+        notes.append(f'Seeds that only chose learning rates, and that no verdict counts: {seeds}.')
     if plan.get('runs_before'):
         notes.append(f'When the plan was written, {plan["runs_before"]} runs had begun already.')
     for seeds in plan.get('earlier_seeds', ()):
@@ -298,11 +313,11 @@ def contrast_table(comparison):
     for name, c in comparison['contrasts'].items():
         by = c['by']
         below = sum(difference < 0 for difference in c['differences'].values())
-        row = [name, signed(c['mean']), interval(c, ''), interval(c), p_text(c['p_holm'])]
-        row += [p_text(c['p_flip']), f'{below} of {c["seeds"]}', c['verdict']]
+        row = [name, c['verdict'], signed(c['mean']), interval(c), p_text(c['p_holm'])]
+        row += [interval(c, ''), p_text(c['p_flip']), f'{below} of {c["seeds"]}']
         rows.append(row)
-    head = ['contrast', 'difference', '95% interval, uncorrected', f'95% interval {by}', f'p {by}']
-    head += ['p by flips of signs, uncorrected', 'seeds below 0', 'verdict']
+    head = ['contrast', 'verdict', 'difference', f'95% interval {by}', f'p {by}']
+    head += ['95% interval, uncorrected', 'p by flips of signs, uncorrected', 'seeds below 0']
     return 'Contrasts', head, rows
 
 
@@ -374,11 +389,14 @@ TABLES = (contrast_table, arm_table, domain_table, cost_table, tuning_table)
 
 
 def sections(comparison):
-    """{title: lines, or (head, rows) of a table} below the verdicts, without those that are empty."""
+    """{title: lines, or (head, rows) of a table} below the verdicts, without those that are empty, and
+    without columns in which no cell has anything."""
     contents = {CAUTIONS: cautions(comparison), 'Problems': problem_lines(comparison)}
     for make in TABLES:
         title, head, rows = make(comparison)
-        if rows:
+        columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+        if columns:
+            head, *rows = zip(*columns, strict=True)
             contents[title] = head, rows
     contents['How it was made'] = how_made(comparison)
     return {title: content for title, content in contents.items() if content}
@@ -409,8 +427,9 @@ THEME = """
 STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1160px; padding: 20px 16px 60px; background: var(--paper);
-  color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-h1 { font-size: 1.45rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
+  color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+  overflow-wrap: anywhere; }
+h1 { font-size: 1.45rem; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 1.05rem; margin: 32px 0 8px; }
 p.sub { margin: 0 0 10px; color: var(--soft); }
 .verdicts { display: grid; gap: 12px 28px; align-items: start; }
@@ -436,9 +455,10 @@ svg * { stroke-linejoin: round; stroke-linecap: butt; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid var(--faint);
   white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-th { color: var(--soft); font-weight: 600; }
-ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; overflow-wrap: anywhere; }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom;
+  overflow-wrap: normal; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 9em; }
+ul { padding-left: 20px; margin: 6px 0; } li { margin: 3px 0; }
 .note { background: var(--card); border-radius: 4px; padding: 6px 14px; font-size: .92rem; }
 """
 

@@ -668,7 +668,9 @@ def test_what_is_asked_of_test_runs_is_asked_of_tuning_runs_whose_seeds_the_plan
     folders = sorted(folders_of(plan), reverse=True)
     comparison = compare_runs(folders, 'a')
     assert contrast_of(comparison)['seeds'] == 3 and len(comparison['tuning']) == 2
-    assert 'Runs of seeds 101, 102 only chose' in report.markdown(comparison)
+    assert 'only chose learning rates, and that no verdict counts: 101, 102.' in report.markdown(
+        comparison
+    )
     best = [folder for folder in folders if 'lr0.02' in folder]
     for number, folder in enumerate(best):
         Path(f'a{number}_seed1').symlink_to(folder)
@@ -831,7 +833,17 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     assert contrast['low_holm'] < contrast['low'] and 'both after Holm' in text
     assert f'{report.signed(contrast["low_holm"])} to' in text
     assert 'by flips of signs' in text
-    assert 'slow against Res at rates that were not tuned (0.01, 0.02): undecided.' in text
+    # 8 rows of 32 tokens in each of 30 steps, and the parameters of vanilla with two more or none.
+    short = f'30 steps, 7,680 tokens, {7680 / vanilla["parameters"]:.2g} per parameter'
+    assert f'slow against Res at rates that were not tuned (0.01, 0.02) after {short}: und' in text
+    assert f'by {-contrast["mean"]:.4f} nats after {short}.' in text
+    assert text.count(f'- Short runs: {short}. Leads change') == 1
+    assert report.how_short(vanilla | {'tokens': 5 * vanilla['parameters']}) == ''
+    assert '| contrast | verdict | difference | 95% interval after Holm | p after Holm |' in text
+    # A column without a cell is left out.
+    for one in comparison['contrasts'].values():
+        one['p_flip'] = None
+    assert 'by flips of signs' not in report.markdown(comparison)
     assert 'Cost: the same matmul FLOPs, +2 parameters.' in text
     # 8 rows of 32 tokens, at 1,000 tokens a second.
     assert comparison['arms']['Res']['ms_per_step'] == pytest.approx(256)
