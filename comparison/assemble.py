@@ -114,10 +114,9 @@ def obstacles(ours, theirs, shared, independent=False):
         pairs += [(next(iter(arm.states.values())), state) for state in arm.trials]
     # Every pair is alike in how it was resumed; in all else, any two runs are.
     for pair in pairs:
-        yield disagreement(*pair, ['code'], shared)
-    for but in (['resumed', 'code'], ['resumed']):
-        for two in itertools.combinations(itertools.chain(*pairs), 2):
-            yield disagreement(*two, but, shared)
+        yield disagreement(*pair, only=shared)
+    for two in itertools.combinations(itertools.chain(*pairs), 2):
+        yield disagreement(*two, ['resumed'], shared)
     for one, other in itertools.combinations(states, 2):
         is_same = one.losses == other.losses and one.training() == other.training()
         if is_same and one.config['seed'] != other.config['seed']:
