@@ -39,10 +39,14 @@ def is_domain(name):
 def caution_about(validation):
     """What must be known of a validation split, {domain: its entry in meta.json}, some of whose domains
     have fewer tokens than ENOUGH; None of another one."""
-    few = {name: each['tokens'] for name, each in validation.items() if each['tokens'] < ENOUGH}
+    few = [
+        f'{name} ({each["tokens"]:,})'
+        for name, each in validation.items()
+        if each['tokens'] < ENOUGH
+    ]
     if few:
         share = f'Each domain is {1 / len(validation):.0%} of the loss by which runs are judged.'
-        return f'Fewer than {ENOUGH:,} validation tokens: {few}. {share}'
+        return f'Fewer than {ENOUGH:,} validation tokens: {", ".join(few)}. {share}'
 
 
 @contextlib.contextmanager
