@@ -972,7 +972,7 @@ def test_vanilla_is_vanilla_and_a_third_of_the_best_rate_is_worse(place):
     assert contrasts['again-vanilla']['reason'] == ''  # such as that the losses are the same
     assert contrasts['slow-vanilla']['verdict'] == 'worse'
     assert 'slow is worse than vanilla by' in text
-    assert "{'A': 700, 'B': 300}. Each" in Path('out/compare/small/report.md').read_text()
+    assert 'A (700), B (300). Each' in Path('out/compare/small/report.md').read_text()
     data = make_plan(*words).data
     assert data == runs.read_config('out/compare/small/vanilla_lr0.02_seed1')['data']
     assert text.endswith('\nwrote out/compare/small/report.html\n')
