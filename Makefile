@@ -35,7 +35,7 @@ setup: $(VENV)/requirements
 # A second call goes on where the first was stopped, and trains nothing that has finished.
 demo: setup
 	$(RUN) prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
-	$(RUN) compare.py config/demo.py --name=demo --seeds=3 \
+	$(RUN) compare.py config/demo.py --name=demo --seeds=3 --eval_iters=8 \
 		--arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
 	$(RUN) sample.py --out_dir=$(DEMO)/svformer_lr0.002_seed1 --start="def " --max_new_tokens=200 \
 		--temperature=0.6
