@@ -740,10 +740,9 @@ def train(settings, config, machine, micro_steps, closing):
         if machine.is_first:
             closing.enter_context(folder.held())
     start = start_run(settings, config, machine, folder)
-    model, optimizers, scaler = start.model, start.optimizers, start.scaler
     if settings.activation_checkpointing:
-        checkpoint_blocks(model)
-    compiled = compile_model(model, settings)
+        checkpoint_blocks(start.model)
+    compiled = compile_model(start.model, settings)
     wrapped = distribute(compiled, machine)
     signals = Signals(closing)
     reporter = None
@@ -765,22 +764,7 @@ def train(settings, config, machine, micro_steps, closing):
 
         launched = None
         if not (saves or evaluates or stop or last):
-            seed_step(step, settings, machine)
-            lr = learning_rate(step, settings)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group['lr'] = lr * group['rate']
-            began = machine.moment()
-            loss, norm = train_step(
-                wrapped, optimizers, scaler, machine, loader.next, micro_steps, settings.grad_clip
-            )
-            scale = scaler.scale(torch.ones_like(norm)).clamp(min=1)  # below 1, gradients vanish
-            scaler.update(scale)
-            loss, told = machine.sum(torch.stack([loss, torch.full_like(loss, signals.stop)]))
-            numbers = torch.stack([loss / machine.world_size, norm, scale, told])
-            # Into pinned memory, but by CUDA alone: elsewhere nothing says when the copy is complete.
-            numbers = numbers.to('cpu', non_blocking=machine.kind == 'cuda')
-            launched = step, lr, numbers, began, machine.moment()
+            launched = launch(step, start, wrapped, machine, loader.next, micro_steps, signals)
             step += 1
         if unread:
             all_stop = read(unread, start, machine, reporter)
@@ -811,6 +795,27 @@ def train(settings, config, machine, micro_steps, closing):
     if reporter:
         reporter.finish(step, interrupted=stop)
     return stop
+
+
+def launch(step, start, model, machine, next_batch, micro_steps, signals):
+    """Let the device train a step, without waiting for it. Returns what read() waits for."""
+    settings, scaler = start.settings, start.scaler
+    seed_step(step, settings, machine)
+    lr = learning_rate(step, settings)
+    for optimizer in start.optimizers:
+        for group in optimizer.param_groups:
+            group['lr'] = lr * group['rate']
+    began = machine.moment()
+    loss, norm = train_step(
+        model, start.optimizers, scaler, machine, next_batch, micro_steps, settings.grad_clip
+    )
+    scale = scaler.scale(torch.ones_like(norm)).clamp(min=1)  # below 1, gradients vanish
+    scaler.update(scale)
+    loss, told = machine.sum(torch.stack([loss, torch.full_like(loss, signals.stop)]))
+    numbers = torch.stack([loss / machine.world_size, norm, scale, told])
+    # Into pinned memory, but by CUDA alone: elsewhere nothing says when the copy is complete.
+    numbers = numbers.to('cpu', non_blocking=machine.kind == 'cuda')
+    return step, lr, numbers, began, machine.moment()
 
 
 def read(unread, start, machine, reporter):
