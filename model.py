@@ -1,19 +1,18 @@
 """
 A Llama-like GPT in which layers may use the values (or keys, or queries) of earlier layers.
 
-Layer n of a Transformer projects its values from its input H: V_n = H W_n. The two ideas change that
-in layers 2 and up, and everything else stays as it is:
+Layer n of a Transformer projects its values from its input H: V_n = H W_n. The paper's two models change
+that in layers 2 and up, and nothing else:
 
   ResFormer   V_n = (V_1 + H W_n) / 2    v_residual=True   (Eq. 7)   Part.mix()
   SVFormer    V_n = V_1                  share_v=True      (Eq. 10)  Part.forward()
 
-All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and keys can do the same.
-So the wiring of a model is three questions per layer, the first two asked separately of q, k and v:
-  1. Where does it come from?   Projected here (the layer *owns* it), or borrowed from its owner.
-  2. What is mixed into it?     Nothing, or raw tensors of earlier layers, its *sources*.
-  3. What happens at attention? See residual_map, neutreno, exclusive and output_gate in GPTConfig.
-owner_of() answers 1 and sources_of() answers 2; wire_part() says both, as data, of each Part of a
-layer. What else connects layers is in GPT.connect().
+All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and keys can be mixed and
+shared, too. So the wiring of a model answers three questions per layer, 1 and 2 for each of q, k and v:
+  1. Where does it come from?  Projected here (the layer *owns* it), or borrowed: see owner_of().
+  2. What is mixed into it?    *Sources*, raw tensors of earlier layers: see SOURCES, and for weights GATES.
+  3. What acts at attention?   residual_map, neutreno, exclusive..: see wire_attention(), Attention.after().
+wire_part() says 1 and 2, as data, of each Part of a layer. What else connects layers: GPT.connect().
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
                      v1        v1──┬──┬──┐     v1          v1  k1
@@ -23,10 +22,10 @@ Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
 (vN: layer N owns its values; │: it borrows those above; <: it mixes the source into its own.)
 Text and equations count layers from 1, as the paper does, the code from 0: V_1 is raw['v', 0].
 
-Two kinds of tensors travel down the layers. *Raw*: as projected, unmixed, before RoPE; sources are
-raw. *Attended*: as attention and borrowers read them, after mixing, qk_norm and RoPE. What belongs to
-layer n stands under (part, n), and what it borrows is its owner's tensor. A KV cache has the attended
-keys and values of owners alone: SVFormer's has the keys of all layers, and V_1.
+Two kinds of q, k and v travel down the layers, in two dicts by (part, layer). *Raw*: as projected,
+unmixed, before RoPE; sources are raw. *Attended*: as attention and borrowers read them, after mixing,
+qk_norm and RoPE. What a layer borrows is its owner's tensor. A KV cache has the attended keys and values
+of owners alone: SVFormer's has the keys of all layers, and V_1.
 
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
@@ -65,7 +64,7 @@ class GPTConfig:
     tie_embeddings: bool = False  # lm_head shares wte's weight
     embed_norm: bool = False  # RMSNorm without weights after wte (nanochat, modded-nanogpt)
     x0_residual: bool = False  # before each block x <- r x + s x_0, with learned r, s (nanochat)
-    attn_res: bool = False  # a block reads a softmax over what all blocks before added (2603.15031)
+    attn_res: bool = False  # a block reads a softmax mean of what those before added (2603.15031)
     qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, and a learned gain of q
     exclusive: bool = False  # a head's output without what lies along its own value (2603.09078)
     output_gate: bool = False  # a head's output times sigmoid(W x) (2505.06708)
@@ -73,14 +72,14 @@ class GPTConfig:
     v_residual: bool | str = False  # True: the first layer's; or a name in SOURCES, OUTER_SOURCES
     q_residual: bool | str = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
-    residual_weights: str = 'fixed'  # or learned, or gates of v, from x: head, channel, relu
+    residual_weights: str = 'fixed'  # or learned; or for v a gate of x: head, channel, relu
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
     residual_layers: tuple = ()  # layers (from 0) that mix; (): all but 0; OUTER_SOURCES need it
-    residual_map: str = 'current'  # map of source values: current (Eq. 4), identity (6), cross (2)
+    residual_map: str = 'current'  # sources attended by: current (Eq. 4), identity (6), cross (2)
     gate_inputs: int = 0  # of head and relu: how many channels of x they read; 0: all
     gate_bias: bool = False  # of head: W x + b in place of W x
     gate_rank: int = 32  # of channel: its inner width
-    # sharing: True: all layers use the first one's; m: each m layers use their first one's; a tuple
+    # sharing: True: all layers use the first one's; m: every m layers use their first one's; a tuple
     # of 0-based layers: each layer's owner, such as (0, 0, 2)
     share_q: bool | int | tuple = False  # borrow the queries of an earlier layer (Fig. 13)
     share_k: bool | int | tuple = False  # the keys (Figs. 4, 13); 2, with share_v=2: CLA
@@ -145,18 +144,19 @@ def owner_of(config, part, n):
     if isinstance(share, tuple):
         return share[n]
     period = config.n_layer if share is True else share or 1
-    return n - n % period
+    return n - n % period  # of 1: each layer is its own owner
 
 
-# The sources of layer n (from 0) in a model of L layers, of which layer 0 has none: range(n)[:1] is [0],
-# or [] for n = 0.
+# The sources of layer n (from 0) in a model of L layers. Layer 0 has none: range(n)[:1] is [0], but []
+# for n = 0.
 SOURCES = {
     'first': lambda n, L: range(n)[:1],  # Eq. 7
     'previous': lambda n, L: range(n)[-1:],  # Fig. 8
     'all': lambda n, L: range(n),  # Eq. 5
 }
-# Sources of v that are no layers, or not only. Such a source is a module of `transformer`, is called by
-# its name there, and make_outer_source() makes it. residual_layers must name the layers that have one.
+# Sources of v that are not layers, or not only. Such a source is a module of `transformer` (a new prefix
+# needs a ModuleDict there), called by its path; make_outer_source() makes it, and embed() feeds it.
+# residual_layers must name the layers that have one.
 OUTER_SOURCES = {
     # A row of the layer's own table, looked up by token: value embeddings (nanochat, modded-nanogpt).
     'token': lambda n, L: [f've.{n}'],
@@ -169,16 +169,16 @@ OUTER_SOURCES = {
 def sources_of(config, part, n):
     """The sources of layer n for its q, k or v. Only a layer that owns its own has any."""
     residual = getattr(config, f'{part}_residual')
-    every = () if residual in OUTER_SOURCES else range(config.n_layer)
-    is_named = n in (config.residual_layers or every)
+    default = () if residual in OUTER_SOURCES else range(config.n_layer)
+    is_named = n in (config.residual_layers or default)
     if not residual or not is_named or owner_of(config, part, n) != n:
         return []
     name = residual if isinstance(residual, str) else 'first'
     return list((SOURCES | OUTER_SOURCES)[name](n, config.n_layer))
 
 
-# {value of residual_weights: (what makes a gate g of its logits, what g leaves to the layer's own value,
-# settings)}
+# {value of residual_weights: (from logits to the gate g, the weight that g leaves to the layer's own value,
+# its settings)}
 GATES = {
     'head': (torch.sigmoid, lambda g: 1 - g, ('gate_inputs', 'gate_bias')),
     'relu': (torch.relu, lambda g: 1.0, ('gate_inputs',)),  # SATFormer (2605.03953)
@@ -190,18 +190,19 @@ class Wire(NamedTuple):
     """How a layer gets its q, k or v."""
 
     owner: int  # the layer that has the tensor: itself, if it borrows none
-    heads: int  # how many heads it has itself; 0: it borrows all
+    heads: int  # how many heads it owns; 0: it borrows all
     projects: bool  # whether it has a matrix, W_n
     sources: list  # what is mixed in: layers, or names of other sources
     weighting: str  # how they are weighted, a value of residual_weights; '': nothing is mixed in
-    weights: list  # of each source, and then of H W_n if it projects; empty: a gate makes them
+    # of each source, and then of H W_n if it projects; empty: a gate makes them
+    weights: list
 
 
 def wire_part(config, part, n):
     """The Wire of layer n's q, k or v."""
     owner = owner_of(config, part, n)
     heads = config.n_head if part == 'q' else config.kv_heads
-    if owner != n:  # a borrower has no heads, or with share_v_heads the first ones
+    if owner != n:  # a borrower owns no heads, or with share_v_heads the first ones
         has_some = part == 'v' and config.share_v_heads
         heads = heads - config.share_v_heads if has_some else 0
     sources = sources_of(config, part, n)
@@ -213,43 +214,15 @@ def wire_part(config, part, n):
         weighting = 'fixed'
     count = len(sources)
     projects = True
+    weights = [1 / (count + 1)] * (count + 1)  # the mean of all; for ResFormer, 1/2 and 1/2
     if config.residual_lambda:
         source, own = config.residual_lambda
-        # Who never reads its own has no matrix. Learned weights only start at these.
+        # A layer whose own weight stays 0 has no matrix. Learned weights only start at these.
         projects = own != 0 or weighting not in ('fixed', *GATES)
         weights = [float(source)] * count + ([float(own)] if projects else [])
     elif weighting in GATES:
         weights = []
-    else:
-        weights = [1 / (count + 1)] * (count + 1)  # the mean of all; for ResFormer, 1/2 and 1/2
     return Wire(owner, heads, projects, sources, weighting, weights)
-
-
-def wire_attention(config, n):
-    """What is not mixed, but acts at layer n's attention (question 3): the layers to whose keys and values
-    it attends, itself last; the sources whose mean value is added to its output; how much of V_1 - V'_n
-    is."""
-    sources = sources_of(config, 'v', n)
-    crossed = sources if config.residual_map == 'cross' else []
-    added = sources if config.residual_map == 'identity' else []
-    # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
-    is_borrowed = owner_of(config, 'v', n) == 0 and not config.share_v_heads
-    is_zero = (n == 0 or is_borrowed) and not wire_part(config, 'v', 0).sources
-    return [*crossed, n], added, 0.0 if is_zero else config.neutreno
-
-
-def lent_tensors(config):
-    """{(part, layer, or a source's name)} of the tensors that other layers read: what they borrow, mix in
-    or attend to."""
-    lent = {('v', 0)} if config.neutreno else set()
-    for n in range(config.n_layer):
-        for part in 'qkv':
-            sources = sources_of(config, part, n)
-            read = {owner_of(config, part, n), *sources} - {n}
-            lent.update((part, other) for other in read)
-            if part == 'v' and config.residual_map == 'cross':
-                lent.update(('k', source) for source in sources)
-    return lent
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -273,7 +246,7 @@ class Part(nn.Module):
 
     def forward(self, x, raw, attended, rope, cache):
         """(raw, attended), (B, heads, T, hs) each: the layer's tensor as later layers mix it in, and as it
-        attends with it. Arguments as in Attention.forward(); raw has what the layer projects."""
+        attends with it. Arguments as in Attention.forward(); raw has this layer's H W_n already."""
         if not self.wire.heads:
             return raw[self.owner], attended[self.owner]  # SVFormer: V_n = V_1
         part, _ = self.key
@@ -284,7 +257,7 @@ class Part(nn.Module):
         if part != 'v':
             t = self.norm(t)
             t = rotate(t, *rope) if rope else t
-        if cache is not None:  # a borrower, which has returned above, stores nothing
+        if cache is not None:  # a borrower has returned above, and stores nothing
             cache.append(self.key, t)
         if self.owner != self.key:  # share_v_heads: the last heads are its owner's
             own = append_lent_heads(own, raw[self.owner])
@@ -296,9 +269,9 @@ class Part(nn.Module):
         hs) each; own is None where its weight is 0 for ever."""
         tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and its gradient, a sum over all positions, would
-        # overflow long before any other. So products with learned weights and gates have their type, fp32.
+        # overflow long before any other. So learned weights and gates, and products with them, are fp32.
         with torch.autocast(x.device.type, enabled=False):
-            # V_n = (V_1 + H W_n) / 2: the source is V_1, own is H W_n, and both have the weight 1/2.
+            # Of ResFormer, the one source is V_1, own is H W_n, and both have the weight 1/2.
             weighted = zip(self.weights(x), tensors, strict=True)
             mixed = sum(w * t for w, t in weighted)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
@@ -313,7 +286,7 @@ class Part(nn.Module):
             width = config.kv_heads * config.head_size
             self.gate_down = nn.Linear(config.n_embd, config.gate_rank, bias=False)
             self.gate_up = nn.Linear(config.gate_rank, width, bias=False)
-            # It starts as in RWKV-7. The setting of this name is for head gates.
+            # It starts as in RWKV-7. The setting gate_bias is another one, of head gates.
             self.gate_bias = nn.Parameter(0.73 - 0.4 * (torch.linspace(0, 1, width) - 0.5))
         elif kind in GATES:
             inputs = config.gate_inputs or config.n_embd
@@ -340,10 +313,11 @@ class Part(nn.Module):
         g = activation(g).unflatten(2, (self.config.kv_heads, -1))
         g = g.transpose(1, 2)  # (B, n_kv_head, T, 1 or hs)
         count = len(self.wire.sources)
-        if not self.wire.weights:  # v <- g mean(sources) + (1 - g) own, or, of ReLU, + own
+        if not self.wire.weights:  # v <- g mean(sources) + leaves(g) own
             return [g / count] * count + [leaves(g)]
+        # With residual_lambda, (s, o): v <- s g sum(sources) + o own
         of_sources, of_own = self.wire.weights[:count], self.wire.weights[count:]
-        return [weight * g for weight in of_sources] + of_own  # v <- s g sum(sources) + o own
+        return [weight * g for weight in of_sources] + of_own
 
     def norm(self, t):
         """q or k (B, heads, T, hs) with qk_norm, where it is on."""
@@ -351,6 +325,19 @@ class Part(nn.Module):
             return t
         gain = self.gain[:, None, None] if self.key[0] == 'q' else 1.0
         return (rms_norm(self.config, t) * gain).to(t.dtype)
+
+
+def wire_attention(config, n):
+    """(reads, added, neutreno), question 3: the layers to whose keys and values layer n attends, itself
+    last; the sources whose mean value is added to its output; the factor with which V_1 - V'_n is, where
+    V'_n are the values that it attends with."""
+    sources = sources_of(config, 'v', n)
+    crossed = sources if config.residual_map == 'cross' else []
+    added = sources if config.residual_map == 'identity' else []
+    # NeuTRENO's V_1 - V'_n is zero where V'_n is V_1 itself, into which nothing is mixed.
+    is_borrowed = owner_of(config, 'v', n) == 0 and not config.share_v_heads
+    is_zero = (n == 0 or is_borrowed) and not wire_part(config, 'v', 0).sources
+    return [*crossed, n], added, 0.0 if is_zero else config.neutreno
 
 
 class Attention(nn.Module):
@@ -374,16 +361,16 @@ class Attention(nn.Module):
         mixing is per token, and a cache keeps what was mixed. rope: (cos, sin), (T, hs) each, or () for
         gpt2. cache: a KVCache or None. mask: attend()'s.
         """
-        # q and k in one product, but not v, too: of one product, they would be views. Attention saves v for
-        # its backward pass, and that view would keep the raw q and k in memory. Where v is mixed, it is a
-        # new tensor, but on an H100 ResFormer's kernels took longer so (results/speed).
+        # One product makes q and k, another one v. Attention saves v for its backward pass, and as a view of
+        # one product v would keep the raw q and k in memory. A mixed v is a tensor of its own, but with one
+        # product ResFormer's kernels took longer on an H100 (results/speed).
         raw = raw | project(x, self.q, self.k) | project(x, self.v)
         attended = attended.copy()
         for part in (self.q, self.k, self.v):
             raw[part.key], attended[part.key] = part(x, raw, attended, rope, cache)
         q, v = attended[self.q.key], attended[self.v.key]
 
-        # Its keys and values, also of the tokens in the cache, and with the cross map those of its
+        # These are its keys and values, cached tokens included, and with the cross map those of its
         # sources. Without that map, each list has one tensor, and this is attend().
         kv = attended if cache is None else cache
         keys = [kv['k', n] for n in self.reads]
@@ -399,8 +386,8 @@ class Attention(nn.Module):
         v: the values of this call's tokens that it attended with."""
         if self.config.exclusive:
             y = remove_along(y, to_query_heads(v, y))
-        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO V_1 - V'_n, V'_n the
-        # values that this layer attended with (Eq. 8).
+        # The identity map adds the mean of the source values (Eq. 6), NeuTRENO a part of V_1 - V'_n, where
+        # V'_n are the values that this layer attended with (Eq. 8).
         if self.added:
             mean = sum(raw['v', source] for source in self.added) / len(self.added)
             y = y + to_query_heads(mean, y)
@@ -447,6 +434,20 @@ class Block(nn.Module):
         x = x + y
         x = x + self.mlp(self.ln_2(x))
         return x, raw, attended
+
+
+def lent_tensors(config):
+    """{(part, layer, or a source's name)} of the tensors that other layers read: what they borrow, mix in
+    or attend to."""
+    lent = {('v', 0)} if config.neutreno else set()
+    for n in range(config.n_layer):
+        for part in 'qkv':
+            sources = sources_of(config, part, n)
+            read = {owner_of(config, part, n), *sources} - {n}
+            lent.update((part, other) for other in read)
+            if part == 'v' and config.residual_map == 'cross':
+                lent.update(('k', source) for source in sources)
+    return lent
 
 
 class GPT(nn.Module):
@@ -730,9 +731,9 @@ def remove_along(y, v):
 
 def project(x, *parts):
     """{key: (B, heads, T, hs)}: what these Parts of a layer, if they have a matrix, project from x (B, T,
-    C). In training it is one product, which a GPU computes faster; without gradients it is not, because a
-    decoder would copy the weights for each token. Nor is it where something else, such as LoRA, stands in
-    the place of a matrix."""
+    C). In training this is one product, which a GPU computes faster. It is not without gradients, because a
+    decoder would copy the weights for each token, nor where something else, such as LoRA, replaces a
+    matrix."""
     parts = [part for part in parts if part.wire.projects]
     matrices = [part.proj for part in parts]
     are_plain = all(type(matrix) is nn.Linear for matrix in matrices)
@@ -819,11 +820,11 @@ class Needs:
 
 def needs_of(config, name, p):
     """The Needs of a parameter. By default a matrix starts at N(0, 0.02) and decays, and in blocks is
-    Muon's, and no vector decays. What needs something else is listed here by a part of its name. Of
-    several that fit, the last one wins."""
+    Muon's, and no vector decays. `special` lists what needs something else, by a part of its name; where
+    two of them fit, the later one wins."""
     is_matrix = p.dim() > 1
     needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
-    # Its initial values change nothing in what a model computes.
+    # At first, such a parameter changes nothing that a model computes.
     neutral = dict(logged=True, optional=True, decay=False, muon=False)
     gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
     # sigmoid(0) = 1/2: a head gate starts as ResFormer. From 0, a ReLU would never learn.
@@ -852,16 +853,16 @@ def needs_of(config, name, p):
 
 @dataclass(eq=False)
 class KVCache:
-    """The attended keys and values of the tokens so far: (B, heads, max_len, hs) for each layer, with
-    the heads that it has itself; those that it borrows are in the cache once.
+    """The attended keys and values of the tokens so far: (B, heads, max_len, hs) for each layer, of the
+    heads that it owns. What it borrows is stored once, at its owner.
 
     The position is a tensor, so that a compiled model decodes without recompiling. In a compiled
     model, attention reads all max_len rows under a mask; otherwise it reads only the filled ones.
     """
 
     max_len: int
-    tensors: dict  # {(part, layer): (B, heads, max_len, hs)}, of layers that have heads themselves
-    owners: dict  # {(part, layer): its owner's}
+    tensors: dict  # {(part, layer): (B, heads, max_len, hs)}, of layers that own heads
+    owners: dict  # {(part, layer): (part, its owner)}
     position: torch.Tensor  # tokens so far, (1,)
 
     def __post_init__(self):
@@ -896,7 +897,8 @@ class KVCache:
         return self.positions, torch.arange(self.end, device=idx.device) <= self.positions[:, None]
 
     def append(self, key, t):
-        """Store t (B, heads, T, hs) at the positions that begin() gave, unless it is a query."""
+        """Store keys or values t (B, heads, T, hs) at the positions that begin() gave. Queries are not
+        stored."""
         if key in self.tensors:
             tensor = self.tensors[key]
             tensor.index_copy_(2, self.positions, t.detach().to(tensor.dtype))
@@ -1019,8 +1021,8 @@ LEAST = {
     f.name: min(int(f.default), 1) for f in fields(GPTConfig) if type(f.default) in (int, float)
 }
 LEAST['neutreno'] = -1e300  # it may be negative
-# Settings that signature() compares by what they make of a layer; it compares every other one by its
-# value. One of yours belongs here if the wiring alone reads it.
+# signature() compares these settings by the wires that they make, and all others by value. One of yours
+# belongs here if the wiring alone reads it.
 WIRED = {
     *RESIDUALS,
     *'residual_weights residual_lambda residual_layers residual_map'.split(),
@@ -1186,8 +1188,8 @@ def changes_the_model(config, name):
 
 
 def check(config):
-    """The one rule: a setting that is on changes what a model is made of. Weights and layers of residuals
-    may also say what their default stands for."""
+    """The one rule: a setting that is on must change what a model is made of. Weights and layers of
+    residuals may also spell out their default."""
     is_outer = config.v_residual in OUTER_SOURCES
     refuse(
         is_outer and not config.residual_layers,

@@ -764,7 +764,7 @@ def train(settings, config, machine, micro_steps, closing):
 
         launched = None
         if not (saves or evaluates or stop or last):
-            launched = launch(step, start, wrapped, machine, loader.next, micro_steps, signals)
+            launched = launch_step(step, start, wrapped, machine, loader.next, micro_steps, signals)
             step += 1
         if unread:
             all_stop = read(unread, start, machine, reporter)
@@ -797,7 +797,7 @@ def train(settings, config, machine, micro_steps, closing):
     return stop
 
 
-def launch(step, start, model, machine, next_batch, micro_steps, signals):
+def launch_step(step, start, model, machine, next_batch, micro_steps, signals):
     """Let the device train a step, without waiting for it. Returns what read() waits for."""
     settings, scaler = start.settings, start.scaler
     seed_step(step, settings, machine)
