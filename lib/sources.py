@@ -375,11 +375,15 @@ def rows_of(path, column):
         if column in row and row[column] is None:
             continue  # a row without a text
         if not isinstance(row.get(column), str):
-            raise ValueError(
-                f'{where} is not {{"{column}": "..."}}: name the column of the text, which is one for all '
-                'files of a source, with --text_column'
-            )
+            raise ValueError(f'{where}: {no_text(column, row)}')
         yield where, row
+
+
+def no_text(column, names):
+    return (
+        f'no text in column {column} (there are {", ".join(names)}): --text_column names it for all files; '
+        'where they differ, rename it in some of them'
+    )
 
 
 # Not with the package datasets: it takes a third more CPU time from text to tokens, silently
@@ -423,10 +427,7 @@ def parquet_rows(path, column):
     with pyarrow.parquet.ParquetFile(path) as table:
         names = table.schema_arrow.names
         if column not in names:
-            raise ValueError(
-                f'no column {column}, which all files of a source need: name that of the text with '
-                f'--text_column, one of {", ".join(names)}, or give other files a --source of their own'
-            )
+            raise ValueError(no_text(column, names))
         # Of a struct, no more than is needed: another field may hold what Python has no type for.
         needed = (column, 'meta', 'meta.redpajama_set_name')
         columns = [leaf.path for leaf in table.schema if leaf.path in needed]

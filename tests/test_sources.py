@@ -225,13 +225,11 @@ def test_rows_without_a_domain_have_their_folder_s(suffix, column, on_hub, hub):
 
 
 def test_a_missing_column_is_named_with_those_that_are_there():
-    for suffix, words in (
-        ('.jsonl', ['line 1', '--text_column']),
-        ('.parquet', ['--text_column', 'content']),
-    ):
+    for suffix, other in (('.jsonl', '.parquet'), ('.parquet', '.jsonl')):
         write_plain_rows(Path(f'raw{suffix}/a{suffix}'), 'content', ['a', 'b'])
-        with raises_one_line(f'a{suffix}', *words):
-            run_prepare(f'raw{suffix}')
+        write_plain_rows(Path(f'raw{suffix}/b{other}'), 'text', ['a', 'b'])
+        with raises_one_line(f'a{suffix}', '(there are when, meta, content)', '--text_column'):
+            run_prepare(f'raw{suffix}', out=f'out{suffix}')
     write_texts('prose', ['a.txt'])
     with raises_one_line('--text_column=content', 'prose'):
         run_prepare('prose', text_column='content')
