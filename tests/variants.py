@@ -37,55 +37,42 @@ VARIANTS = {
     # the baselines
     'vanilla': {},
     'GQA': dict(n_kv_head=2),
-    'MQA': dict(n_kv_head=1),
     'gpt2': GPT2,
     'gpt2, odd head size, n_inner 0': dict(GPT2, n_embd=20, n_inner=0),
     'tied embeddings': dict(tie_embeddings=True),
     'other theta and epsilon, n_inner 0': dict(rope_theta=100.0, norm_eps=1e-2, n_inner=0),
     'llama3 RoPE': LLAMA3,
-    'embedding norm': dict(embed_norm=True, norm_eps=1e-2),
-    'gpt2 embedding norm': dict(GPT2, embed_norm=True),
+    'gpt2 embedding norm': dict(GPT2, embed_norm=True, norm_eps=1e-2),
     # ResFormer and SVFormer, alone and with what shrinks the cache (Fig. 10)
     'ResFormer': RES,
-    'ResFormer GQA': dict(RES, n_kv_head=2),
     'ResFormer CLA': dict(RES, **CLA),
     'SVFormer': SV,
     'SVFormer GQA': dict(SV, n_kv_head=2),
     'SVFormer CLA keys GQA': dict(SV, **KEYS2, n_kv_head=2),
-    'SVFormer 2 anchors': dict(SV2, n_layer=4),
     'CLA': CLA,
     # what else can be shared (Fig. 13, Fig. 4)
     'first queries': dict(share_q=True),
     'first keys': dict(share_k=True),
-    'queries every 2': dict(share_q=2, n_kv_head=2),
     # NeuTRENO, DenseFormer
-    'NeuTRENO': dict(neutreno=0.4),
     'NeuTRENO GQA': dict(neutreno=0.4, n_kv_head=2),
     'NeuTRENO on ResFormer from all': dict(v_residual='all', neutreno=0.2),
     'NeuTRENO on CLA': dict(CLA, neutreno=0.4),
     'DenseFormer': dict(denseformer=True),
     # which projections and which layers (Figs. 6, 8)
-    'query residual': dict(q_residual=True),
-    'key residual': dict(k_residual=True),
     'queries every 2, query residual': dict(share_q=2, q_residual=True),
-    'from all': dict(v_residual='all'),
     'from previous, a borrower': dict(SV2, v_residual='previous', n_layer=5),
     # the weights of the mixture
-    'constant lambda, from all': dict(v_residual='all', residual_lambda=(0.3, 0.6)),
     'constant lambda on q, k, v': dict(
         RES, q_residual=True, k_residual=True, residual_lambda=(0.7, 0.2)
     ),
-    'sparse': dict(RES, residual_layers=(2,)),
     'learned': dict(RES, residual_weights='learned'),
     'learned from all': dict(v_residual='all', residual_weights='learned'),
     'learned from a constant': dict(RES, residual_weights='learned', residual_lambda=(2.0, 1.0)),
-    'learned keys from previous': dict(k_residual='previous', residual_weights='learned'),
     'learned q, k and v': dict(
-        RES, q_residual='previous', k_residual='all', residual_weights='learned'
+        RES, q_residual='previous', k_residual='previous', residual_weights='learned'
     ),
     'learned CLA': dict(RES, **CLA, residual_weights='learned'),
     # the values' own map (Fig. 7)
-    'identity': dict(RES, residual_map='identity'),
     'identity from all, GQA': dict(v_residual='all', residual_map='identity', n_kv_head=2),
     'identity from previous, a borrower': dict(
         CLA, v_residual='previous', residual_map='identity', n_layer=5
@@ -98,9 +85,6 @@ VARIANTS = {
     'cross sparse, key residual': dict(
         RES, residual_map='cross', residual_layers=(2,), k_residual=True
     ),
-    'cross from all, sharing the first keys': dict(
-        v_residual='all', residual_map='cross', share_k=True
-    ),
     'cross from all, ragged sharing': dict(
         KEYS2,
         v_residual='all',
@@ -111,9 +95,6 @@ VARIANTS = {
     'cross NeuTRENO DenseFormer': dict(RES, residual_map='cross', neutreno=0.4, denseformer=True),
     # the family: maps of owners, sharing of some heads
     'owner maps': dict(share_q=(0, 0, 2, 2, 2), share_v=(0, 1, 1, 0, 1), n_layer=5),
-    'keys and values of the first half': dict(
-        share_k=(0, 1, 2, 2, 2), share_v=(0, 1, 2, 2, 2), n_layer=5, n_kv_head=2
-    ),
     'owner map, all values': dict(v_residual='all', share_v=(0, 1, 1, 3, 0), n_layer=5),
     'keys of the middle layer, values of the first (FusedKV-Lite)': dict(
         share_k=(0, 1, 2, 2, 2), share_v=(0, 1, 0, 0, 0), n_layer=5
@@ -137,19 +118,11 @@ VARIANTS = {
         residual_lambda=(0.3, 0.6),
         n_kv_head=2,
     ),
-    'SVFormer on a table': dict(SV, v_residual='token', residual_layers=(0,)),
     'NeuTRENO on tables': dict(v_residual='token', residual_layers=(0, 1), neutreno=0.4),
     'NeuTRENO on SVFormer of tables': dict(
         share_v=True, v_residual='token', residual_layers=(0,), neutreno=0.4
     ),
     'projections of x0': dict(v_residual='x0', residual_layers=(0, 2), n_kv_head=2),
-    'projection of x0 as in slowrun': dict(
-        v_residual='x0',
-        residual_weights='head',
-        residual_layers=(0, 2),
-        gate_inputs=12,
-        residual_lambda=(2.0, 1.0),
-    ),
     'anchor': dict(v_residual='anchor', residual_layers=(0, 1, 2), residual_lambda=(0.7, 0.4)),
     'anchor, no values of the first layer': dict(
         v_residual='anchor', residual_layers=(0, 1), residual_lambda=(1.0, 0.0)
@@ -158,7 +131,6 @@ VARIANTS = {
         GPT2, v_residual='anchor', residual_layers=(1, 2), residual_weights='learned'
     ),
     # no values of its own
-    'tables alone': dict(v_residual='token', residual_layers=(1, 2), residual_lambda=(0.7, 0.0)),
     'keys of the first, no values of its own': dict(
         RES, k_residual=True, residual_lambda=(0.7, 0.0), n_kv_head=2
     ),
@@ -183,9 +155,6 @@ VARIANTS = {
     ),
     'head gate on values, plain keys': dict(RES, residual_weights='head', k_residual=True),
     'relu gate': RELU,
-    'relu gate of few inputs from all GQA': dict(
-        v_residual='all', residual_weights='relu', gate_inputs=12, n_kv_head=2
-    ),
     'relu gate on tables': dict(
         v_residual='token',
         residual_weights='relu',
@@ -201,7 +170,6 @@ VARIANTS = {
         n_kv_head=2,
     ),
     # around them
-    'attention residuals': dict(attn_res=True),
     'attention residuals x0 ResFormer': dict(RES, attn_res=True, x0_residual=True, embed_norm=True),
     'gpt2 attention residuals SVFormer': dict(GPT2, **SV, attn_res=True),
     'output gate GQA': dict(output_gate=True, n_kv_head=2),
@@ -209,22 +177,17 @@ VARIANTS = {
         RES, residual_map='identity', neutreno=0.2, exclusive=True, output_gate=True
     ),
     'gpt2 output gate cross': dict(RES, **GPT2, residual_map='cross', output_gate=True),
-    'x0': dict(x0_residual=True),
     'x0 embedding norm DenseFormer': dict(x0_residual=True, embed_norm=True, denseformer=True),
     'gpt2 x0 SVFormer': dict(GPT2, **SV, x0_residual=True),
-    'exclusive GQA': dict(exclusive=True, n_kv_head=2),
-    'exclusive identity NeuTRENO': dict(RES, residual_map='identity', neutreno=0.2, exclusive=True),
     'exclusive cross': dict(RES, residual_map='cross', exclusive=True),
-    'exclusive SVFormer': dict(SV, exclusive=True),
+    'exclusive SVFormer GQA': dict(SV, exclusive=True, n_kv_head=2),
     'q and k norm GQA': dict(qk_norm=True, n_kv_head=2, norm_eps=1e-2),
     'q and k norm, first queries, key residual': dict(qk_norm=True, share_q=True, k_residual=True),
     'modern ResFormer': dict(RES, embed_norm=True, x0_residual=True, qk_norm=True),
     # the other architecture, and everything at once
     'gpt2 ResFormer': dict(RES, **GPT2),
-    'gpt2 SVFormer': dict(SV, **GPT2),
     'gpt2 CLA GQA': dict(CLA, **GPT2, n_kv_head=2),
     'gpt2 NeuTRENO DenseFormer': dict(GPT2, neutreno=0.4, denseformer=True),
-    'gpt2 cross': dict(RES, **GPT2, residual_map='cross'),
     'everything': dict(
         KEYS2,
         v_residual='all',
