@@ -186,18 +186,6 @@ def small_disk(tmp_path):
     unmount(disk)
 
 
-@pytest.fixture
-def opposite(monkeypatch):
-    """A new source, U-net fashion: the second half of the layers mixes in the layer as far from the
-    other end."""
-    import model
-
-    def source(n, L):
-        return [L - 1 - n] if 2 * n >= L else []
-
-    monkeypatch.setitem(model.SOURCES, 'opposite', source)
-
-
 @pytest.fixture(autouse=True)
 def figures_closed():
     """Close, after a test, the figures that it drew."""

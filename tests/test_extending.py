@@ -11,7 +11,7 @@ from conftest import ROOT
 from programs import import_file
 from variants import SIZE, SV2, in_chunks, tokens
 
-from model import GPTConfig
+from model import SOURCES, GPTConfig
 
 B, T = 2, 11
 
@@ -53,9 +53,9 @@ def test_the_source_of_the_readme_is_one_line(settings, patched, monkeypatch):
     assert all(p.grad.count_nonzero() for p in model.parameters())
 
 
-def test_a_setting_without_a_variant_is_told_where_to_add_one(request, monkeypatch):
+def test_a_setting_without_a_variant_is_told_where_to_add_one(monkeypatch):
     before = variants.uncovered()
-    request.getfixturevalue('opposite')
+    monkeypatch.setitem(SOURCES, 'opposite', lambda n, L: [0])
 
     @dataclass
     class Fork(GPTConfig):
