@@ -10,8 +10,8 @@ that in layers 2 and up, and nothing else:
 All attend alike, U_n = softmax(Q_n K_n^T / sqrt(d)) V_n (attend()). Queries and keys can be mixed and
 shared, too. So the wiring of a model answers three questions per layer, 1 and 2 for each of q, k and v:
   1. Where does it come from?  Projected here (the layer *owns* it), or borrowed: see owner_of().
-  2. What is mixed into it?    *Sources*, raw tensors of earlier layers: see SOURCES, and for weights GATES.
-  3. What acts at attention?   residual_map, neutreno, exclusive..: see wire_attention(), Attention.after().
+  2. What is mixed into it?    *Sources*, raw tensors of earlier layers: see SOURCES. Weights: wire_part().
+  3. What acts at attention?   residual_map, exclusive and others: wire_attention(), Attention.after().
 wire_part() says 1 and 2, as data, of each Part of a layer. What else connects layers: GPT.connect().
 
 Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
@@ -23,9 +23,13 @@ Layers 1 to 4 of   vanilla    ResFormer       SVFormer    CLA
 Text and equations count layers from 1, as the paper does, the code from 0: V_1 is raw['v', 0].
 
 Two kinds of q, k and v travel down the layers, in two dicts by (part, layer). *Raw*: as projected,
-unmixed, before RoPE; sources are raw. *Attended*: as attention and borrowers read them, after mixing,
-qk_norm and RoPE. What a layer borrows is its owner's tensor. A KV cache has the attended keys and values
-of owners alone: SVFormer's has the keys of all layers, and V_1.
+unmixed, before RoPE; sources are raw. *Attended*: as attention and borrowers read them, after mixing and,
+of q and k, qk_norm and RoPE. What a layer borrows is its owner's tensor. A KV cache has the attended keys
+and values of owners alone: SVFormer's has the keys of all layers, and V_1.
+
+An idea of yours: a source made of earlier layers is a line of SOURCES, and nothing else. A gate is a line of
+GATES, if a Linear of x makes its logits. What changes attention's output is a setting, and an `if` in
+Attention.after(). docs/ideas.md says what else an idea may need.
 
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
@@ -72,7 +76,7 @@ class GPTConfig:
     v_residual: bool | str = False  # True: the first layer's; or a name in SOURCES, OUTER_SOURCES
     q_residual: bool | str = False  # the same mixing on queries, before RoPE (Fig. 6)
     k_residual: bool | str = False  # the same mixing on keys, before RoPE (Fig. 6)
-    residual_weights: str = 'fixed'  # or learned; or for v a gate of x: head, channel, relu
+    residual_weights: str = 'fixed'  # or learned, or of v a name in GATES
     residual_lambda: tuple = ()  # the weights, (each source, own); empty: the mean of all
     residual_layers: tuple = ()  # layers (from 0) that mix; (): all but 0; OUTER_SOURCES need it
     residual_map: str = 'current'  # sources attended by: current (Eq. 4), identity (6), cross (2)
@@ -143,8 +147,8 @@ def owner_of(config, part, n):
     share = getattr(config, f'share_{part}')
     if isinstance(share, tuple):
         return share[n]
-    period = config.n_layer if share is True else share or 1
-    return n - n % period  # of 1: each layer is its own owner
+    period = config.n_layer if share is True else share or 1  # off: 1, each layer is its own owner
+    return n - n % period
 
 
 # The sources of layer n (from 0) in a model of L layers. Layer 0 has none: range(n)[:1] is [0], but []
@@ -177,8 +181,8 @@ def sources_of(config, part, n):
     return list((SOURCES | OUTER_SOURCES)[name](n, config.n_layer))
 
 
-# {value of residual_weights: (from logits to the gate g, the weight that g leaves to the layer's own value,
-# its settings)}
+# {value of residual_weights: (from logits to the gate g, from g to the weight of the layer's own value, the
+# settings that it reads)}
 GATES = {
     'head': (torch.sigmoid, lambda g: 1 - g, ('gate_inputs', 'gate_bias')),
     'relu': (torch.relu, lambda g: 1.0, ('gate_inputs',)),  # SATFormer (2605.03953)
@@ -187,7 +191,11 @@ GATES = {
 
 
 class Wire(NamedTuple):
-    """How a layer gets its q, k or v."""
+    """How a layer gets its q, k or v.
+
+    Of v in layer n > 0: ResFormer Wire(n, heads, True, [0], 'fixed', [0.5, 0.5]),
+                         SVFormer  Wire(0, 0, False, [], '', []).
+    """
 
     owner: int  # the layer that has the tensor: itself, if it borrows none
     heads: int  # how many heads it owns; 0: it borrows all
@@ -206,6 +214,7 @@ def wire_part(config, part, n):
         has_some = part == 'v' and config.share_v_heads
         heads = heads - config.share_v_heads if has_some else 0
     sources = sources_of(config, part, n)
+    # Other maps than the current one use them at attention: see wire_attention().
     if not sources or (part == 'v' and config.residual_map != 'current'):
         return Wire(owner, heads, heads > 0, [], '', [])
 
@@ -250,14 +259,14 @@ class Part(nn.Module):
         if not self.wire.heads:
             return raw[self.owner], attended[self.owner]  # SVFormer: V_n = V_1
         part, _ = self.key
-        own = raw.get(self.key)  # H W_n; None where its weight is 0 for ever
+        own = raw.get(self.key)  # H W_n; None: it has no matrix
         t = own
         if self.wire.sources:
             t = self.mix(own, [raw[part, source] for source in self.wire.sources], x)
         if part != 'v':
             t = self.norm(t)
             t = rotate(t, *rope) if rope else t
-        if cache is not None:  # a borrower has returned above, and stores nothing
+        if cache is not None:  # it ignores queries, and a borrower has returned above
             cache.append(self.key, t)
         if self.owner != self.key:  # share_v_heads: the last heads are its owner's
             own = append_lent_heads(own, raw[self.owner])
@@ -265,13 +274,12 @@ class Part(nn.Module):
         return own, t
 
     def mix(self, own, sources, x):
-        """The weighted sum (Eq. 7, Eq. 5) of the sources and the layer's own projection, (B, heads, T,
-        hs) each; own is None where its weight is 0 for ever."""
+        """The weighted sum (Eq. 7, Eq. 5) of the sources and own, H W_n, (B, heads, T, hs) each; own is
+        None if the layer has no matrix."""
         tensors = sources if own is None else [*sources, own]
         # Half precision would round a learned weight, and its gradient, a sum over all positions, would
         # overflow long before any other. So learned weights and gates, and products with them, are fp32.
         with torch.autocast(x.device.type, enabled=False):
-            # Of ResFormer, the one source is V_1, own is H W_n, and both have the weight 1/2.
             weighted = zip(self.weights(x), tensors, strict=True)
             mixed = sum(w * t for w, t in weighted)  # ResFormer: V_1 / 2 + H W_n / 2
         return mixed.to(tensors[-1].dtype)
@@ -328,9 +336,9 @@ class Part(nn.Module):
 
 
 def wire_attention(config, n):
-    """(reads, added, neutreno), question 3: the layers to whose keys and values layer n attends, itself
-    last; the sources whose mean value is added to its output; the factor with which V_1 - V'_n is, where
-    V'_n are the values that it attends with."""
+    """(reads, added, neutreno) of layer n, question 3. reads: the layers to whose keys and values it
+    attends, itself last. added: sources, whose mean value is added to its output. neutreno: V_1 - V'_n
+    times this number is added, too, where V'_n are the values that it attends with."""
     sources = sources_of(config, 'v', n)
     crossed = sources if config.residual_map == 'cross' else []
     added = sources if config.residual_map == 'identity' else []
@@ -361,9 +369,7 @@ class Attention(nn.Module):
         mixing is per token, and a cache keeps what was mixed. rope: (cos, sin), (T, hs) each, or () for
         gpt2. cache: a KVCache or None. mask: attend()'s.
         """
-        # One product makes q and k, another one v. Attention saves v for its backward pass, and as a view of
-        # one product v would keep the raw q and k in memory. A mixed v is a tensor of its own, but with one
-        # product ResFormer's kernels took longer on an H100 (results/speed).
+        # One product makes q and k, another one v: see project().
         raw = raw | project(x, self.q, self.k) | project(x, self.v)
         attended = attended.copy()
         for part in (self.q, self.k, self.v):
@@ -733,7 +739,12 @@ def project(x, *parts):
     """{key: (B, heads, T, hs)}: what these Parts of a layer, if they have a matrix, project from x (B, T,
     C). In training this is one product, which a GPU computes faster. It is not without gradients, because a
     decoder would copy the weights for each token, nor where something else, such as LoRA, replaces a
-    matrix."""
+    matrix.
+
+    The values have a product of their own: attention saves v for its backward pass, and as a view of one
+    product it would keep the raw q and k in memory. A mixed v is a tensor of its own anyway, but with one
+    product ResFormer's kernels took longer on an H100 (results/speed).
+    """
     parts = [part for part in parts if part.wire.projects]
     matrices = [part.proj for part in parts]
     are_plain = all(type(matrix) is nn.Linear for matrix in matrices)
