@@ -30,7 +30,7 @@ from lib.hub import hub_error
 from lib.machine import Machine
 from lib.rundir import provenance, save_checkpoint, spelled_out
 from lib.trained import check_ids, load_run
-from model import GPT, GPTConfig, changes_the_model, refuse, rope_tables, with_value
+from model import GPT, GPTConfig, refuse, rope_tables
 
 # What a variant takes along, as it stands here.
 HERE = Path(__file__).parent
@@ -240,7 +240,7 @@ def export(model, tokenizer, to):
     Raises ValueError if one of its weights would be lost or `to` holds anything, and OSError if the
     folder cannot be written.
     """
-    config = without_idle(model.config)
+    config = model.config
     # Whether a model of transformers computes the same.
     is_plain = {*config.shape(), *config.variant()} <= EXPRESSIBLE[config.arch]
     settings = plain_settings(config) if is_plain else remote_settings(config)
@@ -258,14 +258,6 @@ def export(model, tokenizer, to):
                 shutil.copy(path, folder)
         # Last: without weights, nobody loads the folder.
         write_weights(folder / 'model.safetensors', state)
-
-
-def without_idle(config):
-    """The config without what does nothing, which an older checkpoint may hold and no reader accepts."""
-    for name in config.variant():
-        if not changes_the_model(config, name):
-            config = with_value(config, name, getattr(GPTConfig, name))
-    return config
 
 
 # --- config.json ---------------------------------------------------------------------------------

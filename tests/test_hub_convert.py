@@ -20,7 +20,6 @@ from hub.convert import export
 from lib import tokenizer
 from lib.files import locked
 from lib.trained import load_run
-from model import GPT, GPTConfig
 
 quiet = checkpoints.quiet
 trained = programs.trained
@@ -65,13 +64,6 @@ def test_vanilla_goes_out_as_what_transformers_knows_and_comes_back(name, tmp_pa
     expected = {**vars(config), 'n_inner': config.ffn_width, 'dropout': 0.0}
     expected['n_kv_head'] = back.config.n_kv_head
     assert vars(back.config) == expected
-
-
-@pytest.mark.parametrize('idle', [dict(GPT2, rope_theta=5e5), dict(SV, gate_rank=16)])
-def test_what_does_nothing_in_an_older_checkpoint_stays_behind(idle, tmp_path):
-    model = reference.perturb(GPT(GPTConfig.saved({**SIZE, **idle}))).eval()
-    export(model, BYTES, tmp_path)
-    assert_equal_logits(model, load_plain(tmp_path) if 'arch' in idle else load_remote(tmp_path))
 
 
 def test_what_transformers_saves_of_a_variant_it_loads(tmp_path):
