@@ -27,9 +27,9 @@ unmixed, before RoPE; sources are raw. *Attended*: as attention and borrowers re
 of q and k, qk_norm and RoPE. What a layer borrows is its owner's tensor. A KV cache has the attended keys
 and values of owners alone: SVFormer's has the keys of all layers, and V_1.
 
-An idea of yours: a source made of earlier layers is a line of SOURCES, and nothing else. A gate is a line of
-GATES, if a Linear of x makes its logits. What changes attention's output is a setting, and an `if` in
-Attention.after(). docs/ideas.md says what else an idea may need.
+An idea of yours: a source made of earlier layers is a line of SOURCES, and nothing else. A gate of sources is
+a line of GATES, if a Linear of x makes its logits. What changes attention's output is a setting, and an `if`
+in Attention.after(). docs/ideas.md says what else an idea may need.
 
 The paper: Zhou et al., Value Residual Learning, arXiv:2410.17897.
 """
@@ -151,8 +151,7 @@ def owner_of(config, part, n):
     return n - n % period
 
 
-# The sources of layer n (from 0) in a model of L layers. Layer 0 has none: range(n)[:1] is [0], but []
-# for n = 0.
+# {name: the layers whose raw tensors layer n (from 0) of L mixes in}. Layer 0 has none: range(0) is empty.
 SOURCES = {
     'first': lambda n, L: range(n)[:1],  # Eq. 7
     'previous': lambda n, L: range(n)[-1:],  # Fig. 8
@@ -182,7 +181,8 @@ def sources_of(config, part, n):
 
 
 # {value of residual_weights: (from logits to the gate g, from g to the weight of the layer's own value, the
-# settings that it reads)}
+# settings that it reads)}. Logits start at 0, unless needs_of() says otherwise, as for relu: from 0, an
+# activation without a slope there never learns.
 GATES = {
     'head': (torch.sigmoid, lambda g: 1 - g, ('gate_inputs', 'gate_bias')),
     'relu': (torch.relu, lambda g: 1.0, ('gate_inputs',)),  # SATFormer (2605.03953)
@@ -255,7 +255,7 @@ class Part(nn.Module):
 
     def forward(self, x, raw, attended, rope, cache):
         """(raw, attended), (B, heads, T, hs) each: the layer's tensor as later layers mix it in, and as it
-        attends with it. Arguments as in Attention.forward(); raw has this layer's H W_n already."""
+        attends with it. Arguments as in Attention.forward(); project() has put H W_n into raw."""
         if not self.wire.heads:
             return raw[self.owner], attended[self.owner]  # SVFormer: V_n = V_1
         part, _ = self.key
@@ -376,8 +376,8 @@ class Attention(nn.Module):
             raw[part.key], attended[part.key] = part(x, raw, attended, rope, cache)
         q, v = attended[self.q.key], attended[self.v.key]
 
-        # These are its keys and values, cached tokens included, and with the cross map those of its
-        # sources. Without that map, each list has one tensor, and this is attend().
+        # Without the cross map, it reads its own keys and values, cached tokens included, and this is
+        # attend(). With it, those of its sources come first.
         kv = attended if cache is None else cache
         keys = [kv['k', n] for n in self.reads]
         values = [kv['v', n] for n in self.reads]
@@ -389,7 +389,8 @@ class Attention(nn.Module):
 
     def after(self, y, x, raw, v):
         """What else happens to attention's output y (B, nh, T, hs). x (B, T, C): what the layer projects;
-        v: the values of this call's tokens that it attended with."""
+        raw: of earlier layers, what lent_tensors() names; v: the values of this call's tokens that it
+        attended with."""
         if self.config.exclusive:
             y = remove_along(y, to_query_heads(v, y))
         # The identity map adds the mean of the source values (Eq. 6), NeuTRENO a part of V_1 - V'_n, where
