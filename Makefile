@@ -37,10 +37,8 @@ demo: setup
 	$(RUN) prepare_slimpajama.py --source=stdlib --tokenizer=bytes --tokens=0 --out=data/stdlib
 	$(RUN) compare.py config/demo.py --name=demo --seeds=3 --eval_iters=8 \
 		--arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
-	$(RUN) sample.py --out_dir=$(DEMO)/svformer_lr0.002_seed1 --start="def " --max_new_tokens=200 \
-		--temperature=0.6
 	@echo
-	@echo 'The report: $(DEMO)/report.html. An idea of your own, here with the previous layer as the source:'
+	@echo 'An idea of your own, here with the previous layer as the source:'
 	@echo '$(RUN) compare.py config/demo.py --name=mine --seeds=3 --arms="vanilla; mine: v_residual=previous"'
 
 test: $(VENV)/requirements-dev

@@ -109,7 +109,7 @@ def parse(words, monkeypatch):
         ('docs/data.md', 3),
         ('docs/ideas.md', 2),
         ('docs/use.md', 9),
-        ('Makefile', 4),
+        ('Makefile', 3),
         ('train.py', 5),
         ('compare.py', 4),
         ('bench.py', 3),
