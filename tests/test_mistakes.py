@@ -138,6 +138,7 @@ WEIGHTS = dict(init_from='out/whole/ckpt_12.pt')
             ['warmup_iters=3', 'cooldown_iters=10', 'max_iters=12'],
         ),
         (dict(attention='fast'), ["attention='fast'", 'auto', 'flash', 'cudnn']),
+        (dict(table_rate=2.0), ['table_rate']),
         (dict(activation_memory_budget=0.9), ['activation_memory_budget=0.9', 'compile=False']),
     ],
     ids=str,
