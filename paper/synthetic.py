@@ -40,7 +40,7 @@ from comparison.arms import parse_arms
 from lib.files import as_json, one_line_errors, write_json
 from lib.machine import Machine
 from lib.rundir import provenance
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, refuse
 
 
 @dataclass
@@ -159,6 +159,15 @@ def learn(task, settings, config, rate, seed):
     return curve
 
 
+def check_same(path, run):
+    """Refuse to take a run of other settings for this one."""
+    kept, run = json.loads(path.read_text()), as_json(run)
+    of_command = 'arms', 'rates', 'seeds', 'out'
+    different = [name for name in run if name not in of_command and kept.get(name) != run[name]]
+    names = ', '.join(different)
+    refuse(different, f'{path} is a run with another {names}; name another --out, or delete it')
+
+
 def main():
     with one_line_errors():
         tasks = 'S_3 S_5 A_5 Z_6 Z_60 hops recall before'.split()
@@ -174,9 +183,12 @@ def main():
             ends = []
             for seed in settings.seeds:
                 path = out / f'{arm}_lr{rate:g}_seed{seed}.json'
-                if not path.exists():
-                    run = asdict(settings) | {'task': task, 'rate': rate, 'seed': seed}
-                    run |= {'model': asdict(config), **provenance(Machine('cpu'))}
+                run = asdict(settings) | {'task': task, 'rate': rate, 'seed': seed}
+                run['model'] = asdict(config)
+                if path.exists():
+                    check_same(path, run)
+                else:
+                    run |= provenance(Machine('cpu'))
                     begin = time.process_time()
                     run['accuracy'] = learn(task, settings, config, rate, seed)
                     run['cpu_seconds'] = round(time.process_time() - begin)

@@ -98,6 +98,9 @@ def test_a_command_writes_runs_that_can_be_made_again(here):
     command('two', '(2, 1)')
     assert path.read_bytes() == written and (here / 'one/accuracy.png').exists()
     assert len(list((here / 'one').glob('*.json'))) == 4
+    other = ['--out=one', '--rates=(0.01,)', '--n_inner=8', '--steps=6']
+    status = program(synthetic.main, *words.split(), arms, *other)[0]
+    assert 'one/vanilla_lr0.01_seed1.json is a run with another steps, model;' in status
 
     run, again = (read_json(here / out / path.name) for out in ('one', 'two'))
     assert (run['task'], run['seed'], run['rate'], run['steps']) == ('S_3', 1, 0.01, 4)
