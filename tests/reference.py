@@ -14,11 +14,11 @@ import math
 
 import torch
 
-# The layers that are mixed into layer n of L; 'token' is a row of the layer's table, 'x0' the layer's
-# projection of x_0, 'anchor' one projection of x_0 for all layers.
+# What is mixed into layer n of L: of these layers the earlier ones; 'token', a row of the layer's table;
+# 'x0', the layer's projection of x_0; 'anchor', one projection of x_0 for all layers.
 SOURCES = {
     'token': lambda n, L: ['token'],
-    'first+token': lambda n, L: [0, 'token'] if n else ['token'],
+    'first+token': lambda n, L: [0, 'token'],
     'x0': lambda n, L: ['x0'],
     'anchor': lambda n, L: ['anchor'],
     'first': lambda n, L: [0],
@@ -42,14 +42,12 @@ def perturb(model, seed=0):
 
 def logits(config, weights, idx):
     """(B, T, V) logits of idx (B, T); weights maps parameter names to tensors."""
-    return torch.stack([sequence_logits(config, weights, row) for row in idx])
-
-
-def sequence_logits(config, weights, tokens):
-    hidden, _, _ = layers(config, weights, tokens)
-    x = norm(config, weights, 'transformer.ln_f', hidden[-1])
     head = weights['transformer.wte.weight' if config.tie_embeddings else 'lm_head.weight']
-    return x @ head.T
+    rows = []
+    for tokens in idx:
+        hidden, _, _ = layers(config, weights, tokens)
+        rows.append(norm(config, weights, 'transformer.ln_f', hidden[-1]) @ head.T)
+    return torch.stack(rows)
 
 
 def layers(config, weights, tokens):
@@ -106,7 +104,7 @@ def attention(config, weights, n, x, embedding, raw, attended):
     outputs = [attend(config, n, h, raw, attended) for h in range(config.n_head)]
     if config.output_gate:
         gates = x @ weights[f'transformer.h.{n}.attn.gate.weight'].T
-        outputs = [U / (1 + torch.exp(-gates[:, h : h + 1])) for h, U in enumerate(outputs)]
+        outputs = [U * sigmoid(gates[:, h : h + 1]) for h, U in enumerate(outputs)]
     return linear(weights, f'transformer.h.{n}.attn.c_proj', torch.cat(outputs, dim=1))
 
 
@@ -116,12 +114,13 @@ def project(config, weights, n, x, raw):
     for part in 'qkv':
         name = f'transformer.h.{n}.attn.{part}.proj'
         own = own_heads(config, part, n)
+        is_projected = own > 0 and not has_no_weight(config, part, n)
+        assert is_projected == (f'{name}.weight' in weights)
         columns = [None] * own
-        if own and not has_no_weight(config, part, n):
+        if is_projected:
             projected = linear(weights, name, x)
             assert projected.shape[1] == own * hs, f'{name} has rows that nobody uses'
             columns = [projected[:, h * hs : (h + 1) * hs] for h in range(own)]
-        assert (columns[:1] not in ([], [None])) == (f'{name}.weight' in weights)
         raw[part].append(columns + raw_or_attended_of_owner(config, part, n, raw, own))
 
 
@@ -144,6 +143,7 @@ def mixed_in(config, part, n):
 
 def mix_and_rotate(config, weights, n, x, embedding, raw, attended):
     """Attended: the owner's, as it is; or mixed, normed, then rotated."""
+    hs = config.n_embd // config.n_head
     for part in 'qkv':
         mixes = mixed_in(config, part, n)
         if part == 'v' and config.residual_map != 'current':
@@ -154,12 +154,10 @@ def mix_and_rotate(config, weights, n, x, embedding, raw, attended):
             if mixes:
                 tensors = []
                 for source in mixes:
-                    is_layer = isinstance(source, int)
-                    tensors.append(
-                        raw[part][source][h]
-                        if is_layer
-                        else outer(config, weights, n, h, source, embedding)
-                    )
+                    if isinstance(source, int):
+                        tensors.append(raw[part][source][h])
+                    else:
+                        tensors.append(outer(weights, n, source, embedding, hs)[h])
                 is_gated = part == 'v' and config.residual_weights in GATES
                 mix = gated if is_gated else mixture
                 own = mix(config, weights, n, h, part, x, tensors, own)
@@ -174,22 +172,21 @@ def mix_and_rotate(config, weights, n, x, embedding, raw, attended):
         attended[part].append(result + raw_or_attended_of_owner(config, part, n, attended, own))
 
 
-def outer(config, weights, n, h, source, embedding):
-    """Head h of a source that is no layer."""
-    hs = config.n_embd // config.n_head
+def outer(weights, n, source, embedding, hs):
+    """The heads, of size hs, of a source that is no layer."""
     tokens, x0 = embedding
     if source == 'token':
         rows = weights[f'transformer.ve.{n}.weight'][tokens]
     else:
         name = 'anchor' if source == 'anchor' else f'vx.{n}'
         rows = x0 @ weights[f'transformer.{name}.weight'].T
-    return rows[:, h * hs : (h + 1) * hs]
+    return rows.split(hs, dim=1)
 
 
 def attend(config, n, h, raw, attended):
     """Attention of head h; grouped query heads read the same key and value head."""
     hs = config.n_embd // config.n_head
-    g = kv_head(config, h)
+    g = h // (config.n_head // heads(config, 'v'))
     sources = mixed_in(config, 'v', n)
     maps = config.residual_map if sources else 'current'
     layers = sources + [n] if maps == 'cross' else [n]
@@ -206,18 +203,9 @@ def attend(config, n, h, raw, attended):
         U = U - share[:, None] * v
     if maps == 'identity':  # Eq. 6, with the mean in place of the sum
         U = U + sum(raw['v'][s][g] for s in sources) / len(sources)
-    if config.neutreno:
-        U = U + config.neutreno * above_own(n, g, raw, attended)
+    if config.neutreno:  # Eq. 8's V_1 - V'_n
+        U = U + config.neutreno * (raw['v'][0][g] - attended['v'][n][g])
     return U
-
-
-def kv_head(config, h):
-    return h // (config.n_head // heads(config, 'v'))
-
-
-def above_own(n, g, raw, attended):
-    """NeuTRENO's V_1 - V'_n (Eq. 8)."""
-    return raw['v'][0][g] - attended['v'][n][g]
 
 
 def heads(config, part):
@@ -243,12 +231,10 @@ def sources_of(config, part, n):
         f'{part}_residual={name!r} is unknown here: add what it means, from the equations, to SOURCES '
         'in tests/reference.py'
     )
-    sources = SOURCES[name](n, config.n_layer)
-    if n == 0 and isinstance(sources[-1:] and sources[-1], int | list):
-        return []
     if config.residual_layers and n not in config.residual_layers:
         return []
-    return sources
+    sources = SOURCES[name](n, config.n_layer)
+    return [source for source in sources if isinstance(source, str) or 0 <= source < n]
 
 
 def owner(config, part, n):
@@ -333,13 +319,12 @@ def softmax(scores):
     return e / e.sum(dim=1, keepdim=True)
 
 
-def rope(config, x, times=None):
+def rope(config, x):
     """Rotate the pair (i, i + hs/2) at time t by the angle t * its frequency."""
     T, hs = x.shape
-    times = range(T) if times is None else times
     half = hs // 2
     frequencies = rope_frequencies(hs, config.rope_theta, config.rope_scaling)
-    angle = torch.tensor([[t * f for f in frequencies] for t in times], dtype=x.dtype)
+    angle = torch.tensor([[t * f for f in frequencies] for t in range(T)], dtype=x.dtype)
     a, b = x[:, :half], x[:, half:]
     rotated = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
     return torch.cat(rotated, dim=1)
@@ -377,7 +362,7 @@ def mlp(config, weights, name, x):
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
     else:
         gate = linear(weights, f'{name}.c_gate', x)
-        h = gate / (1 + torch.exp(-gate)) * h
+        h = gate * sigmoid(gate) * h
     return linear(weights, f'{name}.c_proj', h)
 
 
