@@ -131,8 +131,8 @@ class BenchConfig(TableConfig):
 @dataclass
 class DecodeConfig(TableConfig):
     mode: str = 'reduce-overhead'  # of torch.compile; this one uses CUDA graphs
-    # As in sample.py, because cuDNN's plans anew for each shape. Under a mask, that is in compiled
-    # decoding and in later chunks of a prefill, flash cannot run, and the memory-efficient kernel does.
+    # As in sample.py, because cuDNN's plans anew for each shape. It acts in the prefill, and where decoding
+    # is not compiled; compiled, one new token attends without such a kernel, see model.attend_one().
     attention: str = 'flash'
     batch_sizes: tuple = (1, 8)  # texts decoded at once
     contexts: tuple = (2048,)  # tokens of a text at the end; block_size at most
