@@ -1,7 +1,6 @@
 """What the tests of several rooms share: the path, one thread, small datasets, and a small run."""
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import json
@@ -162,28 +161,6 @@ def half(whole):
         return name
 
     return half
-
-
-def mount(folder, kilobytes, flags=0):
-    """Whether a file system of that size, in memory, now is at the folder."""
-    data = f'size={kilobytes}k'.encode()
-    return ctypes.CDLL(None).mount(b'tmpfs', bytes(folder.absolute()), b'tmpfs', flags, data) == 0
-
-
-def unmount(folder):
-    detach = 2  # MNT_DETACH: even where a forked process still looks at it
-    ctypes.CDLL(None).umount2(bytes(folder.absolute()), detach)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB, in memory."""
-    disk = tmp_path / 'disk'
-    disk.mkdir()
-    if not sys.platform.startswith('linux') or not mount(disk, 1024):
-        pytest.skip('cannot mount a small file system here: run as root')
-    yield disk
-    unmount(disk)
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def test_data_that_does_not_do_for_the_settings_is_refused(work):
     path.write_text(text[:-9])
     refused('data/old/meta.json', 'prepare it again', dataset='old')
     refused('65', 'vocab_size=64', dataset=data_copy('wide', n_vocab=65))
-    refused('295', '1,000', gradient_accumulation_steps=500)
+    refused('295', '2,000', gradient_accumulation_steps=500)
     refused("'Boook'", 'A, B, C', domain_weights="{'Boook': 1.0}")
 
 
@@ -104,7 +104,7 @@ WEIGHTS = dict(init_from='out/whole/ckpt_12.pt')
         (RESUME | dict(seed=1), ['seed=1337', '1']),
         (RESUME | dict(optimizer='muon'), ['optimizer', 'adamw', 'muon']),
         (RESUME | dict(domain_weights="{'A': 1}"), ['domain_weights={}', "{'A': 1}"]),
-        (RESUME | dict(batch_size=4), ['gradient_accumulation_steps * batch_size=8', '16']),
+        (RESUME | dict(batch_size=8), ['gradient_accumulation_steps * batch_size=8', '16']),
         (RESUME | dict(max_iters=11), ['step 12', 'max_iters=11']),
         (RESUME | dict(dataset='otherwise'), ['data/otherwise']),
         (RESUME | dict(dataset='foreign'), ['tokenizer', 'data/foreign']),

@@ -49,7 +49,7 @@ def test_the_loss_falls_and_every_step_is_logged(whole):
     assert [entry['step'] for entry in steps] == list(range(12))
     assert steps[0]['loss'] > 4.1 and steps[-1]['loss'] < steps[0]['loss'] - 0.5  # ln 64 = 4.16
     for entry in steps:
-        assert entry['tokens'] == (entry['step'] + 1) * 4 * 2 * 32
+        assert entry['tokens'] == (entry['step'] + 1) * 2 * 4 * 32
         assert entry['grad_norm'] > 0 and entry['tok_per_s'] > 0
         schedule = train.TrainConfig(warmup_iters=3, max_iters=12, learning_rate=1e-2)
         assert entry['lr'] == train.learning_rate(entry['step'], schedule)
@@ -138,7 +138,7 @@ def test_learned_mixing_weights_are_logged_at_evaluations(work):
     ],
 )
 def test_the_validation_loss_is_the_mean_over_tokens_of_a_slow_evaluation(work, eval_iters, starts):
-    words = command_line('out/never', {'eval_iters': eval_iters})
+    words = command_line('out/never', {'eval_iters': eval_iters, 'batch_size': 2})
     settings, config = configure(train.TrainConfig, GPTConfig, argv=words)
     dataset = Dataset('tiny')
     model = GPT(config, seed=3)
@@ -200,8 +200,8 @@ def changed_in(out_dir):
 
 def test_changes_that_resume_allows_are_logged(half):
     name = half('out/changed')
-    changes = {'weight_decay': [0.1, 0.5], 'beta2': [0.95, 0.9], 'batch_size': [2, 1]}
-    changes |= {'gradient_accumulation_steps': [4, 8], 'max_iters': [12, 8]}
+    changes = {'weight_decay': [0.1, 0.5], 'beta2': [0.95, 0.9], 'batch_size': [4, 2]}
+    changes |= {'gradient_accumulation_steps': [2, 4], 'max_iters': [12, 8]}
     new = {setting: after for setting, (_, after) in changes.items()}
     good(name, init_from='resume', **new)
     assert changed_in(name) == {**changes, 'out_dir': ['out/whole', name]}
@@ -280,7 +280,7 @@ def test_the_cooldown_of_a_copy_is_bitwise_the_run_whose_own_cooldown_begins_the
 
 
 def test_half_the_batch_and_twice_as_many_micro_steps_are_the_same_run(work, whole):
-    good('out/halved', batch_size=1, gradient_accumulation_steps=8, eval_iters=4)
+    good('out/halved', batch_size=2, gradient_accumulation_steps=4, eval_iters=4)
     assert_close_losses('out/halved', whole)
 
 
@@ -360,8 +360,8 @@ def test_speed_is_that_of_steps_alone_however_many_a_log_line_stands_for(work, m
     assert [entry['step'] for entry in training_steps('out/clock')] == [0, 3, 6, 9]
     flops = model_of('out/clock').flops_per_token(32)
     for entry in training_steps('out/clock'):
-        assert entry['tok_per_s'] == 4 * 2 * 32 / 2
-        assert entry['mfu'] == pytest.approx(4 * 2 * 32 / 2 * flops / 1e12)
+        assert entry['tok_per_s'] == 2 * 4 * 32 / 2
+        assert entry['mfu'] == pytest.approx(2 * 4 * 32 / 2 * flops / 1e12)
 
 
 # --- wandb ---------------------------------------------------------------------------------------
