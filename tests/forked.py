@@ -5,14 +5,11 @@ import os
 import runpy
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 from conftest import ROOT
 
 from comparison import launch
-
-TRAINING = 'forked train'  # its name among the processes
 
 
 def run_program(path, words):
@@ -40,31 +37,7 @@ class Training:
 
 def train(words, env, log):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.setsid()
-    Path('/proc/self/comm').write_text(TRAINING)
     os.environ.update(env)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.closerange(3, 999)  # among them the lock of the comparison
     run_program('train.py', words)
-
-
-def trainings():
-    """The process ids of the trainings in this folder."""
-    pids = []
-    for path in Path('/proc').glob('[0-9]*'):
-        try:
-            here = os.readlink(path / 'cwd') == os.getcwd()
-            if here and (path / 'comm').read_text().strip() == TRAINING:
-                pids.append(int(path.name))
-        except OSError:  # it has ended
-            continue
-    return pids
-
-
-def send(number, pids):
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
