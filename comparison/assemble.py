@@ -83,10 +83,11 @@ def verdicts_on(arms, contrasts, shared, judgement):
         else:
             reasons = obstacles_of_leads(arms, leads[ours], leads[theirs], shared)
         incomplete[key] = next(filter(None, reasons), '')
-        seeds = (values[ours], values[theirs]) if independent else (pairs, pairs)
-        samples = zip((ours, theirs), seeds, strict=True)
-        each = [describe({seed: values[name][seed] for seed in own}) for name, own in samples]
-        losses = [(numbers['mean'], numbers['sd']) for numbers in each]
+        losses = []
+        for name in (ours, theirs):
+            seeds = values[name] if independent else pairs
+            numbers = describe({seed: values[name][seed] for seed in seeds})
+            losses.append((numbers['mean'], numbers['sd']))
         known[key] = {'ours': ours, 'theirs': theirs, 'losses': losses}
     if independent:
         losses = {name: values[name] for name in arms}

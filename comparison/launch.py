@@ -33,7 +33,7 @@ class Job:
     name: str
     arguments: list
     folder: Path
-    process: subprocess.Popen = field(default=None, repr=False)
+    process: subprocess.Popen | None = None
     slot: dict = field(default_factory=dict)  # one of find_slots()
     log_start: int = 0  # where this attempt begins in train.log
 

@@ -282,13 +282,12 @@ def seeds_alone(comparison):
 
 def how_made(comparison):
     """['name: text']: how it was made."""
-    plan = comparison['plan'] or {}
-    contents = plan.get('plan', {})
-    rule = RULES[comparison['judgement']]
+    plan, rule = comparison['plan'], RULES[comparison['judgement']]
     lines = [f'metric: {METRIC}, {comparison["evaluation"]}', f'rule: {rule}']
-    if contents.get('rule', rule) != rule:
-        lines.append(f'rule, in the words of the plan: {contents["rule"]}')
     if plan:
+        contents = plan['plan']
+        if contents['rule'] != rule:
+            lines.append(f'rule, in the words of the plan: {contents["rule"]}')
         lines.append(f'plan: {plan["hash"]}, written {plan["date"]}, in plan.json')
         length = len(plan['diff'].splitlines())
         work_tree = f'with a diff of {length:,} lines, in plan.json' if length else 'unchanged'

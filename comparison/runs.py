@@ -32,7 +32,7 @@ from pathlib import Path
 
 from comparison.forms import PROVENANCE, build_config, check_types, parse_line, typed
 from lib.files import as_json, first_line, unreadable
-from lib.rundir import FACTS, failure_file
+from lib.rundir import FACTS, failure_file, is_evaluation
 from model import GPTConfig
 from train import NOT_FINITE, TrainConfig
 
@@ -72,11 +72,17 @@ def facts(values, entries=()):
     settings['min_lr / learning_rate'] = least / rate if rate else 0.0
     settings['eval_iters * batch_size'] = settings.pop('eval_iters') * settings['batch_size']
 
-    recorded = {name: values.get(name) for name in RECORDED}
-    recorded |= {'domains': domains_of(entries), 'code': code_of(values, entries)}
-    origin = values.get('origin', 'scratch')
-    others = {'origin': origin, 'resumed': changes_on_the_way(entries)}
-    return as_json({**settings, **unknown_settings(values), **others, **recorded})
+    return as_json(
+        {
+            **settings,
+            **unknown_settings(values),
+            'origin': values.get('origin', 'scratch'),
+            'resumed': changes_on_the_way(entries),
+            **{name: values.get(name) for name in RECORDED},
+            'domains': domains_of(entries),
+            'code': code_of(values, entries),
+        }
+    )
 
 
 def unknown_settings(values):
@@ -266,6 +272,6 @@ def read_entries(path):
 def final_losses(entries, steps):
     """The last evaluation, {domain: loss, ..., 'mean': ...}; {} where it is not there yet."""
     for entry in reversed(entries):
-        if 'val' in entry and entry['step'] == steps:
+        if is_evaluation(entry, steps):
             return entry['val']
     return {}
