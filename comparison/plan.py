@@ -13,7 +13,6 @@ arms.py; record.py writes all of it down.
 """
 
 import contextlib
-import functools
 import itertools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -93,6 +92,7 @@ class Plan:
             check_given(own, f'arm {name}', bool(rates))
             with of_arm(name):
                 self.arms[name] = ArmPlan.of(own, common, files)
+        self.data = self.data_now()
         check_arms(self)
         seeds = {name: self.test_seeds(name) for name in self.arms}
         check_judgement(judgement, self.contrasts, seeds)
@@ -182,10 +182,6 @@ class Plan:
         return {
             name: value for name, value in values.items() if value != getattr(TrainConfig, name)
         }
-
-    @functools.cached_property
-    def data(self):
-        return self.data_now()
 
     def data_now(self):
         """The fingerprint of the data of all arms; None where they are not: runs may be trained
