@@ -171,17 +171,14 @@ def settings_beneath(given):
         return {}
 
     # No warning of a damaged file: start_run() loads the checkpoint again, and warns.
-    def load(path):
-        return load_checkpoint(path, warn=lambda message: None)
-
     if init_from != 'resume':
-        return asdict(load(init_from).config)
+        return asdict(load_checkpoint(init_from).config)
     out_dir = given.get('out_dir', TrainConfig.out_dir)
     # Whoever trains here may be about to write its last checkpoint. Shared: torchrun's processes all
     # read it.
     is_there = os.path.isdir(out_dir)
     with locked(out_dir, 'training in', shared=True) if is_there else contextlib.nullcontext():
-        checkpoint = load(out_dir)
+        checkpoint = load_checkpoint(out_dir)
     path = checkpoint['path']
     refuse(
         not checkpoint['data']['sha256'],

@@ -199,7 +199,7 @@ def candidates(path):
     return paths
 
 
-def load_checkpoint(path, warn):
+def load_checkpoint(path, warn=lambda message: None):
     """The Checkpoint in a file or, of a run's folder, in its newest file that is whole.
 
     Raises FileNotFoundError or ValueError where there is none, and OSError where the newest one
