@@ -149,11 +149,6 @@ class BytePairs:
             return self.encode(replace_surrogates(text), special)
         return np.concatenate(parts).astype(np.uint16)
 
-    def encode_batch(self, texts):
-        """Iterable of str -> list of uint16 arrays, on one thread. Parallel programs start one process
-        per core instead."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids):
         """Iterable of ids -> str: for ids of encode(s), s in NFC (GPT-2: s itself).
 
@@ -181,7 +176,6 @@ class Bytes:
         text = replace_surrogates(unicodedata.normalize('NFC', text))
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
-    encode_batch = BytePairs.encode_batch
     decode = BytePairs.decode
 
     @staticmethod
