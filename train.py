@@ -454,7 +454,7 @@ def start_run(settings, config, machine, folder):
             first_save = min(step for step in saves if step > 0)
         start = Start(settings, config, machine, folder)
         if settings.init_from == 'resume':
-            carry_on(folder.newest(machine.warn), start, machine.warn)
+            carry_on(folder.newest(machine.warn), start)
         else:
             folder.check_unused(first_save)
             if settings.init_from != 'scratch':
@@ -554,7 +554,7 @@ def check_same_run(checkpoint, old, start):
     return changed
 
 
-def carry_on(checkpoint, start, warn):
+def carry_on(checkpoint, start):
     """Fill `start` with what a run's checkpoint and its log say, or refuse to go on as another run."""
     old, settings, step = settings_of(checkpoint), start.settings, checkpoint['step']
     # Steps of save_steps that are past stay among them, and so their checkpoints are kept.
