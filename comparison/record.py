@@ -142,15 +142,16 @@ def date_and_code():
 
 
 # As git prints it, whatever its settings are here.
-DIFF = '-c core.quotePath=false diff --no-ext-diff --no-textconv --no-color'.split()
-PREFIXES = '--src-prefix=a/', '--dst-prefix=b/'
+DIFF = (
+    '-c core.quotePath=false diff --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/'
+).split()
 
 
 def code_state():
     """The commit, and the diff of the work tree's Python files: the idea is a change of the code."""
     paths = ['--', '*.py', ':!tests']
-    diff, _ = ask_git(*DIFF, *PREFIXES, 'HEAD', *paths)
+    diff, _ = ask_git(*DIFF, 'HEAD', *paths)
     names, _ = ask_git('ls-files', '-z', '--others', '--exclude-standard', *paths)
     for name in filter(None, names.split(b'\0')):
-        diff += ask_git(*DIFF, *PREFIXES, '--no-index', '/dev/null', name)[0]
+        diff += ask_git(*DIFF, '--no-index', '/dev/null', name)[0]
     return {'commit': commit_of('rev-parse', 'HEAD'), 'diff': diff.decode(errors='replace')}
