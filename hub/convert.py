@@ -71,7 +71,6 @@ def import_checkpoint(source, to, tokenizer=''):
     tokenizer: where to find it; '': beside the weights. Raises ValueError for a model that GPT does not
     compute, and OSError for what transformers cannot read; nothing is written then.
     """
-    empty_folder(to)  # before it takes a while
     config, weights, eot = read_transformers(source)
     encoder = tokenizers.load(tokenizer) if tokenizer else own_tokenizer(source, eot)
     check_ids(encoder, config)
@@ -482,10 +481,10 @@ def main():
         mode, (settings,) = choose(modes, __doc__, plain='source')
         refuse(len(settings.source) != 1, f'{mode} takes one source, not {len(settings.source)}')
         (source,) = settings.source
+        empty_folder(settings.to)  # before it takes a while
         if mode == 'import':
             import_checkpoint(source, settings.to, settings.tokenizer)
         else:
-            empty_folder(settings.to)  # before it takes a while
             model, tokenizer, _ = load_run(source, settings.tokenizer)
             export(model, tokenizer, settings.to)
     print(f'wrote {settings.to}')
