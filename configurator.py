@@ -56,12 +56,8 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
         print(help_text(schemas, doc, plain, mode))
         sys.exit(0)
 
-    hints = {}  # {setting: its type}
-    for schema in schemas:
-        hints |= typing.get_type_hints(schema)
-    of_others = {name for schema in ignored for name in typing.get_type_hints(schema)}
-    of_others -= hints.keys()
-
+    hints = hints_of(schemas)
+    of_others = hints_of(ignored).keys() - hints.keys()
     words, options = sort_arguments(argv)
     # Before the files: else the VALUE of `--key VALUE` is refused as a missing config file.
     overrides = {}
@@ -90,6 +86,14 @@ def configure(*schemas, argv=None, doc='', plain='', mode='', ignored=(), under=
         names = typing.get_type_hints(schema).keys() & values.keys()
         instances.append(schema(**{name: values[name] for name in names}))
     return instances
+
+
+def hints_of(schemas):
+    """{setting: its type} of dataclasses."""
+    hints = {}
+    for schema in schemas:
+        hints |= typing.get_type_hints(schema)
+    return hints
 
 
 def sort_arguments(argv):

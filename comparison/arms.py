@@ -12,9 +12,9 @@ but the shape), and so do settings of training that are not train.py's defaults,
 import contextlib
 import itertools
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from configurator import check_key, configure, read_settings
+from configurator import check_key, configure, hints_of, read_settings
 
 from comparison.runs import default_settings
 from model import GPTConfig
@@ -82,7 +82,7 @@ def parse_arms(text):
 def read_arm(path):
     """{setting: value} of a config file that an arm names: what decides its numbers, without the shape and
     the defaults of training."""
-    known = {item.name for schema in (TrainConfig, GPTConfig) for item in fields(schema)}
+    known = hints_of([TrainConfig, GPTConfig])
     settings = read_settings(path, known)
     for name in settings:
         check_key(name, known, path)

@@ -2,9 +2,8 @@
 what is read of it is checked here."""
 
 import json
-import typing
 
-from configurator import convert
+from configurator import convert, hints_of
 
 from model import GPTConfig, refuse
 
@@ -53,9 +52,7 @@ def check_types(value, form, name=''):
 def typed(values, *schemas):
     """Settings, {name: value}, in the types of these dataclasses; others as they are. ValueError for one
     of another type."""
-    hints = {}
-    for schema in schemas:
-        hints |= typing.get_type_hints(schema)
+    hints = hints_of(schemas)
     known = {name: convert(values[name], hints[name], name) for name in values if name in hints}
     return {**values, **known}
 
