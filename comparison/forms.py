@@ -3,10 +3,6 @@ what is read of it is checked here."""
 
 import json
 
-from configurator import convert, hints_of
-
-from model import GPTConfig, refuse
-
 NUMBER = int | float | None  # None: it was not finite
 PROVENANCE = {str: str | NUMBER}  # {fact: value}, see lib/rundir.py
 
@@ -47,22 +43,3 @@ def check_types(value, form, name=''):
         for key, expected in form.items():
             for each in value if key is str else [key]:
                 check_types(value[each], expected, f'{name} {each}'.strip())
-
-
-def typed(values, *schemas):
-    """Settings, {name: value}, in the types of these dataclasses; others as they are. ValueError for one
-    of another type."""
-    hints = hints_of(schemas)
-    known = {name: convert(values[name], hints[name], name) for name in values if name in hints}
-    return {**values, **known}
-
-
-def build_config(fields, path):
-    """The GPTConfig of these fields. ValueError names `path`, where they are from."""
-    try:
-        config = GPTConfig.saved(fields)
-        for name, value in vars(config).items():
-            refuse(isinstance(value, int) and value >= 2**31, f'{name}={value} is too large')
-        return config
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error

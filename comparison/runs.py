@@ -30,10 +30,12 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from comparison.forms import PROVENANCE, build_config, check_types, parse_line, typed
+from configurator import convert, hints_of
+
+from comparison.forms import PROVENANCE, check_types, parse_line
 from lib.files import as_json, first_line, unreadable
 from lib.rundir import FACTS, failure_file, is_evaluation
-from model import GPTConfig
+from model import GPTConfig, refuse
 from train import NOT_FINITE, TrainConfig
 
 # --- facts ----------------------------------------------------------------------------------------
@@ -105,8 +107,9 @@ def parts_of(values, entries):
 
 def domains_of(entries):
     """The names of the domains of a run's last evaluation; None where a log says none."""
-    evaluations = [entry['val'] for entry in entries if 'val' in entry]
-    return sorted(evaluations[-1].keys() - {'mean'}) or None if evaluations else None
+    for entry in reversed(entries):
+        if 'val' in entry:
+            return sorted(entry['val'].keys() - {'mean'}) or None
 
 
 def code_of(values, entries):
@@ -146,8 +149,8 @@ def difference(a, b, but=(), only=()):
     """The first (name, value, other value) of differences(), or None. Other code is named last: whoever
     lets it differ should not learn of the rest only then."""
     found = differences(a, b, but, only)
-    names = sorted(found, key=lambda name: name == 'code')
-    return (names[0], *found[names[0]]) if names else None
+    name = min(found, key=lambda name: name == 'code', default=None)
+    return (name, *found[name]) if found else None
 
 
 def disagreement(ours, theirs, but=(), only=()):
@@ -213,11 +216,15 @@ class State:
 
 
 def model_of(config, path):
-    """The GPTConfig of a run's settings; None where some of them mean nothing here."""
+    """The GPTConfig of a run's settings, which `path` holds; None where some of them mean nothing here."""
     if unknown_settings(config):
         return None
     names = asdict(GPTConfig())
-    return build_config({name: config[name] for name in config if name in names}, path)
+    with unreadable(f'{path} does not say the settings of a model'):
+        model = GPTConfig.saved({name: config[name] for name in config if name in names})
+        for name, value in vars(model).items():
+            refuse(isinstance(value, int) and value >= 2**31, f'{name}={value} is too large')
+    return model
 
 
 def read_state(folder):
@@ -253,7 +260,10 @@ def read_state(folder):
 def read_run_config(path):
     """What a config.json says of its run. Raises OSError or ValueError."""
     with unreadable(f'{path} does not say the settings of a run'):
-        config = typed(json.loads(path.read_text(errors='replace')), TrainConfig, GPTConfig)
+        config = json.loads(path.read_text(errors='replace'))
+        for name, hint in hints_of([TrainConfig, GPTConfig]).items():
+            if name in config:
+                config[name] = convert(config[name], hint, name)
         check_types({name: config[name] for name in FACTS & config.keys()}, PROVENANCE)
         if not {'max_iters', 'seed', 'learning_rate'} <= config.keys():
             raise KeyError('max_iters, seed, learning_rate')
