@@ -53,8 +53,9 @@ def compare_plan(results, record):
     for name, own in plan.arms.items():
         states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
         rate, problem = results.rate(name), problems.get(name, '')
-        own_trials = [run for run in runs if run.arm == name and run.seed in plan.tuning_seeds]
-        trials = [results.state(run) for run in own_trials]
+        trials = [
+            results.state(run) for run in runs if run.arm == name and run.seed in plan.tuning_seeds
+        ]
         arms[name] = ArmRuns(plan.arm_facts(name), own.config, rate, states, problem, trials)
     tuning = {arm: results.tune(arm) for arm in arms if plan.rates}
     # Runs may be judged where their data are not, and so nothing has compared them yet.
