@@ -76,11 +76,9 @@ def folder_of(name):
     return COMPARISONS / path
 
 
-def plan_of(options, argv):
-    """The Plan of a command line."""
-    files, flags = sort_arguments(argv)
-    pairs = [flag[2:].split('=', 1) for flag in flags]
-    common = {name: value for name, value in pairs if name not in vars(options)}
+def plan_of(options, files, given):
+    """The Plan of a command line with these config files and {setting: its text}."""
+    common = {name: value for name, value in given.items() if name not in vars(options)}
     if not files and not options.name:
         raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
     arms = parse_arms(options.arms)
@@ -102,9 +100,9 @@ def plan_of(options, argv):
     )
 
 
-def compare_arms(options, argv):
+def compare_arms(options, files, given):
     """Train arms, or print their commands. Returns (what the report shows, its folder)."""
-    plan = plan_of(options, argv)
+    plan = plan_of(options, files, given)
     results = Results(plan)
     if plan.replaced:
         print(
@@ -136,18 +134,16 @@ def compare_arms(options, argv):
 OF_EXISTING = ('name', 'contrasts', 'tuning_seeds', 'judgement', 'mixed_code')
 
 
-def compare_existing(options, argv):
+def compare_existing(options, given):
     """Compare runs that exist. Returns (what the report shows, its folder)."""
-    _, flags = sort_arguments(argv)
-    keys = [flag[2:].partition('=')[0] for flag in flags]
-    for key in keys:
+    for key in given:
         if key not in OF_EXISTING:
             raise ValueError(
                 f'--{key} is for runs to be trained, but these words are taken for runs that exist: '
                 'not all of them are config files, which end with .py'
             )
     folder = folder_of(options.name or 'runs')
-    seeds = options.tuning_seeds if 'tuning_seeds' in keys else None
+    seeds = options.tuning_seeds if 'tuning_seeds' in given else None
     comparison = compare_runs(
         options.runs,
         folder.name,
@@ -183,17 +179,18 @@ def write_report(folder, comparison):
 def main():
     argv = sys.argv[1:]
     with one_line_errors(interrupts=False):
-        words, _ = sort_arguments(argv)
+        words, flags = sort_arguments(argv)
         # Where one of them is a run, none is a config file: among a stranger's runs, it would be executed.
         plain = '' if all(word.endswith('.py') for word in words) else 'runs'
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, doc=__doc__, plain=plain)
+        given = dict(flag[2:].split('=', 1) for flag in flags)
         # Better to fail now than after hours of training.
         distributions()
         charts.pyplot()
         if options.runs:
-            comparison, folder = compare_existing(options, argv)
+            comparison, folder = compare_existing(options, given)
         elif argv:
-            comparison, folder = compare_arms(options, argv)
+            comparison, folder = compare_arms(options, words, given)
         else:
             print((__doc__ or '').strip())  # None: python -OO
             sys.exit(2)

@@ -74,7 +74,8 @@ def make_plan(*words):
     argv = ['small.py', *words]
     schemas = compare.CompareConfig, TrainConfig, GPTConfig
     options, _, _ = configure(*schemas, argv=argv)
-    return compare.plan_of(options, argv)
+    given = dict(word[2:].split('=', 1) for word in words)
+    return compare.plan_of(options, ['small.py'], given)
 
 
 def pretend(plan, run, loss):
