@@ -746,7 +746,7 @@ def train(settings, config, machine, micro_steps, closing):
     if machine.is_first:
         reporter = Reporter(start, machine, signals)
     loader = Loader(start.rows, settings, machine, start.step)
-    step = start.step
+    step, skipped = start.step, start.skipped
     saved = step if settings.init_from == 'resume' else None
     evaluated = step if folder.has_evaluation(step) else None
     unread = None  # the newest step, whose numbers are read when the next one has been launched
@@ -764,13 +764,13 @@ def train(settings, config, machine, micro_steps, closing):
             launched = launch_step(step, start, wrapped, machine, loader.next, micro_steps, signals)
             step += 1
         if unread:
-            all_stop = read(unread, start, machine, reporter)
+            all_stop, skipped = read(unread, skipped, start, machine, reporter)
         unread = launched
 
         # Save first: what is saved cannot be lost while it is evaluated.
         if saves:
             if reporter:
-                reporter.checkpoint(step, start.skipped)
+                reporter.checkpoint(step, skipped)
             saved = step
         if stop:
             break
@@ -815,28 +815,28 @@ def launch_step(step, start, model, machine, next_batch, micro_steps, signals):
     return step, lr, numbers, began, machine.moment()
 
 
-def read(unread, start, machine, reporter):
-    """Wait for the numbers of a step, count and log it. Returns whether a process was told to stop."""
+def read(unread, skipped, start, machine, reporter):
+    """Wait for the numbers of a step, and log it. Returns whether a process was told to stop, and how many
+    steps were skipped, counted on: [in all, the last ones in a row]."""
     step, lr, numbers, began, ended = unread
     seconds = machine.seconds_between(began, ended)
     loss, norm, scale, told = numbers.tolist()
-    skipped, in_a_row = start.skipped
+    in_all, in_a_row = skipped
     if math.isfinite(norm):
         in_a_row = 0
     else:
-        skipped += 1
+        in_all += 1
         in_a_row += 1
-    start.skipped = [skipped, in_a_row]
     settings = start.settings
     if reporter and step % settings.log_interval == 0:
-        reporter.step(step, loss, norm, lr, scale, skipped, seconds)
+        reporter.step(step, loss, norm, lr, scale, in_all, seconds)
     if settings.max_skipped and in_a_row >= settings.max_skipped:
         error = too_many_skipped(step, in_a_row, settings)
         with machine.together():  # every process raises it, and the first one says it
             if reporter:
                 start.folder.give_up(error)
             raise error
-    return told > 0
+    return told > 0, [in_all, in_a_row]
 
 
 def at_interval(step, interval):
