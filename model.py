@@ -1037,9 +1037,11 @@ LEAST['neutreno'] = -1e300  # it may be negative
 # belongs here if the wiring alone reads it.
 WIRED = {
     *RESIDUALS,
-    *'residual_weights residual_lambda residual_layers residual_map'.split(),
-    *'gate_inputs gate_bias gate_rank'.split(),
-    *'share_q share_k share_v share_v_heads neutreno'.split(),
+    *(
+        'residual_weights residual_lambda residual_layers residual_map '
+        'gate_inputs gate_bias gate_rank '
+        'share_q share_k share_v share_v_heads neutreno'
+    ).split(),
 }
 
 
@@ -1173,13 +1175,6 @@ def normalize(config):
         config.gate_inputs = 0
 
 
-def with_value(config, name, value):
-    """The config with another value, which is not checked."""
-    config = copy.copy(config)
-    setattr(config, name, value)
-    return config
-
-
 def signature(config):
     """All that a model is made of: how its layers are wired, and the settings that are read."""
     wires = wires_of(config)
@@ -1195,7 +1190,8 @@ def signature(config):
 
 def changes_the_model(config, name):
     """Whether a setting changes what a model is made of, compared with its default."""
-    plain = with_value(config, name, getattr(type(config), name))
+    plain = copy.copy(config)  # a copy is not checked
+    setattr(plain, name, getattr(type(config), name))
     return signature(config) != signature(plain)
 
 
