@@ -94,11 +94,10 @@ class Tokens(DynamicLayer):
             tensors = self.cache.tensors
             tensors.update({key: change(tensor) for key, tensor in tensors.items()})
 
-    def reorder_cache(self, beam_idx):
-        self.change_rows(lambda tensor: tensor[beam_idx.to(tensor.device)])
-
     def batch_select_indices(self, indices):
-        self.change_rows(lambda tensor: tensor[indices])
+        self.change_rows(lambda tensor: tensor[indices.to(tensor.device)])
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats):
         self.change_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
