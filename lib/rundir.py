@@ -38,7 +38,7 @@ from lib.files import (
 )
 from lib.logs import Log, read_log
 from lib.machine import is_out_of_memory
-from model import GPT, SHAPE, GPTConfig
+from model import SHAPE, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -293,12 +293,6 @@ class Checkpoint(dict):
             raise ValueError(
                 f'{self["path"]} was trained on other data than {dataset.folder} now holds{advice}'
             )
-
-    def build(self):
-        """The model, with its weights."""
-        model = GPT(self.config)
-        model.load_state_dict(self['model'])
-        return model
 
     def load_weights(self, model):
         """Take over the weights; mixing weights that the checkpoint lacks keep their initial values.

@@ -9,6 +9,7 @@ import sys
 from lib import tokenizer as tokenizers
 from lib.data import Dataset, dataset_folder
 from lib.rundir import load_checkpoint
+from model import GPT
 
 
 def load_run(path, tokenizer=''):
@@ -20,7 +21,8 @@ def load_run(path, tokenizer=''):
     """
     checkpoint = load_checkpoint(path, lambda message: print(message, file=sys.stderr))
     encoder = load_tokenizer(checkpoint, tokenizer)
-    model = checkpoint.build()
+    model = GPT(checkpoint.config)
+    model.load_state_dict(checkpoint['model'])
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise ValueError(f'{checkpoint["path"]}: {name} is not finite; use an older checkpoint')
