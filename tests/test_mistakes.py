@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_dataset
-from programs import MALICE, Evil
 from runs import (
     assert_same_run,
     good,
@@ -112,7 +111,6 @@ WEIGHTS = dict(init_from='out/whole/ckpt_12.pt')
         # weights of another model
         (WEIGHTS | dict(dataset='foreign'), ['tokenizer', 'data/foreign']),
         (WEIGHTS | dict(n_embd=64), ['does not fit', '--n_embd=32']),
-        (WEIGHTS | dict(n_layer=1), ['does not fit', '--n_layer=2']),
         (WEIGHTS | dict(rope_theta=5e5), ['--rope_theta=10000.0']),  # no shape tells
         (WEIGHTS | dict(share_v=True), ['does not fit', 'attn.v.proj']),
         (WEIGHTS | dict(v_residual='token', residual_layers=(1,)), ['transformer.ve.1']),
@@ -155,19 +153,6 @@ def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(ha
         part['transformer.gone'] = next(iter(part.values()))
     torch.save(checkpoint, f'{name}/ckpt_6.pt')
     refused('does not fit this model: transformer.gone', out_dir=name, init_from='resume')
-
-
-# --- checkpoints that come from elsewhere ---------------------------------------------------------
-
-
-@pytest.mark.parametrize('kind', MALICE)
-def test_a_malicious_checkpoint_is_refused_and_not_run(half, kind):
-    name = half(f'out/{kind}')
-    path = Path(name, 'ckpt_6.pt')
-    MALICE[kind](Evil('run by a checkpoint'), path)
-    for options in (dict(out_dir=name, init_from='resume'), dict(init_from=path)):
-        assert 'weights_only' not in refused(path, **options)  # torch's advice to try it with False
-    assert not Path('run by a checkpoint').exists()
 
 
 # --- not mistakes ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from runs import newest, succeed
 import compare
 import evaluate
 import sample
+import train
 from hub import convert
 from lib.rundir import checkpoints
 from lib.trained import load_run
@@ -153,11 +154,14 @@ def test_a_seed_says_what_is_sampled(trained, limit):
 # --- refused -------------------------------------------------------------------------------------
 
 
-def test_an_unsafe_checkpoint_and_code_among_runs_are_refused_by_every_program(trained, tmp_path):
+@pytest.mark.parametrize('kind', MALICE)
+def test_an_unsafe_checkpoint_and_code_among_runs_are_refused_by_every_program(
+    trained, tmp_path, kind
+):
     folder, to, marker = tmp_path / 'unsafe', tmp_path / 'to', tmp_path / 'marker'
     shutil.copytree(trained, folder)
     path, code = checkpoints(folder)[0], tmp_path / 'vanilla_notes.py'
-    MALICE['torch file'](Evil(marker), path)
+    MALICE[kind](Evil(marker), path)
     code.write_text(f'open({str(marker)!r}, "w")')
     readers = (
         (convert.main, 'export', f'--to={to}'),
@@ -165,8 +169,12 @@ def test_an_unsafe_checkpoint_and_code_among_runs_are_refused_by_every_program(t
         (analyze.main, 'entropy', '--device=cpu'),
     )
     calls = [(*call, each) for call in readers for each in (path, code)]
-    for main, *words in [*calls, (sample.main, f'--out_dir={path}'), (compare.main, trained, code)]:
-        assert_one_line(program(main, *words)[0], str(words[-1]).removeprefix('--out_dir='))
+    calls += [(sample.main, f'--out_dir={path}'), (compare.main, trained, code)]
+    calls.append((train.main, '--dataset=bytes', '--device=cpu', f'--init_from={path}'))
+    for main, *words in calls:
+        status, _, _ = program(main, *words)
+        assert_one_line(status, str(words[-1]).split('=')[-1])
+        assert 'weights_only' not in status  # torch's advice to try it with False
     assert not marker.exists() and not to.exists()
 
 

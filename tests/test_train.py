@@ -367,53 +367,28 @@ def test_speed_is_that_of_steps_alone_however_many_a_log_line_stands_for(work, m
 # --- wandb ---------------------------------------------------------------------------------------
 
 
-class FakeRun:
-    id = 'abc123'
-
-    def __init__(self, broken):
-        self.broken = broken
-        self.logged = []
-        self.axes = set()
-
-    def define_metric(self, name, step_metric):
-        self.axes.add((name, step_metric))
-
-    def log(self, entry):  # without wandb's own step, which must rise
-        self.logged.append(entry)
-        if self.broken:
-            raise RuntimeError('the network is gone')
-
-
-def wandb_with(monkeypatch, run):
-    """The options of each wandb.init(), which gives this run."""
+@pytest.mark.parametrize('broken', [False, True])
+def test_wandb_gets_the_settings_and_the_log_and_stops_nothing(work, monkeypatch, broken):
+    run = mock.Mock(id='abc123')
+    run.log.side_effect = RuntimeError('the network is gone') if broken else None
     calls = []
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
-    return calls
-
-
-@pytest.mark.parametrize('broken', [False, True])
-def test_wandb_gets_the_settings_and_the_log_and_stops_nothing(work, monkeypatch, broken):
-    run = FakeRun(broken)
-    calls = wandb_with(monkeypatch, run)
-    name = f'out/wandb {broken}'
-    good(name, wandb_log=True, max_iters=1, wandb_project='p')
-    good(name, wandb_log=True, max_iters=2, init_from='resume')
-    assert [call['id'] for call in calls] == [None, 'abc123']
+    name = f'wandb {broken}'
+    good(f'out/{name}', wandb_log=True, max_iters=1, wandb_project='p')
+    good(work / 'out' / name, wandb_log=True, max_iters=2, init_from='resume')  # the same folder
     assert calls[0]['project'] == 'p' and calls[0]['config']['n_embd'] == 32
-    assert run.axes == {('*', 'step')}
-    assert [entry['step'] for entry in run.logged] == [0, 0, 1, 1, 2]
-    assert 'val/mean' in run.logged[0] and 'loss' in run.logged[1]
-
-
-def test_a_copy_is_a_run_of_its_own_to_wandb(work, monkeypatch):
-    calls = wandb_with(monkeypatch, FakeRun(broken=False))
-    good('out/first', wandb_log=True, max_iters=1)
-    copied('out/first', 1, 'out/second')
-    good('out/second', wandb_log=True, max_iters=2, init_from='resume')
-    good(work / 'out/first', wandb_log=True, max_iters=2, init_from='resume')  # the same folder
-    assert [call['id'] for call in calls] == [None, None, 'abc123']
-    assert [call['name'] for call in calls] == ['first', 'second', 'first']
+    run.define_metric.assert_called_with('*', step_metric='step')
+    logged = [
+        entry for (entry,), _ in run.log.call_args_list
+    ]  # without wandb's own step, which must rise
+    assert [entry['step'] for entry in logged] == [0, 0, 1, 1, 2]
+    assert 'val/mean' in logged[0] and 'loss' in logged[1]
+    # A copy is a run of its own.
+    copied(f'out/{name}', 2, f'out/{name}, copied')
+    good(f'out/{name}, copied', wandb_log=True, max_iters=3, init_from='resume')
+    assert [call['id'] for call in calls] == [None, 'abc123', None]
+    assert [call['name'] for call in calls] == [name, name, f'{name}, copied']
 
 
 # --- the core stands alone -----------------------------------------------------------------------
@@ -422,9 +397,7 @@ def test_a_copy_is_a_run_of_its_own_to_wandb(work, monkeypatch):
 def other_packages():
     """Every package of the requirements but torch and numpy."""
     text = ''.join((ROOT / f'requirements{kind}.txt').read_text() for kind in ('', '-dev'))
-    names = re.findall(r'^([\w-]+)==', text, flags=re.MULTILINE)
-    assert {'torch', 'numpy', 'tqdm', 'wandb', 'pytest'} <= set(names)
-    return set(names) - {'torch', 'numpy'}
+    return {*re.findall(r'^([\w-]+)==', text, flags=re.MULTILINE)} - {'torch', 'numpy'}
 
 
 def test_training_works_with_no_other_package_than_torch_and_numpy(whole, monkeypatch, capsys):

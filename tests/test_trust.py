@@ -28,6 +28,7 @@ from runs import (
     losses,
     newest,
     read_config,
+    refused,
     steps_of_checkpoints,
     training_steps,
 )
@@ -271,16 +272,12 @@ def test_a_checkpoint_under_another_steps_name_is_refused(half):
     assert steps_of_checkpoints(name) == [6, 6]
 
 
-def test_a_checkpoint_with_q_k_and_v_in_one_matrix_is_refused_by_the_commit_that_reads_it(half):
-    name = half('out/old')
-    path = Path(name, 'ckpt_6.pt')
-    checkpoint = torch.load(path, weights_only=True)
+def test_a_checkpoint_with_q_k_and_v_in_one_matrix_is_refused_by_the_commit_that_reads_it(whole):
+    checkpoint = newest(whole)
     checkpoint['model']['transformer.h.0.attn.c_attn.weight'] = torch.ones(96, 32)
     checkpoint['model_config']['residual_from'] = 'first'
-    torch.save(checkpoint, path)
-    for words in (dict(init_from='resume'), dict(init_from=path, out_dir='out/other')):
-        status, _ = here(**{'out_dir': name, **words})
-        assert_one_line(status, path, 'commit 01bd433')
+    torch.save(checkpoint, 'out/old.pt')
+    refused('out/old.pt', 'commit 01bd433', init_from='out/old.pt')
 
 
 # --- numbers -------------------------------------------------------------------------------------
