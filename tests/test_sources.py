@@ -140,8 +140,8 @@ def test_a_byte_order_mark_is_no_text():
 # ---- What is read, and as what -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('ending', ['.json', '.json.gz', '.zst', '.jsonl.zstd'])
-def test_an_ending_says_how_rows_are_compressed(ending):
+@pytest.mark.parametrize('ending', ['.json', '.json.gz', '.zst', '.jsonl.zstd', '.parquet'])
+def test_an_ending_says_how_rows_are_written(ending):
     source = make_source(ending, files=1, count=20)
     run_prepare(tokens=0)
     assert_equals(Path('out'), recompute(source, TABLE_2, 0))
@@ -382,11 +382,8 @@ def test_a_hub_that_has_no_rows_or_cannot_be_listed_is_one_line(hub):
 def test_lone_surrogates_of_rows_become_replacement_characters():
     write_rows(Path('raw/train.jsonl'), [('C4', 'a\ud800b'), ('C4', 'c')])
     run_prepare(tokens=0)
-    texts = texts_of('out/train/C4.bin')
-    assert texts + texts_of('out/validation/C4.bin') in (
-        ['a\ufffdb', 'c'],
-        ['c', 'a\ufffdb'],
-    )
+    texts = texts_of('out/train/C4.bin') + texts_of('out/validation/C4.bin')
+    assert sorted(texts) == ['a\ufffdb', 'c']
 
 
 def test_a_package_that_is_missing_is_one_line(monkeypatch):
