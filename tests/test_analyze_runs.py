@@ -14,7 +14,7 @@ import reference
 import torch
 from byte_runs import SIZE, train_once
 from conftest import assert_one_line, raises_one_line, read_json
-from programs import BYTES, program, run_with
+from programs import program, run_with
 from runs import model_of, succeed
 from test_analyze import analyzed, assert_close, every_kind
 
@@ -214,12 +214,3 @@ def test_two_analyses_do_not_write_to_one_place():
     with locked('out/entropy.png', 'writing'):
         status, _, _ = program(analyze.main, 'entropy', 'out/flat', '--device=cpu')
     assert_one_line(status, 'another process', 'out/entropy.png', '--out')
-
-
-def test_a_dataset_of_another_tokenizer_is_refused():
-    path = Path('data/bytes/meta.json')
-    text = path.read_text()
-    path.write_text(text.replace(BYTES.sha256, '1' * 64))
-    status, _, _ = program(analyze.main, 'entropy', 'out/flat', '--device=cpu')
-    path.write_text(text)
-    assert_one_line(status, 'out/flat', 'another tokenizer', 'data/bytes')

@@ -211,14 +211,6 @@ def test_a_mistake_about_runs_or_data_is_one_line(run):
     assert not Path('never.json').exists()
 
 
-def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_read(run, capsys):
-    out = run('damaged')
-    Path(out, 'ckpt_2.pt').write_bytes(b'damaged')
-    _, _, checkpoint = load_run(out)
-    assert checkpoint['step'] == 1
-    assert 'ckpt_2.pt is damaged' in capsys.readouterr().err
-
-
 # --- the table -----------------------------------------------------------------------------------
 
 

@@ -116,7 +116,6 @@ ITEMS = {
     ],
     'openbookqa': [
         openbookqa('Ice is', ['hot', 'cold', 'dry', 'loud'], 'B'),
-        openbookqa('The "sun" is', ['a star', "a bird's", 'a car', 'one'], 'A'),
     ],
     'winogrande': [
         winogrande('Ann beat Bea since', ['Ann', 'Bea'], 'was fast.', '1'),
