@@ -11,6 +11,12 @@ from comparison.runs import read_state
 from comparison.verdict import judge
 
 
+@pytest.fixture(autouse=True)
+def figures(monkeypatch):
+    """A plot is its figure."""
+    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+
+
 def state(folder, values, **config):
     """A finished run with a training loss per step, as comparison.runs reads it."""
     return read_state(write_run(folder, list(values), **config))
@@ -44,8 +50,7 @@ def test_losses_that_are_not_finite_are_left_out_of_all_seeds(tmp_path):
     assert 15 not in arm['steps'] and arm['curves'] == {1: [-1.0] * 19, 2: [0.0] * 19}
 
 
-def test_several_seeds_are_thin_lines_with_their_mean(monkeypatch):
-    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+def test_several_seeds_are_thin_lines_with_their_mean():
     rng = np.random.default_rng(0)
     curves = {seed: rng.normal(0.1, 0.1, 100).tolist() for seed in (1, 2, 3)}
     measured = {'mine': {'steps': list(range(100)), 'curves': curves}}
@@ -61,8 +66,7 @@ def test_several_seeds_are_thin_lines_with_their_mean(monkeypatch):
     assert high >= np.max([each[20:] for each in curves.values()])
 
 
-def test_a_legend_of_many_names_is_not_cut(monkeypatch):
-    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+def test_a_legend_of_many_names_is_not_cut():
     names = [f'arm_{i}' for i in range(39)]
     curves = {name: {'steps': [0, 1], 'curves': {1: [0.1, 0.2]}} for name in names}
     tuning = {name: sweep({1e-3: [4.0], 2e-3: [3.9], 4e-3: [4.0]}) for name in names}
@@ -73,15 +77,13 @@ def test_a_legend_of_many_names_is_not_cut(monkeypatch):
         assert 0 <= legend.y0 and legend.y1 <= figure.bbox.y1
 
 
-def test_every_run_at_the_best_rate_and_beside_it_is_seen(monkeypatch):
-    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+def test_every_run_at_the_best_rate_and_beside_it_is_seen():
     found = sweep({1e-3: [9.0, 9.2], 2e-3: [4.1, 4.2], 4e-3: [4.0, 4.1], 8e-3: [4.05, 5.5]})
     low, high = charts.losses_by_rate({'mine': found}, ['mine']).axes[0].get_ylim()
     assert low < 4.0 and 5.5 < high < 9.0
 
 
-def test_a_forest_says_what_below_0_means_for_losses_and_for_leads(monkeypatch):
-    monkeypatch.setattr(charts, 'svg', lambda figure, label: figure)
+def test_a_forest_says_what_below_0_means_for_losses_and_for_leads():
     contrasts = {}
     for ours, theirs in (('b', 'a'), ('(d-c)', '(b-a)')):
         numbers = judge({'x': {seed: 0.1 * seed for seed in range(3)}})['x']

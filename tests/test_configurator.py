@@ -136,7 +136,6 @@ FILES = {
         (['--'], ['unknown setting', '--help']),
         (['a.py'], ["'rat'", 'a.py', "did you mean 'rate'?"]),
         (['--rate', '3e-4'], ['--rate has no value: write --rate=VALUE']),
-        (['3e-4', '--rate'], ['--rate has no value: write --rate=VALUE']),
         (['fails.py', '--rate', '3e-4'], ['--rate has no value: write --rate=VALUE']),
         (['steps=3'], ['write --steps=3']),
         (['-steps=3'], ['write --steps=3']),

@@ -41,7 +41,6 @@ def test_a_channel_gate_starts_as_rwkvs():
     [
         ('tables', '.ve.', 64**-0.5),
         ('projections of x0', '.vx.', 0.02),
-        ('anchor', '.anchor.', 0.02),
         ('relu gate', 'v.gate', 0.02),
         ('output gate GQA', 'attn.gate', 0.02),
     ],

@@ -4,16 +4,13 @@ import re
 
 from configurator import configure
 
-import comparisons
 import pytest
-from conftest import ROOT, read_json
+from conftest import ROOT
 from test_readme import parse, typed
 
 import compare
 from model import GPTConfig
 from train import TrainConfig
-
-place = comparisons.place
 
 PAGE = (ROOT / 'paper/README.md').read_text()
 CODE = re.findall('`([^`]*(?:python|torchrun) [^`]*)`', PAGE)
@@ -47,12 +44,3 @@ def test_a_figure_is_a_plan_of_compare_at_every_size(name, config, monkeypatch):
 def test_a_command_is_one_that_its_program_takes(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     parse(words, monkeypatch)
-
-
-def test_a_figure_is_trained_and_judged_by_its_command(place):
-    """With another config: a small one."""
-    words = [word for word in COMPARISONS['--name=fig6'] if word != START]
-    status, _ = comparisons.compare_command(*words, '--seeds=1', '--max_iters=4')
-    assert status == 0
-    contrasts = read_json(place / 'out/compare/fig6/report.json')['contrasts']
-    assert {'q-vanilla', 'k-vanilla', 'resformer-q', 'resformer-k'} < contrasts.keys()

@@ -52,14 +52,9 @@ def commands_of(path):
         text = text.replace(words, stand_in)
     if path.suffix == '.md':
         text = '\n'.join(re.split(r'^```.*$', text, flags=re.M)[1::2])  # between fences
-    commands = []
-    for line in re.findall(r'^(?:#? ?\$ |\t|)((?:python|torchrun) .*)$', text, re.M):
-        launcher, *words = shlex.split(line, comments=True)
-        while launcher == 'torchrun' and words[0].startswith('--'):
-            words.pop(0)
-        if not words[0].startswith('tests/') and words[1:2] not in (['pip'], ['pytest'], ['ruff']):
-            commands.append(words)
-    return commands
+    lines = re.findall(r'^(?:#? ?\$ |\t|)((?:python|torchrun) .*)$', text, re.M)
+    of_others = (['pip'], ['pytest'], ['ruff'])
+    return [words for words in typed('\n'.join(lines)) if words[1:2] not in of_others]
 
 
 def typed(code):

@@ -159,7 +159,6 @@ REFUSED = [
     ('<|endoftext|>', change('added_tokens', 0, 'content', to='</s>')),
     ('Unigram', change('model', 'type', to='Unigram')),
     ('byte_fallback', change('model', 'byte_fallback', to=True)),
-    ('Metaspace', change('pre_tokenizer', to={'type': 'Metaspace'})),
     ('"add_prefix_space": true', change('pre_tokenizer', 'add_prefix_space', to=True)),
     ('normalizer is None', change('normalizer', to=None)),
     ('runs of spaces', change('added_tokens', 4, 'content', to=' ' * 40)),
