@@ -299,7 +299,6 @@ def test_decoding_reports_every_size_and_its_cache(work):
     for row in rows:
         size = row['batch'] * row['context'] * 16 * 4
         assert row['cache_bytes'] == tensors[row['name']] * size
-        assert row['tok_per_s'] * row['ms_per_token'] / 1e3 == pytest.approx(row['batch'])
         assert f'| {row["prefill_tok_per_s"]:,.0f} | {row["ms_per_token"]:.2f} |' in out
         assert f'| {row["cache_bytes"]:,} |' in out
 

@@ -686,7 +686,6 @@ def test_existing_runs_that_cannot_be_compared_are_refused(place):
         (['out', *folders], 'out is not a run'),
         ([*folders, '--seeds=3'], '--seeds'),
         ([*folders, 'small.py'], 'small.py'),
-        ([f'--runs={tuple(folders)}'], '--runs'),
         ([*folders, '--name=small'], 'planned comparison'),
         ([*folders, f'resformer={folders[0]}'], 'have one seed'),
         ([folders[3], f'a={folders[0]}', f'a={folders[4]}'], 'arm a: '),

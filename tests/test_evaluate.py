@@ -71,16 +71,10 @@ def loss_and_error(windows):
     return mean, math.sqrt(n / (n - 1) * sum(squares)) / tokens if n > 1 else None
 
 
-VARIANTS = {
-    'ResFormer': ('bytes', RESFORMER),
-    'DenseFormer, gpt2 tied': ('bytes', dict(arch='gpt2', tie_embeddings=True, denseformer=True)),
-    'domains of one window': ('short', {}),
-}
-
-
-@pytest.mark.parametrize('dataset, changes', VARIANTS.values(), ids=VARIANTS)
-def test_losses_are_those_of_a_slow_loop_over_the_windows(run, dataset, changes):
-    out = run('loop', dataset, **changes)
+@pytest.mark.parametrize('dataset', ['bytes', 'short'])
+def test_losses_are_those_of_a_slow_loop_over_the_windows(run, dataset):
+    """Domains of `short` have one window."""
+    out = run('loop', dataset, **RESFORMER)
     report = compared(out)[out]
     files = Dataset(dataset).meta['splits']['validation']
     windows = slow_windows(out, dataset)
