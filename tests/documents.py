@@ -144,6 +144,10 @@ def read_meta(out):
     return read_json(Path(out, 'meta.json'))
 
 
+def without_meta(out):
+    return {name: raw for name, raw in contents(out).items() if name != 'meta.json'}
+
+
 def texts_of(file):
     """The documents of a .bin file of bytes, of which none spells <|endoftext|>."""
     return tokenizer.load('bytes').decode(np.fromfile(file, '<u2')).split(tokenizer.EOT)[:-1]

@@ -16,6 +16,7 @@ from documents import (
     recompute,
     run_prepare,
     texts_of,
+    without_meta,
     write_records,
     write_rows,
 )
@@ -314,10 +315,6 @@ def waits(monkeypatch):
     waits = []
     monkeypatch.setattr(sources, 'time', types.SimpleNamespace(sleep=waits.append))
     return waits
-
-
-def without_meta(out):
-    return {name: raw for name, raw in contents(out).items() if name != 'meta.json'}
 
 
 @pytest.mark.parametrize('suffix', ['.jsonl', '.jsonl.zst', '.parquet'])
