@@ -39,7 +39,6 @@ CHECKPOINTS = {
     'Llama MQA tied': ('llama', dict(num_key_value_heads=1, tie_word_embeddings=True)),
     'Llama with another base': ('llama', dict(rope_parameters=LARGE_BASE)),
     'Llama scaled as Llama 3': ('llama', dict(rope_parameters=LLAMA3)),
-    'Mistral': ('mistral', {}),
     'Mistral with a window': ('mistral', dict(sliding_window=16)),
     'Mistral with a wide window': ('mistral', dict(sliding_window=99)),
     'GPT-2': ('gpt2', {}),
@@ -167,7 +166,6 @@ YARN = dict(rope_parameters={'rope_type': 'yarn', 'factor': 4.0})
 HALF_LLAMA3 = dict(rope_parameters={'rope_type': 'llama3', 'factor': 4.0})
 NOT_COMPUTED = [
     ('llama', dict(model_type='qwen2'), ['qwen2', 'llama, mistral and gpt2']),
-    ('llama', dict(model_type='nanoresformer'), ['nanoresformer']),  # what is exported here
     ('llama', YARN, ["'yarn'"]),
     ('llama', HALF_LLAMA3, ['low_freq_factor']),
     ('llama', dict(hidden_size='32'), ['hidden_size', '32']),

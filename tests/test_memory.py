@@ -1,6 +1,7 @@
 """What bounds memory and keeps half precision honest on a GPU, as far as a CPU can tell."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,16 +151,8 @@ def test_in_fp32_on_cuda_shared_keys_are_repeated_with_the_same_result(monkeypat
 # --- in training ---------------------------------------------------------------------------------
 
 
-def run_out_on_a_gpu(*args):
-    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
-
-
-def run_out_on_a_cpu(*args):
-    torch.empty(2**50)
-
-
-def have_no_compiler(*args):
-    raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')\nmore")
+NO_MEMORY = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 8 GiB.\nmore lines')
+NO_COMPILER = RuntimeError("InvalidCxxCompiler: No working C++ compiler in (None, 'g++')\nmore")
 
 
 LESS = ('batch_size', 'activation_memory_budget', 'activation_checkpointing')
@@ -168,13 +161,13 @@ LESS = ('batch_size', 'activation_memory_budget', 'activation_checkpointing')
 @pytest.mark.parametrize(
     'fail, words',
     [
-        (run_out_on_a_gpu, ('memory', 'ocate', *LESS)),
-        (run_out_on_a_cpu, ('memory', 'ocate', *LESS)),
-        (have_no_compiler, ('C++ compiler', '--compile=False')),
+        (NO_MEMORY, ('memory', 'ocate', *LESS)),
+        (lambda *args: torch.empty(2**50), ('memory', 'ocate', *LESS)),
+        (NO_COMPILER, ('C++ compiler', '--compile=False')),
     ],
 )
 def test_what_a_machine_lacks_is_one_line_that_names_the_settings(work, monkeypatch, fail, words):
-    monkeypatch.setattr(train, 'train', fail)
+    monkeypatch.setattr(train, 'train', Mock(side_effect=fail))
     assert_one_line(here('out/too_large')[0], *words)
 
 
