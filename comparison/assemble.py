@@ -153,7 +153,7 @@ def assemble(title, arms, verdicts, problems, tuning):
         'tuning_seeds': sorted({state.config['seed'] for state in trials if state.config}),
         'problems': problems,
         'provenance': origins(states),
-        'code': Counter(state.code for state in states if state.config and state.code),
+        'code': Counter(state.code for state in states if state.code),
         'baseline': baseline,
         'arms': numbers,
         'contrasts': verdicts,

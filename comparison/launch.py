@@ -30,7 +30,6 @@ ROOT = Path(__file__).parent.parent
 class Job:
     """One training: the arguments of train.py, and the folder to which it writes."""
 
-    name: str
     arguments: list
     folder: Path
     process: subprocess.Popen | None = None
@@ -114,7 +113,7 @@ def launch(jobs, slots, gpus, tick):
     running, attempts, free = [], set(), list(slots)
 
     def untried():
-        return [job for job in jobs() if job.name not in attempts]
+        return [job for job in jobs() if job.folder not in attempts]
 
     queue, held = untried(), set()
     try:
@@ -131,7 +130,7 @@ def launch(jobs, slots, gpus, tick):
                 continue
             for job in [job for job in queue if job.folder not in held][: len(free)]:
                 queue.remove(job)
-                attempts.add(job.name)
+                attempts.add(job.folder)
                 # The GPU on which the fewest are: there may be more slots than GPUs.
                 job.slot = min(free, key=[other.slot for other in running].count)
                 free.remove(job.slot)
@@ -212,7 +211,7 @@ def record(job):
     try:
         write_whole(failure_file(job.folder), reason + '\n')
     except OSError as error:  # a full disk; the other trainings go on
-        print(f'\n{job.name}: {reason} ({error})', file=sys.stderr)
+        print(f'\n{job.folder.name}: {reason} ({error})', file=sys.stderr)
 
 
 FULL = 2**20  # bytes; with fewer left, a disk is worth a word

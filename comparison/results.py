@@ -99,7 +99,7 @@ class Results:
         for run in self.all_runs():
             if self.state(run).kind not in ('finished', 'diverged', 'foreign'):
                 folder = self.plan.run_folder(run)
-                jobs.append(launch.Job(run.name, self.plan.arguments(run), folder))
+                jobs.append(launch.Job(self.plan.arguments(run), folder))
         return jobs
 
     def problems(self):

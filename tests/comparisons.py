@@ -61,9 +61,9 @@ def make_place(folder):
 def launch_here(jobs, slots, gpus, tick):
     """launch.launch() without processes, which take seconds to start."""
     attempts = set()
-    while queue := [job for job in jobs() if job.name not in attempts]:
+    while queue := [job for job in jobs() if job.folder not in attempts]:
         job = queue[0]
-        attempts.add(job.name)
+        attempts.add(job.folder)
         status, _ = runs.call(train.main, *job.arguments)
         if status:
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -113,9 +113,9 @@ def pretend_all(plan, loss_of=scattered):
     """Train everything that a plan wants, in no time; loss_of(run) is its validation loss."""
     results = Results(plan)
     while jobs := results.jobs():
-        known = {run.name: run for run in results.all_runs()}
+        known = {plan.run_folder(run): run for run in results.all_runs()}
         for job in jobs:
-            pretend(plan, known[job.name], loss_of(known[job.name]))
+            pretend(plan, known[job.folder], loss_of(known[job.folder]))
     return results
 
 

@@ -401,7 +401,7 @@ def test_a_tuning_run_that_was_killed_says_nothing_about_its_rate(place, reason,
 
     # A killed one is tried again first: neither another rate, nor test runs at one that is not the best.
     Path(folder, 'log.jsonl').write_text('')
-    assert [job.name for job in results.jobs()] == [folder.name] * (rate is None)
+    assert [job.folder for job in results.jobs()] == [folder] * (rate is None)
 
 
 def test_where_every_rate_diverged_there_is_nothing_to_wait_for(place, capsys):
@@ -550,7 +550,7 @@ def test_every_bad_run_is_named_and_the_others_stand(place, monkeypatch):
     assert comparison['contrasts']['a7-vanilla']['p_holm'] is not None
     assert {name.split('_')[0] for name in comparison['problems']} == set(names)
     # Trained again is what can be; a foreign run is never touched.
-    wanted = {job.name.split('_')[0] for job in Results(plan).jobs()}
+    wanted = {job.folder.name.split('_')[0] for job in Results(plan).jobs()}
     assert wanted == {'a1', 'a2', 'a3', 'a5'}
 
     monkeypatch.setattr(launch, 'launch', lambda *words: None)  # no run arrives
@@ -902,8 +902,8 @@ def test_there_is_a_report_at_every_stage(place):
     while jobs := results.jobs():
         compare.write_report(plan.folder, collect(plan))
         assert stages or not older.exists()
-        known = {run.name: run for run in results.all_runs()}
-        pretend(plan, known[jobs[-1].name], scatter(stages))
+        known = {plan.run_folder(run): run for run in results.all_runs()}
+        pretend(plan, known[jobs[-1].folder], scatter(stages))
         stages += 1
     compare.write_report(plan.folder, collect(plan))
     assert collect(plan)['problems'] == {} and stages == 8

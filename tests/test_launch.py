@@ -54,7 +54,7 @@ def test_a_slot_has_one_training_and_no_gpu_is_shared_while_another_idles(tmp_pa
 
     monkeypatch.setattr(launch.subprocess, 'Popen', start)
     monkeypatch.setattr(launch.time, 'sleep', naps.append)
-    jobs = [launch.Job(name, [name], tmp_path / name) for name in '01234']
+    jobs = [launch.Job([name], tmp_path / name) for name in '01234']
     slots = [{'CUDA_VISIBLE_DEVICES': gpu} for gpu in '454']
     launch.launch(lambda: jobs, slots, 1, lambda running: None)
     assert begun[:3] == [(0, '0', '4'), (0, '1', '5'), (0, '2', '4')]
@@ -67,7 +67,7 @@ def test_when_another_process_has_left_a_folder_what_is_left_is_trained(
 ):
     """As after a compare.py that was killed, and whose trainings went on, to their end or not."""
     started, looks, holding = [], [], contextlib.ExitStack()
-    job = launch.Job('mine', [], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
+    job = launch.Job([], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
     monkeypatch.setattr(launch, 'start', lambda *words: started.append(len(looks)))
 
     def wait(seconds):
@@ -119,7 +119,7 @@ def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, 'start', start)
-    jobs = [launch.Job(name, [], tmp_path / name) for name in ('mine', 'never')]
+    jobs = [launch.Job([], tmp_path / name) for name in ('mine', 'never')]
     with pytest.raises(KeyboardInterrupt):
         launch.launch(lambda: jobs, [{}, {}], 1, lambda running: None)
     assert calls == ['terminate', 'wait'] and jobs[1].process is None
@@ -157,7 +157,7 @@ def test_the_reason_of_a_failure_is_no_line_of_its_log(
     before = 'error: of an earlier attempt\n'
     (tmp_path / 'train.log').write_text(before + text)
     process = SimpleNamespace(returncode=status)
-    launch.record(launch.Job('name', [], tmp_path, process, log_start=len(before)))
+    launch.record(launch.Job([], tmp_path, process, log_start=len(before)))
     path = launch.failure_file(tmp_path)
     assert path.read_text() == f'{reason}\n' if reason else not path.exists()
 
@@ -170,8 +170,8 @@ def test_a_disk_too_full_for_the_reason_of_a_failure_ends_no_other_training(
 
     (tmp_path / 'train.log').write_text('')
     monkeypatch.setattr(launch, 'write_whole', full)
-    launch.record(launch.Job('mine', [], tmp_path, SimpleNamespace(returncode=1)))
-    assert 'mine: exit status 1' in capsys.readouterr().err
+    launch.record(launch.Job([], tmp_path, SimpleNamespace(returncode=1)))
+    assert f'{tmp_path.name}: exit status 1' in capsys.readouterr().err
 
 
 def without_times(folder):
