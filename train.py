@@ -418,10 +418,9 @@ def evaluate(model, dataset, settings, machine, signals):
 class Start:
     """What a run starts from: its first step, unless take_weights() or carry_on() changes that."""
 
-    def __init__(self, settings, config, machine, folder):
+    def __init__(self, settings, config, machine):
         self.settings = settings
         self.config = config
-        self.folder = folder
         self.dataset, self.rows = open_dataset(settings, config, machine)
         self.model = GPT(config, settings.seed).to(machine.device)
         self.optimizers = make_optimizers(self.model, settings)
@@ -452,9 +451,9 @@ def start_run(settings, config, machine, folder):
             settings.init_from = 'resume' if checkpoints(folder.path) else 'scratch'
             saves = (settings.save_interval, *settings.save_steps, settings.max_iters)
             first_save = min(step for step in saves if step > 0)
-        start = Start(settings, config, machine, folder)
+        start = Start(settings, config, machine)
         if settings.init_from == 'resume':
-            carry_on(folder.newest(machine.warn), start)
+            carry_on(folder.newest(machine.warn), start, folder)
         else:
             folder.check_unused(first_save)
             if settings.init_from != 'scratch':
@@ -554,7 +553,7 @@ def check_same_run(checkpoint, old, start):
     return changed
 
 
-def carry_on(checkpoint, start):
+def carry_on(checkpoint, start, folder):
     """Fill `start` with what a run's checkpoint and its log say, or refuse to go on as another run."""
     old, settings, step = settings_of(checkpoint), start.settings, checkpoint['step']
     # Steps of save_steps that are past stay among them, and so their checkpoints are kept.
@@ -564,7 +563,7 @@ def carry_on(checkpoint, start):
     # A run that ends here may have been evaluated here on another text, or on less of it.
     texts = [each.eval_iters * each.batch_size for each in (old, settings)]
     if step == settings.max_iters and texts[0] != texts[1]:
-        start.folder.forget_evaluation(step)
+        folder.forget_evaluation(step)
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']
@@ -581,8 +580,8 @@ def carry_on(checkpoint, start):
 class Reporter:
     """The terminal, the log, the checkpoints and wandb."""
 
-    def __init__(self, start, machine, signals):
-        settings, config, folder = start.settings, start.config, start.folder
+    def __init__(self, start, folder, machine, signals):
+        settings, config = start.settings, start.config
         self.start = start
         self.settings = settings
         self.folder = folder
@@ -744,7 +743,7 @@ def train(settings, config, machine, micro_steps, closing):
     signals = Signals(closing)
     reporter = None
     if machine.is_first:
-        reporter = Reporter(start, machine, signals)
+        reporter = Reporter(start, folder, machine, signals)
     loader = Loader(start.rows, settings, machine, start.step)
     step, skipped = start.step, start.skipped
     saved = step if settings.init_from == 'resume' else None
@@ -834,7 +833,7 @@ def read(unread, skipped, start, machine, reporter):
         error = too_many_skipped(step, in_a_row, settings)
         with machine.together():  # every process raises it, and the first one says it
             if reporter:
-                start.folder.give_up(error)
+                reporter.folder.give_up(error)
             raise error
     return told > 0, [in_all, in_a_row]
 
