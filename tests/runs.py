@@ -249,7 +249,6 @@ def refused(*words, out_dir='out/refused', **options):
     shutil.rmtree('out/refused', ignore_errors=True)
     assert_one_line(status, *words)
     assert after == before
-    return status
 
 
 # --- runs that nobody trained ---------------------------------------------------------------------

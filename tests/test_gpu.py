@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a G
 # Heads of 32, which every attention kernel takes.
 SIZE = dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=512)
 DECODED = ['vanilla', 'SVFormer', 'CLA GQA', 'cross']
-TRAINED = [*DECODED, 'ResFormer', 'NeuTRENO GQA', 'DenseFormer', 'learned']
+TRAINED = [*DECODED, 'ResFormer', 'NeuTRENO GQA', 'x0 embedding norm DenseFormer', 'learned']
 FIELDS = {**VARIANTS, 'CLA GQA': {**VARIANTS['CLA'], 'n_kv_head': 2}}
 
 

@@ -45,7 +45,6 @@ VARIANTS = {
     'gpt2 embedding norm': dict(GPT2, embed_norm=True, norm_eps=1e-2),
     # ResFormer and SVFormer, alone and with what shrinks the cache (Fig. 10)
     'ResFormer': RES,
-    'ResFormer CLA': dict(RES, **CLA),
     'SVFormer': SV,
     'SVFormer GQA': dict(SV, n_kv_head=2),
     'SVFormer CLA keys GQA': dict(SV, **KEYS2, n_kv_head=2),
@@ -57,7 +56,6 @@ VARIANTS = {
     'NeuTRENO GQA': dict(neutreno=0.4, n_kv_head=2),
     'NeuTRENO on ResFormer from all': dict(v_residual='all', neutreno=0.2),
     'NeuTRENO on CLA': dict(CLA, neutreno=0.4),
-    'DenseFormer': dict(denseformer=True),
     # which projections and which layers (Figs. 6, 8)
     'queries every 2, query residual': dict(share_q=2, q_residual=True),
     'from previous, a borrower': dict(SV2, v_residual='previous', n_layer=5),
@@ -77,9 +75,6 @@ VARIANTS = {
     'identity from previous, a borrower': dict(
         CLA, v_residual='previous', residual_map='identity', n_layer=5
     ),
-    'identity sparse, key residual': dict(
-        RES, residual_map='identity', residual_layers=(2,), k_residual=True
-    ),
     'cross': dict(RES, residual_map='cross'),
     'cross from all, GQA': dict(v_residual='all', residual_map='cross', n_kv_head=2),
     'cross sparse, key residual': dict(
@@ -94,7 +89,6 @@ VARIANTS = {
     ),
     'cross NeuTRENO DenseFormer': dict(RES, residual_map='cross', neutreno=0.4, denseformer=True),
     # the family: maps of owners, sharing of some heads
-    'owner maps': dict(share_q=(0, 0, 2, 2, 2), share_v=(0, 1, 1, 0, 1), n_layer=5),
     'owner map, all values': dict(v_residual='all', share_v=(0, 1, 1, 3, 0), n_layer=5),
     'keys of the middle layer, values of the first (FusedKV-Lite)': dict(
         share_k=(0, 1, 2, 2, 2), share_v=(0, 1, 0, 0, 0), n_layer=5
@@ -118,7 +112,6 @@ VARIANTS = {
         residual_lambda=(0.3, 0.6),
         n_kv_head=2,
     ),
-    'NeuTRENO on tables': dict(v_residual='token', residual_layers=(0, 1), neutreno=0.4),
     'NeuTRENO on SVFormer of tables': dict(
         share_v=True, v_residual='token', residual_layers=(0,), neutreno=0.4
     ),
@@ -232,45 +225,36 @@ def greedy(model, idx, count, cache=None):
 
 
 def covering():
-    """Names of variants in which each setting is on, with each word that it may be. The last variants have
-    most of them on."""
+    """Names of a few variants in which each setting is on, with each word that it may be: each time, of
+    the one with the most that are still missing."""
+    on = {}
+    for name in VARIANTS:
+        settings = config_of(name).variant().items()
+        on[name] = {(key, value if isinstance(value, str) else True) for key, value in settings}
+    missing = set().union(*on.values())
     names = []
-    seen = set()
-    for name in reversed(VARIANTS):
-        values = {
-            (field, value if isinstance(value, str) else bool(value))
-            for field, value in vars(config_of(name)).items()
-        }
-        if not values <= seen:
-            names.append(name)
-        seen |= values
+    while missing:
+        names.append(max(on, key=lambda name: len(on[name] & missing)))
+        missing -= on[names[-1]]
     return names
 
 
 def uncovered():
-    """[what to do] for each value of a setting that no variant has."""
+    """[what to do] for each value of a setting that no variant has: of a switch, or of one that is a word;
+    of any other, for one beside its default."""
     configs = [config_of(name) for name in VARIANTS]
     todo = []
     for field in dataclasses.fields(GPTConfig):
-        name = field.name
-        if name in ELSEWHERE:
-            continue
+        name, default = field.name, field.default
         values = {getattr(config, name) for config in configs}
-        missing = [
-            f'no variant has {name}={v!r}: add one' for v in choices(name) if v not in values
-        ]
-        if len(values) == 1 and not missing:
-            missing = [f'every variant has {name}={values.pop()!r}: add one with another value']
-        where = 'to VARIANTS in tests/variants.py, and what it computes to tests/reference.py'
-        todo += [f'{text} {where}' for text in missing]
+        few = model.choices(name) or ((False, True) if isinstance(default, bool) else ())
+        missing = [f'{name}={v!r}' for v in few if v not in {*values, 'first'}]  # which is True
+        if not few and values == {default}:
+            missing = [f'another value than {name}={default!r}']
+        if name not in ELSEWHERE:
+            todo += [
+                f'no variant has {text}: add one to VARIANTS in tests/variants.py, and what it computes '
+                'to tests/reference.py'
+                for text in missing
+            ]
     return todo
-
-
-def choices(name):
-    """All values of a switch, or of a setting that is a word; none for numbers and tuples."""
-    default = getattr(GPTConfig, name)
-    few = model.choices(name) or ((False, True) if isinstance(default, bool) else ())
-    assert few or not isinstance(default, str), (
-        f'{name} accepts any word: add those it may be to choices() in model.py'
-    )
-    return [value for value in few if value != 'first']  # which is True
