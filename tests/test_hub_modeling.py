@@ -247,7 +247,6 @@ def test_what_the_model_does_not_compute_is_refused_not_ignored(svformer):
     assert past.get_seq_length() == 5
     theirs(tokens(T=1), past_key_values=past, position_ids=torch.tensor([[5]]))
     assert_same_model(theirs.model, model)
-    assert_equal_logits(model, theirs, tolerance=1e-5)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import comparisons
 import forked
@@ -109,11 +110,10 @@ def test_the_gpus_that_the_environment_lists_are_dealt_out(monkeypatch):
 
 def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatch):
     """And one that cannot save itself has failed."""
-    calls = []
+    process = Mock(returncode=1)
 
     def start(job, gpus):
-        terminate, wait = (lambda: calls.append('terminate')), (lambda: calls.append('wait'))
-        job.process = SimpleNamespace(terminate=terminate, wait=wait, returncode=1)
+        job.process = process
         job.folder.mkdir()
         (job.folder / 'train.log').write_text('error: cannot write ckpt_4.pt\n')
         raise KeyboardInterrupt
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_a_training_that_has_only_just_started(tmp_path, monkeypatc
     jobs = [launch.Job([], tmp_path / name) for name in ('mine', 'never')]
     with pytest.raises(KeyboardInterrupt):
         launch.launch(lambda: jobs, [{}, {}], 1, lambda running: None)
-    assert calls == ['terminate', 'wait'] and jobs[1].process is None
+    assert process.method_calls == [call.terminate(), call.wait()] and jobs[1].process is None
     assert 'cannot write ckpt_4.pt' in launch.failure_file(tmp_path / 'mine').read_text()
 
 
@@ -165,11 +165,9 @@ def test_the_reason_of_a_failure_is_no_line_of_its_log(
 def test_a_disk_too_full_for_the_reason_of_a_failure_ends_no_other_training(
     tmp_path, monkeypatch, capsys
 ):
-    def full(*words):
-        raise OSError(28, 'No space left on device')
-
+    full = OSError(28, 'No space left on device')
     (tmp_path / 'train.log').write_text('')
-    monkeypatch.setattr(launch, 'write_whole', full)
+    monkeypatch.setattr(launch, 'write_whole', Mock(side_effect=full))
     launch.record(launch.Job([], tmp_path, SimpleNamespace(returncode=1)))
     assert f'{tmp_path.name}: exit status 1' in capsys.readouterr().err
 
