@@ -29,10 +29,12 @@ from pathlib import Path
 if not find_spec('torch'):
     sys.exit('error: there is no torch here: source .venv/bin/activate (made by `make setup`)')
 
-# Threads that wait for a busy neighbor must not spin: on two cores, of which another program uses one,
-# that made training three times as slow. Where nobody else works, waiting passively is free. OpenMP
-# reads this when torch is imported.
-os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+# A thread that waits for another one spins a little, and then sleeps: longer spinning halved a training's
+# speed beside busy programs, and none at all takes a third of it where nobody else works (results/speed).
+# OpenMP reads this when torch is imported. The second name is GNU's, and there it overrides the first.
+if 'OMP_WAIT_POLICY' not in os.environ:
+    os.environ['OMP_WAIT_POLICY'] = 'PASSIVE'
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
 HELP = {'--help', '-h'}
 

@@ -275,8 +275,10 @@ def test_configure_raises_nothing_but_value_errors_and_os_errors(argv):
         assert not exit.code and {'-h', '--help'} & set(argv)
 
 
-def test_a_thread_that_waits_does_not_spin_unless_the_user_says_so(monkeypatch):
-    for environment, policy in (({}, 'PASSIVE'), ({'OMP_WAIT_POLICY': 'ACTIVE'}, 'ACTIVE')):
-        monkeypatch.setattr(os, 'environ', environment)
+def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypatch):
+    passive, active = ({'OMP_WAIT_POLICY': policy} for policy in ('PASSIVE', 'ACTIVE'))
+    ours, theirs = ({'GOMP_SPINCOUNT': count} for count in ('10000', '5'))
+    for given, expected in (({}, passive | ours), (active, active), (theirs, passive | theirs)):
+        monkeypatch.setattr(os, 'environ', environment := dict(given))
         runpy.run_path(f'{ROOT}/configurator.py')
-        assert environment['OMP_WAIT_POLICY'] == policy
+        assert environment == expected
