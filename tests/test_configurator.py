@@ -278,7 +278,7 @@ def test_configure_raises_nothing_but_value_errors_and_os_errors(argv):
 def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypatch):
     passive, active = ({'OMP_WAIT_POLICY': policy} for policy in ('PASSIVE', 'ACTIVE'))
     ours, theirs = ({'GOMP_SPINCOUNT': count} for count in ('10000', '5'))
-    for given, expected in (({}, passive | ours), (active, active), (theirs, passive | theirs)):
-        monkeypatch.setattr(os, 'environ', environment := dict(given))
+    for typed, expected in (({}, passive | ours), (active, active), (theirs, passive | theirs)):
+        monkeypatch.setattr(os, 'environ', environment := dict(typed))
         runpy.run_path(f'{ROOT}/configurator.py')
         assert environment == expected
