@@ -2,7 +2,7 @@
 
 import re
 
-from configurator import configure
+from configurator import configure, sort_arguments
 
 import pytest
 from conftest import ROOT
@@ -35,7 +35,9 @@ def test_a_figure_is_a_plan_of_compare_at_every_size(name, config, monkeypatch):
     argv = [config if word == START else word for word in COMPARISONS[name]]
     schemas = compare.CompareConfig, TrainConfig, GPTConfig
     options, training, model = configure(*schemas, argv=argv)
-    plan = compare.plan_of(options, argv)
+    words, flags = sort_arguments(argv)
+    given = dict(flag[2:].split('=', 1) for flag in flags)
+    plan = compare.plan_of(options, words, given)
     assert f'--name={plan.folder.name}' == name and plan.baseline == 'vanilla'
     assert config != START or training.rows_per_step * model.block_size == 4096
 
