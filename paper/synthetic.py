@@ -159,9 +159,9 @@ def learn(task, settings, config, rate, seed):
     return curve
 
 
-def check_same(path, run):
-    """Refuse to take a run of other settings for this one."""
-    kept, run = json.loads(path.read_text()), as_json(run)
+def check_same(path, kept, run):
+    """Refuse to take the run that a file holds for one of other settings."""
+    run = as_json(run)
     of_command = 'arms', 'rates', 'seeds', 'out'
     different = [name for name in run if name not in of_command and kept.get(name) != run[name]]
     names = ', '.join(different)
@@ -185,15 +185,15 @@ def main():
                 path = out / f'{arm}_lr{rate:g}_seed{seed}.json'
                 run = asdict(settings) | {'task': task, 'rate': rate, 'seed': seed}
                 run['model'] = asdict(config)
-                if path.exists():
-                    check_same(path, run)
-                else:
+                if not path.exists():
                     run |= provenance(Machine('cpu'))
                     begin = time.process_time()
                     run['accuracy'] = learn(task, settings, config, rate, seed)
                     run['cpu_seconds'] = round(time.process_time() - begin)
                     write_json(path, as_json(run))
-                *_, end = json.loads(path.read_text())['accuracy'].values()
+                kept = json.loads(path.read_text())
+                check_same(path, kept, run)
+                *_, end = kept['accuracy'].values()
                 ends.append(end)
             axes.plot(np.mean(np.array(ends, dtype=float), 0), marker='.', label=f'{arm}, {rate:g}')
         axes.set_xlabel('k' if task == 'hops' else 'position')

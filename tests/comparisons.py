@@ -2,7 +2,7 @@
 
 import math
 
-from configurator import configure
+from configurator import configure, sort_arguments
 
 import numpy as np
 import pytest
@@ -70,12 +70,16 @@ def launch_here(jobs, slots, gpus, tick):
             launch.failure_file(job.folder).write_text(str(status).removeprefix('error: '))
 
 
-def make_plan(*words):
-    argv = ['small.py', *words]
+def plan_of_line(*argv):
+    """The Plan of a command line of compare.py."""
     schemas = compare.CompareConfig, TrainConfig, GPTConfig
     options, _, _ = configure(*schemas, argv=argv)
-    given = dict(word[2:].split('=', 1) for word in words)
-    return compare.plan_of(options, ['small.py'], given)
+    files, flags = sort_arguments(argv)
+    return compare.plan_of(options, files, dict(flag[2:].split('=', 1) for flag in flags))
+
+
+def make_plan(*words):
+    return plan_of_line('small.py', *words)
 
 
 def pretend(plan, run, loss):

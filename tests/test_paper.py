@@ -2,15 +2,10 @@
 
 import re
 
-from configurator import configure, sort_arguments
-
 import pytest
+from comparisons import plan_of_line
 from conftest import ROOT
 from test_readme import parse, typed
-
-import compare
-from model import GPTConfig
-from train import TrainConfig
 
 PAGE = (ROOT / 'paper/README.md').read_text()
 CODE = re.findall('`([^`]*(?:python|torchrun) [^`]*)`', PAGE)
@@ -32,12 +27,8 @@ def test_every_table_and_figure_has_a_row_and_each_comparison_a_name_of_its_own(
 def test_a_figure_is_a_plan_of_compare_at_every_size(name, config, monkeypatch):
     """Which refuses arms and contrasts that are none, or that cannot be compared."""
     monkeypatch.chdir(ROOT)
-    argv = [config if word == START else word for word in COMPARISONS[name]]
-    schemas = compare.CompareConfig, TrainConfig, GPTConfig
-    options, training, model = configure(*schemas, argv=argv)
-    words, flags = sort_arguments(argv)
-    given = dict(flag[2:].split('=', 1) for flag in flags)
-    plan = compare.plan_of(options, words, given)
+    plan = plan_of_line(*[config if word == START else word for word in COMPARISONS[name]])
+    training, model = plan.configs(plan.example('vanilla'))
     assert f'--name={plan.folder.name}' == name and plan.baseline == 'vanilla'
     assert config != START or training.rows_per_step * model.block_size == 4096
 
