@@ -13,7 +13,7 @@ from html import escape
 from comparison import charts
 from comparison.charts import MINUS, seeds_text
 from comparison.record import METRIC
-from comparison.verdict import RULES
+from comparison.verdict import LEAST_SEEDS, RULES
 from lib.files import named, printable, whole_file
 from lib.tables import markdown_table
 
@@ -30,10 +30,10 @@ def signed(value):
     return '' if value is None else f'{value:+.4f}'.replace('-', MINUS)
 
 
-def p_text(p):
+def p_text(p, equals=''):
     if p is None:
         return ''
-    return '< 0.0001' if p < 1e-4 else f'{p:.4f}'
+    return '< 0.0001' if p < 1e-4 else f'{equals}{p:.4f}'
 
 
 def interval(contrast, end='_holm'):
@@ -141,10 +141,10 @@ def evidence(contrast):
         text += f' (standard deviation between seeds {plain(our_sd)} and {plain(their_sd)})'
     text += f', difference {signed(contrast["mean"])}'
     if contrast['p_holm'] is not None:
-        text += f', 95% interval {interval(contrast)} and p {p_text(contrast["p_holm"])}'
+        text += f', 95% interval {interval(contrast)} and p {p_text(contrast["p_holm"], "= ")}'
         text += f', both {contrast["by"]}'
     if contrast['p_flip'] is not None:
-        text += f', p {p_text(contrast["p_flip"])} by flips of signs alone'
+        text += f', p {p_text(contrast["p_flip"], "= ")} by flips of signs alone'
     return f'{text}, {seeds_text(contrast["seeds"])}.'
 
 
@@ -153,7 +153,9 @@ def doubt(contrast):
     parts = []
     if contrast['reason']:
         parts.append(f'The reason: {contrast["reason"]}.')
-    if contrast['rests_on']:
+    if contrast['rests_on'] and contrast['seeds'] == LEAST_SEEDS:
+        parts.append(f'It rests on {LEAST_SEEDS} seeds, the fewest that give a verdict.')
+    elif contrast['rests_on']:
         seeds = f'seed {" or ".join(map(str, contrast["rests_on"]))}'
         if len(contrast['rests_on']) == contrast['seeds']:
             seeds = 'any one of its seeds'
@@ -188,10 +190,13 @@ def cost(comparison, contrast):
     ours, theirs = (comparison['arms'][contrast[name]] for name in ('ours', 'theirs'))
     if None in (ours['flops'], theirs['flops']):
         return f'Cost: not counted, because of {OLDER}.'
-    ratio, more = ours['flops'] / theirs['flops'], ours['parameters'] - theirs['parameters']
-    flops = f'{TIMES}{ratio:.3f} matmul FLOPs' if ratio != 1 else 'the same matmul FLOPs'
+    ratios = []
+    for fact, name in (('flops', 'matmul FLOPs'), ('cache_bytes_per_token', 'KV cache')):
+        ratio = ours[fact] / theirs[fact]
+        ratios.append(f'{TIMES}{ratio:.3f} {name}' if ratio != 1 else f'the same {name}')
+    more = ours['parameters'] - theirs['parameters']
     parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters'
-    return f'Cost: {flops}, {parameters}.'
+    return f'Cost: {", ".join(ratios)}, {parameters}.'
 
 
 # --- what a reader must know ----------------------------------------------------------------------
@@ -218,9 +223,12 @@ def cautions(comparison):
             'Untuned: every arm has the learning rate that it was given. An arm may win because '
             'that rate suits it; --rates tries several for each.'
         )
-    for words in filter(None, dict.fromkeys(map(how_short, comparison['arms'].values()))):
+    short = {name: how_short(arm) for name, arm in comparison['arms'].items()}
+    name = next(filter(short.get, short), None)
+    if name:
         notes.append(
-            f'Short runs: {words}. Leads change with training: longer runs may say otherwise.'
+            f'Short runs, such as those of {name}: {short[name]}. Leads change with training: longer '
+            'runs may say otherwise.'
         )
     for arm, sweep in comparison['tuning'].items():
         if sweep['edge']:
@@ -332,7 +340,7 @@ def arm_table(comparison):
         'arm',
         'learning rate',
         'steps',
-        'skipped',
+        'skipped steps',
         'validation loss',
         'sd over seeds',
         *columns,

@@ -13,9 +13,9 @@ before the first result:
 
 Where a plan says so, Dunnett's test judges many independent arms against one baseline instead.
 
-The t test takes the differences for symmetric. What it costs where they are not is in
-results/verdict/README.md. From six seeds on, the p value of a test
-that takes them for symmetric but not for normal (all flips of their signs) stands beside.
+The t test assumes symmetric differences. What it costs where they are not is in
+results/verdict/README.md. From six seeds on, the p value of a test that assumes symmetry but not
+normality (all flips of their signs) stands beside.
 
 Everything here is a pure function of numbers. Arrays may have leading axes: a simulation of 10,000
 comparisons is one call. scipy is imported where it is used; training does not need it.
@@ -36,9 +36,9 @@ LEAST_FLIPPED = 6  # with five seeds, the p of sign_flip() is never below 2/32
 
 RULE = (
     'Per contrast, the differences of each test seed: a two-sided t test of their mean against 0 '
-    f'(n - 1 degrees of freedom), Holm over all contrasts, verdict at {LEVEL:.0%}; none '
+    f"(n - 1 degrees of freedom), Holm's correction over all contrasts, verdict at {LEVEL:.0%}; none "
     f'with fewer than {LEAST_SEEDS} seeds, none before every test seed of both arms has finished. '
-    'The t test takes the differences for symmetric. Where no arm is better, this rule calls with 3, 5 '
+    'The t test assumes symmetric differences. Where no arm is better, this rule calls with 3, 5 '
     'and 8 seeds 5, 5 and 5% of contrasts better or worse by mistake if the differences are normal, '
     '16, 18 and 17% if they are lognormal, and 10, 14 and 12% if one run in five sticks and loses 5 '
     'standard deviations (results/verdict/README.md).'

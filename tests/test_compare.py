@@ -797,21 +797,21 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     losses = [scatter(seed, 'Res') - 0.2 for seed in range(1, 7)]
     assert f'Validation loss {statistics.fmean(losses):.4f} against' in text
     assert f'between seeds {statistics.stdev(losses):.4f} and' in text
-    assert 'both after Holm' in text
+    assert 'both corrected (Holm)' in text
     assert f'{report.signed(contrast["low_holm"])} to' in text
     assert 'by flips of signs' in text
     # 8 rows of 32 tokens in each of 30 steps, and the parameters of vanilla with two more or none.
     short = f'30 steps, 7,680 tokens, {7680 / vanilla["parameters"]:.2g} per parameter'
     assert f'slow against Res at rates that were not tuned (0.01, 0.02) after {short}: und' in text
     assert f'by {-contrast["mean"]:.4f} nats after {short}.' in text
-    assert text.count(f'- Short runs: {short}. Leads change') == 1
+    assert text.count(f'- Short runs, such as those of vanilla: {short}. Leads change') == 1
     assert report.how_short(vanilla | {'tokens': 5 * vanilla['parameters']}) == ''
-    assert '| contrast | verdict | difference | 95% interval after Holm | p after Holm |' in text
+    assert '| contrast | verdict | difference | 95% interval corrected (Holm) | p corrected (Holm) |' in text
     # A column without a cell is left out.
     for one in comparison['contrasts'].values():
         one['p_flip'] = None
     assert 'by flips of signs' not in report.markdown(comparison)
-    assert 'Cost: the same matmul FLOPs, +2 parameters.' in text
+    assert 'Cost: the same matmul FLOPs, the same KV cache, +2 parameters.' in text
     # 8 rows of 32 tokens, at 1,000 tokens a second.
     assert comparison['arms']['Res']['ms_per_step'] == pytest.approx(256)
 
