@@ -96,9 +96,8 @@ def hop_targets(idx, k, offset):
     goes to what stands `offset` after the token's last earlier occurrence."""
     places = torch.arange(idx.size(1))
     alike = (idx[:, :, None] == idx[:, None]).tril(-1)
-    hop = torch.where(alike, places + offset, 0).amax(
-        -1
-    )  # 0: there is none, and from 0 none either
+    # 0: there is none, and from 0 none either.
+    hop = torch.where(alike, places + offset, 0).amax(-1)
     place = places.expand_as(idx)
     for i in range(int(k.max())):
         place = torch.where(i < k, hop.gather(1, place), place)
