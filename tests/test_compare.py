@@ -806,7 +806,10 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     assert f'by {-contrast["mean"]:.4f} nats after {short}.' in text
     assert text.count(f'- Short runs, such as those of vanilla: {short}. Leads change') == 1
     assert report.how_short(vanilla | {'tokens': 5 * vanilla['parameters']}) == ''
-    assert '| contrast | verdict | difference | 95% interval corrected (Holm) | p corrected (Holm) |' in text
+    assert (
+        '| contrast | verdict | difference | 95% interval corrected (Holm) | p corrected (Holm) |'
+        in text
+    )
     # A column without a cell is left out.
     for one in comparison['contrasts'].values():
         one['p_flip'] = None
