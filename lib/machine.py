@@ -51,8 +51,7 @@ class Machine:
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a dtype or kernel that is unknown, and for a dtype that this machine lacks; of
-    a device it lacks, torch says so.
+    Raises ValueError for a device, dtype or kernel that is unknown or that this machine lacks.
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
@@ -65,6 +64,9 @@ class Machine:
 
         self.device = find_device(device)
         self.kind = self.device.type
+        backends = {'cuda': torch.cuda, 'mps': torch.backends.mps}
+        if self.kind in backends and not backends[self.kind].is_available():
+            raise ValueError(f'device={device}: torch {torch.__version__} sees no such device here')
         if self.kind == 'cuda' and (self.distributed or self.device.index is None):
             self.device = torch.device('cuda', self.local_rank)  # torchrun's own for each process
         for name, value, allowed in (('dtype', dtype, DTYPES), ('attention', attention, ATTENTION)):
@@ -209,9 +211,12 @@ class Machine:
 
 
 def find_device(name):
-    """torch's device of that name; of auto, the best that there is."""
+    """torch's device of that name; of auto, the best that there is. ValueError for an unknown name."""
     if name != 'auto':
-        return torch.device(name)
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f'device={name}: {first_line(error)}') from error
     if torch.cuda.is_available():
         return torch.device('cuda')
     return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')

@@ -38,6 +38,14 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(gpu):
     assert machine.peak_flops() == 125e12
 
 
+@pytest.mark.parametrize('device', ['cuda', 'cuda:1', 'mps', 'gpu'])
+def test_a_device_that_is_not_there_is_refused_by_its_name(device, monkeypatch):
+    for backend in (torch.cuda, torch.backends.mps):
+        monkeypatch.setattr(backend, 'is_available', lambda: False)
+    with pytest.raises(ValueError, match=f'device={device}: '):
+        Machine(device)
+
+
 def test_only_training_multiplies_in_tf32(gpu, monkeypatch):
     gpu('NVIDIA H200')
     asked = []
