@@ -105,7 +105,8 @@ def run_losses(run, settings, machine):
     It has, for each of its `domains` and for their `mean`, the `loss` in nats per token, its
     `standard_error` over windows of this run (not over seeds), and the `bits_per_byte`. With
     settings.repeats, `classes` has the same of each of CLASSES, of the domains that have some of its
-    targets: the mean is over these, and what is missing has no targets at all.
+    targets: the mean is over these, and what is missing has no targets at all. The bits of a class are
+    also over all bytes, so that those of a domain's classes add up to the domain's.
     """
     model, _, checkpoint = load_run(run, settings.tokenizer)
     dataset = dataset_of(checkpoint, settings.dataset)
@@ -324,14 +325,17 @@ def make_lm(model, tokenizer, settings, machine):
 
 
 def print_losses(numbers):
-    """A row per domain, and per run, and per class if it was scored, the loss and bits per byte."""
+    """A row per domain, and per run the loss and bits per byte, and per class the loss and its targets."""
     columns = []
     for run, report in numbers['runs'].items():
         title = f'{run}, {progress(report)}'
         for name, part in {title: report, **report.get('classes', {})}.items():
             entries = {**part['domains'], 'mean': part['mean']}
             columns.append((name, table_cells(entries, 'loss', 4, 'standard_error')))
-            columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
+            if part is report:
+                columns.append(('bits/byte', table_cells(entries, 'bits_per_byte', 4)))
+            else:
+                columns.append(('targets', table_cells(entries, 'tokens', 0)))
     print_table(columns, numbers['standard_errors'])
 
 

@@ -136,6 +136,10 @@ def test_targets_that_copy_and_misled_ones_are_scored_apart(run):
     assert classes['copy']['mean']['loss'] == classes['copy']['domains']['A']['loss']
     assert 'B' not in classes['copy']['domains']
 
+    head, _, row, *_ = table(succeed(evaluate.main, 'loss', out, '--repeats=True', '--device=cpu'))
+    assert head[2:] == 'bits/byte rest targets misled targets copy targets'.split()
+    assert row[4::2] == [str(classes[name]['domains']['A']['tokens']) for name in head[3::2]]
+
 
 def test_losses_depend_on_no_batch_size_nor_number_of_processes_and_repeat_exactly(run):
     out = run('together', **RESFORMER)
