@@ -94,7 +94,7 @@ def verdicts_on(arms, contrasts, shared, judgement):
         losses = {name: values[name] for name in arms}
         verdicts, by = judge_together(losses, incomplete), "by Dunnett's test"
     else:
-        verdicts, by = judge(differences, incomplete), 'corrected (Holm)'
+        verdicts, by = judge(differences, incomplete), 'after Holm'
     return {key: numbers | known[key] | {'by': by} for key, numbers in verdicts.items()}
 
 

@@ -797,7 +797,7 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     losses = [scatter(seed, 'Res') - 0.2 for seed in range(1, 7)]
     assert f'Validation loss {statistics.fmean(losses):.4f} against' in text
     assert f'between seeds {statistics.stdev(losses):.4f} and' in text
-    assert 'both corrected (Holm)' in text
+    assert 'both after Holm' in text
     assert f'{report.signed(contrast["low_holm"])} to' in text
     assert 'by flips of signs' in text
     # 8 rows of 32 tokens in each of 30 steps, and the parameters of vanilla with two more or none.
@@ -806,10 +806,7 @@ def test_the_report_begins_with_the_verdicts_and_what_the_arms_changed(page):
     assert f'by {-contrast["mean"]:.4f} nats after {short}.' in text
     assert text.count(f'- Short runs, such as those of vanilla: {short}. Leads change') == 1
     assert report.how_short(vanilla | {'tokens': 5 * vanilla['parameters']}) == ''
-    assert (
-        '| contrast | verdict | difference | 95% interval corrected (Holm) | p corrected (Holm) |'
-        in text
-    )
+    assert '| contrast | verdict | difference | 95% interval after Holm | p after Holm |' in text
     # A column without a cell is left out.
     for one in comparison['contrasts'].values():
         one['p_flip'] = None
