@@ -223,13 +223,13 @@ def cautions(comparison):
             'Untuned: every arm has the learning rate that it was given. An arm may win because '
             'that rate suits it; --rates tries several for each.'
         )
-    short = {name: how_short(arm) for name, arm in comparison['arms'].items()}
-    name = next(filter(short.get, short), None)
-    if name:
-        notes.append(
-            f'Short runs, such as those of {name}: {short[name]}. Leads change with training: longer '
-            'runs may say otherwise.'
-        )
+    for name, arm in comparison['arms'].items():
+        if how_short(arm):
+            notes.append(
+                f'Short runs, such as those of {name}: {how_short(arm)}. Leads change with training: longer '
+                'runs may say otherwise.'
+            )
+            break
     for arm, sweep in comparison['tuning'].items():
         if sweep['edge']:
             notes.append(
