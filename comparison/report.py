@@ -195,7 +195,7 @@ def cost(comparison, contrast):
         ratio = ours[fact] / theirs[fact]
         ratios.append(f'{TIMES}{ratio:.3f} {name}' if ratio != 1 else f'the same {name}')
     more = ours['parameters'] - theirs['parameters']
-    parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'the same parameters'
+    parameters = f'{more:+,} parameters'.replace('-', MINUS) if more else 'as many parameters'
     return f'Cost: {", ".join(ratios)}, {parameters}.'
 
 
@@ -308,7 +308,7 @@ def how_made(comparison):
             lines.append(f'code of some runs: another one, {listed(sorted(others))}')
     lines += [f'{name}: {listed(values)}' for name, values in comparison['provenance'].items()]
     total = datetime.timedelta(seconds=round(comparison['seconds']))
-    return [*lines, f'training and evaluation took: {total}, all runs together']
+    return [*lines, f'training and evaluation took: {total}, added up over all runs']
 
 
 # --- tables: (title, head, rows), cells are text --------------------------------------------------
