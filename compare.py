@@ -11,7 +11,7 @@ $ python compare.py out/vanilla_82m out/resformer_82m mine=out/first mine=out/se
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Runs that finished or
 diverged stay as they are, others are resumed. Ctrl-C saves everything, and the same command goes on,
-also with more seeds; anything else is a comparison of another --name. So is edited code (a .py file
+also with more seeds; any other change that decides a result needs another --name. So does edited code (a .py file
 outside tests/ and results/, but for its comments), unless --mixed_code=True lets runs of different code
 share a verdict; the report begins with it.
 
@@ -106,12 +106,13 @@ def compare_arms(options, files, given):
     results = Results(plan)
     if plan.replaced:
         print(
-            f'eval_iters=0 in place of the {plan.replaced} of the config: each run is evaluated on the '
-            f'whole validation split; --eval_iters={plan.replaced} keeps it',
+            f'eval_iters=0 in place of {plan.replaced}: each run is evaluated on the whole validation split; '
+            f'--eval_iters={plan.replaced} keeps it',
             file=sys.stderr,
         )
     if not options.print:
         check_training(plan, options.gpus)
+        slots = launch.find_slots(plan.settings.device, options.jobs, options.gpus)
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.folder, 'comparing in', '--name'):
         record = write_plan(plan)
@@ -123,7 +124,7 @@ def compare_arms(options, files, given):
                 for job in results.jobs():
                     print(launch.shell_line(job.arguments, plan.settings.device, options.gpus))
             else:
-                train_plan(results, options.jobs, options.gpus)
+                train_plan(results, slots, options.gpus)
         finally:
             comparison = compare_plan(results, record)
             write_report(plan.folder, comparison)
@@ -180,7 +181,7 @@ def main():
     argv = sys.argv[1:]
     with one_line_errors(interrupts=False):
         words, flags = sort_arguments(argv)
-        # Where one of them is a run, none is a config file: among a stranger's runs, it would be executed.
+        # If one word is no .py file, all are runs: among a stranger's, a .py file must not be executed.
         plain = '' if all(word.endswith('.py') for word in words) else 'runs'
         options, _, _ = configure(CompareConfig, TrainConfig, GPTConfig, doc=__doc__, plain=plain)
         given = dict(flag[2:].split('=', 1) for flag in flags)

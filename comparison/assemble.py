@@ -51,7 +51,11 @@ def compare_plan(results, record):
     plan, problems, runs = results.plan, results.problems(), results.all_runs()
     arms = {}
     for name, own in plan.arms.items():
-        states = {seed: results.state(run) for seed, run in results.test_runs(name).items()}
+        states = {}
+        for seed, run in results.test_runs(name).items():
+            # Of independent arms, no two runs are a pair.
+            key = run.seed if plan.judgement == 'dunnett' else seed
+            states[key] = results.state(run)
         rate, problem = results.rate(name), problems.get(name, '')
         trials = [
             results.state(run) for run in runs if run.arm == name and run.seed in plan.tuning_seeds
@@ -208,7 +212,8 @@ def leads_by_domain(arm, base):
     differences = {}
     for seed, (ours, theirs) in paired(arm.finished(), base.finished()).items():
         for domain, (a, b) in paired(ours.losses, theirs.losses).items():
-            differences.setdefault(domain, {})[seed] = a - b
+            if domain != 'mean':
+                differences.setdefault(domain, {})[seed] = a - b
     return {domain: describe(each) for domain, each in differences.items()}
 
 
@@ -337,25 +342,29 @@ def existing_arm(tests, tuned):
             '--tuning_seeds=() takes them for test runs'
         )
     first, own, trials = tests[0], {}, {}
-    for state in (*tests, *tuned):
-        rate, seed = state.config['learning_rate'], state.config['seed']
-        runs, but = own, OWN
-        if len(own) == len(tests):  # all that are left have tuned
-            runs, but = trials.setdefault(rate, {}), (*OWN, 'learning_rate')
-        other = disagreement(first, state, but)
-        if other:
-            raise ValueError(
-                f'{other}; mine={state.folder} makes it another arm, --tuning_seeds one that only tuned'
-            )
-        if seed in runs:
-            raise ValueError(
-                f'{runs[seed].folder} and {state.folder} have one seed; name one of them'
-            )
-        runs[seed] = state
+    for state in tests:
+        add_run(own, state, first, OWN)
+    for state in tuned:
+        runs = trials.setdefault(state.config['learning_rate'], {})
+        add_run(runs, state, first, (*OWN, 'learning_rate'))
 
     rate = first.config['learning_rate']
     arm = ArmRuns(first.facts, first.model, rate, own, trials=tuned)
     return arm, tuned_by(trials, rate) if len(trials) > 1 else None
+
+
+def add_run(runs, state, first, but):
+    """Add a run to others of its arm, {seed: State}. It must agree with the arm's first run, except in
+    these facts."""
+    other = disagreement(first, state, but)
+    if other:
+        raise ValueError(
+            f'{other}; mine={state.folder} makes it another arm, --tuning_seeds one that only tuned'
+        )
+    seed = state.config['seed']
+    if seed in runs:
+        raise ValueError(f'{runs[seed].folder} and {state.folder} have one seed; name one of them')
+    runs[seed] = state
 
 
 def tuned_by(trials, rate):

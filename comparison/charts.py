@@ -49,7 +49,7 @@ def pyplot():
 
 
 def styled(draw):
-    """Let a plot be drawn in this page's style, and leave matplotlib's own as it is for others."""
+    """Let a plot be drawn in this page's style."""
 
     @functools.wraps(draw)
     def drawn(*args):
@@ -187,7 +187,7 @@ def curves_plot(curves, arms):
 
 
 def show_all(axes, values):
-    """Let the y axis show these values, with a margin, and what else there is as far as it goes."""
+    """Let the y axis show these values, with a margin; others are cut off."""
     margin = 0.1 * (max(values) - min(values)) or 1.0
     axes.set_ylim(min(values) - margin, max(values) + margin)
 

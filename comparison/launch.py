@@ -106,7 +106,7 @@ def launch(jobs, slots, gpus, tick):
 
     jobs: a function that gives those still to be trained, most urgent first. It is called again
     after each training, because the next may depend on its result; none is tried twice.
-    tick(running): called each second with the jobs under way.
+    tick(running): called each second with the jobs under way. Returns the folders of the jobs it tried.
 
     Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
     """
@@ -120,7 +120,7 @@ def launch(jobs, slots, gpus, tick):
         while queue or running:
             # Others may train in some folders, such as what a killed compare.py has left. When they leave,
             # it may be decided anew what is to be trained.
-            was_held, held = held, {job.folder for job in queue if free and is_held(job.folder)}
+            was_held, held = held, {job.folder for job in queue if is_held(job.folder)}
             for folder in held - was_held:
                 print(
                     f'\nnote: waiting for another process that trains in {folder}', file=sys.stderr
@@ -145,6 +145,7 @@ def launch(jobs, slots, gpus, tick):
             if ended or not running:
                 queue = untried()
             tick(running)
+        return attempts
     except BaseException:
         stop(running)
         raise

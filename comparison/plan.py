@@ -116,7 +116,7 @@ class Plan:
         return self.facts(self.example(arm))
 
     def is_unchanged(self):
-        """Whether data and code on the disk are still what they were; the code may be another one."""
+        """Whether data and code on the disk are still what they were; with mixed_code, code may differ."""
         is_of_this_code = self.mixed_code or code_fingerprint() == self.code
         return is_of_this_code and self.data in (None, self.data_now())
 

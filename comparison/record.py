@@ -6,7 +6,6 @@ change: the same plan may get more seeds, and any other comparison is one of ano
 different code are of different comparisons, unless mixed_code is given.
 """
 
-import datetime
 import hashlib
 import json
 from pathlib import Path
@@ -16,7 +15,7 @@ from comparison.plan import changes
 from comparison.runs import MIXED_CODE, ROUNDING, difference, facts
 from comparison.verdict import LEVEL, RULES
 from lib.files import as_json, unreadable, write_json
-from lib.rundir import ask_git, commit_of
+from lib.rundir import ask_git, commit_of, now
 
 METRIC = 'validation loss at the end of training, mean over domains (nats per token)'
 # Facts that differ from run to run, from arm to arm, or from machine to machine.
@@ -138,7 +137,7 @@ def deciding_values(contents):
 
 
 def date_and_code():
-    return {'date': datetime.datetime.now().isoformat(' ', 'seconds'), **code_state()}
+    return {'date': now(), **code_state()}
 
 
 # As git prints it, whatever its settings are here.

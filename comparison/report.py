@@ -1,7 +1,7 @@
 """
 A comparison as text: report.md, and report.html with its plots in it, which needs no network.
 
-The verdicts come first. Nothing is computed here.
+The verdicts come first. No statistics are computed here.
 """
 
 import contextlib
@@ -73,8 +73,9 @@ def state(comparison):
         words.append(f'{name} ({changes})' if changes else name)
     finished = 'Not finished' if comparison['problems'] else 'Finished'
     text = f'{finished}. Arms: {"; ".join(words)}. The first is the baseline.'
-    domains = ', '.join(comparison['domains'])
-    return f'{text} Losses: mean over domains: {domains}. {code_text(comparison["code"])}'.strip()
+    if comparison['domains']:
+        text += f' Losses: mean over domains: {", ".join(comparison["domains"])}.'
+    return f'{text} {code_text(comparison["code"])}'.strip()
 
 
 def code_text(codes):

@@ -5,8 +5,8 @@ Which runs of a plan have finished, at which learning rates arms go on, and the 
     results.state(run)           what a run's folder holds
     results.rate(arm)            the learning rate of an arm's test runs; None while it is not known
     results.test_runs(arm)       {test seed: Run}
-    train_plan(results, jobs=2)       train what is missing; Ctrl-C saves, and the next call goes on
-    results.problems()           {name of a run: why it has not finished}
+    train_plan(results, slots)   train what is missing; Ctrl-C saves, and the next call goes on
+    results.problems()           {run or arm: why it has not finished}
 
 Everything is read from the runs' own folders: nothing is lost when compare.py is killed, and it does
 not matter who trained them.
@@ -173,15 +173,14 @@ def next_rate(rates, edge):
 # --- training -------------------------------------------------------------------------------------
 
 
-def train_plan(results, jobs=0, gpus=1):
+def train_plan(results, slots, gpus=1):
     """Train the missing runs of a plan, with a line of progress.
 
-    jobs: trainings at a time; 0: one per core, or per GPU. gpus: of each training. If one fails, the
-    others are still trained: ask results.problems(). KeyboardInterrupt lets every training save
-    itself, and is raised again. ValueError where code or data were edited before all had started.
+    slots: launch.find_slots(). gpus: of each training. If one fails, the others are still trained: ask
+    results.problems(). KeyboardInterrupt lets every training save itself, and is raised again.
+    ValueError where code or data were edited before all had started.
     """
     plan = results.plan
-    slots = launch.find_slots(plan.settings.device, jobs, gpus)
     # A log file takes a line a minute.
     interval = 1 if sys.stderr.isatty() else 60
     bar = tqdm(unit='step', desc='runs', mininterval=interval)
@@ -200,12 +199,12 @@ def train_plan(results, jobs=0, gpus=1):
         bar.update(steps - bar.n)
 
     with bar:
-        launch.launch(jobs_left, slots, gpus, tick)
-    left = len(results.jobs())
+        attempts = launch.launch(jobs_left, slots, gpus, tick)
+    left = [job for job in results.jobs() if job.folder not in attempts]
     if left and not plan.is_unchanged():
         raise ValueError(
-            f'code or data were edited, and {left} runs were not started; restore them, or give another '
-            f'--name; {MIXED_CODE}'
+            f'code or data were edited; restore them, or give another --name; runs that were not '
+            f'started: {len(left)}; {MIXED_CODE}'
         )
 
 

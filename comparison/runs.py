@@ -16,9 +16,8 @@ Facts are the decisive settings of TrainConfig and GPTConfig, those of a fork th
 know, `origin` (scratch, or whose weights the run began with), `resumed` (how its settings changed on
 the way), and, in runs that record them, `data` (the fingerprint of the token files), `domains` (of the
 last evaluation), how the run rounds (ROUNDING) and `code` (lib.rundir.code_fingerprint(); of an older
-run, its commit). Two facts are
-stated so that they are the same where they mean the same: `min_lr / learning_rate`, and
-`eval_iters * batch_size`, the rows that are evaluated (0: all).
+run, its commit). Two facts are stated so that they are the same where they mean the same:
+`min_lr / learning_rate`, and `eval_iters * batch_size`, the rows that are evaluated (0: all).
 
 Everybody who asks whether two runs are the same, but for something, asks difference(). A run that is
 still to be trained has facts, too: facts(asdict(settings) | asdict(config)).

@@ -68,6 +68,7 @@ def launch_here(jobs, slots, gpus, tick):
         if status:
             job.folder.mkdir(parents=True, exist_ok=True)
             launch.failure_file(job.folder).write_text(str(status).removeprefix('error: '))
+    return attempts
 
 
 def plan_of_line(*argv):

@@ -69,6 +69,9 @@ def test_when_another_process_has_left_a_folder_what_is_left_is_trained(
     """As after a compare.py that was killed, and whose trainings went on, to their end or not."""
     started, looks, holding = [], [], contextlib.ExitStack()
     job = launch.Job([], tmp_path, SimpleNamespace(poll=lambda: 0, returncode=0))
+    # Its end leaves no slot free until the second look.
+    poll = lambda: 0 if len(looks) > 1 else None  # noqa: E731
+    other = launch.Job([], tmp_path / 'other', SimpleNamespace(poll=poll, returncode=0))
     monkeypatch.setattr(launch, 'start', lambda *words: started.append(len(looks)))
 
     def wait(seconds):
@@ -79,9 +82,9 @@ def test_when_another_process_has_left_a_folder_what_is_left_is_trained(
     monkeypatch.setattr(launch.time, 'sleep', wait)
     with holding:
         holding.enter_context(locked(tmp_path, 'training in'))
-        jobs = lambda: [] if is_finished and len(looks) == 3 else [job]  # noqa: E731
+        jobs = lambda: [other] if is_finished and len(looks) == 3 else [job, other]  # noqa: E731
         launch.launch(jobs, [{}], 1, lambda running: None)
-    assert started == [3] * (not is_finished) and not launch.failure_file(tmp_path).exists()
+    assert started == [0] + [3] * (not is_finished) and not launch.failure_file(tmp_path).exists()
     assert (
         capsys.readouterr().err.count(f'waiting for another process that trains in {tmp_path}') == 1
     )
