@@ -49,7 +49,7 @@ import model as architecture
 from comparison import charts
 from comparison.assemble import arm_of
 from comparison.runs import difference, facts
-from lib.files import as_json, locked, one_line_errors, sha256_of, write_json
+from lib.files import as_json, locked, one_line_errors, sha256_of, whole_file, write_json
 from lib.machine import Machine
 from lib.rundir import provenance
 from lib.trained import dataset_of, load_run
@@ -565,7 +565,7 @@ def main():
     with one_line_errors():
         modes = dict.fromkeys(PANELS, (AnalyzeConfig,))
         kind, (settings,) = choose(modes, __doc__, plain='runs')
-        # What no picture can show is refused before any work.
+        # Names that no picture can show are refused before any work.
         labels_of(settings.runs)
         charts.pyplot()
         out = settings.out or f'out/{kind}'
@@ -573,7 +573,8 @@ def main():
             numbers = analyze(kind, settings, Machine(settings.device, 'float32'))
             write_json(f'{out}.json', numbers)
             figure = figure_of(over_seeds(numbers) if settings.seeds else numbers)
-            figure.savefig(picture, dpi=150)
+            with whole_file(picture) as file:
+                figure.savefig(file, dpi=150)
         print(f'\nwrote {picture}')
 
 

@@ -18,7 +18,8 @@ the values that a softmax averages would all be equal.
 
 An arm is what differs from the settings of model.GPT on the command line. A run is written to
 <out>/<arm>_lr<rate>_seed<seed>.json, with its accuracy on other samples by position (of hops, by k) every
-`interval` steps; one that exists is not made again. <out>/accuracy.png has all runs of the command.
+`interval` steps and at the end; one that exists is not made again. <out>/accuracy.png has all runs of the
+command.
 """
 
 import functools
@@ -37,7 +38,7 @@ from torch import nn
 
 from comparison import charts
 from comparison.arms import parse_arms
-from lib.files import as_json, one_line_errors, write_json
+from lib.files import as_json, one_line_errors, whole_file, write_json
 from lib.machine import Machine
 from lib.rundir import provenance
 from model import GPT, GPTConfig, refuse
@@ -45,7 +46,7 @@ from model import GPT, GPTConfig, refuse
 
 @dataclass
 class SyntheticConfig:
-    arms: str = 'vanilla; resformer: v_residual=True; svformer: share_v=True'  # as in compare.py
+    arms: str = 'vanilla; resformer: v_residual=True; svformer: share_v=True'
     rates: tuple = (1e-3,)  # learning rates
     seeds: tuple = (1,)  # of weights and samples
     length: int = 8  # elements of a product, tokens of hops, different tokens of recall
@@ -53,7 +54,7 @@ class SyntheticConfig:
     hops: int = 1  # the largest k
     steps: int = 3000
     batch_size: int = 128  # sequences of a step
-    interval: int = 100  # steps between two measurements of the accuracy
+    interval: int = 100  # steps between two measurements of the accuracy; one is at the end
     out: str = ''  # a folder; '': out/synthetic/<task>
 
 
@@ -116,7 +117,9 @@ def draw_samples(task, settings, count, generator):
     else:
         shape = count, settings.length
         tokens = torch.randint(len(group_table(task)), shape, generator=generator)
-    idx = torch.cat([VOCABULARY - k, tokens], 1)
+    first = VOCABULARY - k
+    refuse(tokens.max() >= first.min(), f'more than {VOCABULARY} tokens: ask for fewer')
+    idx = torch.cat([first, tokens], 1)
     slots = (k if task == 'hops' else torch.arange(idx.size(1))).expand_as(idx)
     if '_' in task:
         return idx, product_targets(idx, group_table(task)), slots
@@ -153,7 +156,7 @@ def learn(task, settings, config, rate, seed):
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % settings.interval == 0:
+        if step % settings.interval == 0 or step == settings.steps:
             curve[step] = accuracy(model, *tests)
     return curve
 
@@ -176,9 +179,12 @@ def main():
         out = Path(settings.out or f'out/synthetic/{task}')
         figure, axes = charts.picture(f'{task}: accuracy at the end, mean over seeds')
         common = [f'--vocab_size={VOCABULARY}', '--block_size=256', *sys.argv[2:]]
-        for arm, rate in itertools.product(arms, settings.rates):
-            flags = [f'--{name}={value}' for name, value in arms[arm].items()]
-            _, config = configure(*schemas, argv=common + flags)
+        models = {}
+        for arm, changes in arms.items():
+            flags = [f'--{name}={value}' for name, value in changes.items()]
+            own, models[arm] = configure(*schemas, argv=common + flags)
+            refuse(own != settings, f'arm {arm} changes more than the model')
+        for (arm, config), rate in itertools.product(models.items(), settings.rates):
             ends = []
             for seed in settings.seeds:
                 path = out / f'{arm}_lr{rate:g}_seed{seed}.json'
@@ -197,7 +203,8 @@ def main():
             axes.plot(np.mean(np.array(ends, dtype=float), 0), marker='.', label=f'{arm}, {rate:g}')
         axes.set_xlabel('k' if task == 'hops' else 'position')
         axes.legend()
-        figure.savefig(out / 'accuracy.png', dpi=150)
+        with whole_file(out / 'accuracy.png') as file:
+            figure.savefig(file, dpi=150)
 
 
 if __name__ == '__main__':

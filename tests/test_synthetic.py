@@ -83,7 +83,7 @@ def test_accuracy_is_the_share_of_targets_that_were_found_in_a_slot():
 
 def test_a_command_writes_runs_that_can_be_made_again(here):
     words = (
-        'S_3 --length=2 --n_layer=2 --n_head=2 --n_embd=16 --steps=4 --interval=2 --batch_size=8'
+        'S_3 --length=2 --n_layer=2 --n_head=2 --n_embd=16 --steps=5 --interval=2 --batch_size=8'
     )
     arms = '--arms=vanilla; svformer: share_v=True n_head=1'
 
@@ -101,12 +101,18 @@ def test_a_command_writes_runs_that_can_be_made_again(here):
     other = ['--out=one', '--rates=(0.01,)', '--n_inner=8', '--steps=6']
     status = program(synthetic.main, *words.split(), arms, *other)[0]
     assert 'one/vanilla_lr0.01_seed1.json is a run with another steps, model;' in status
+    status = program(
+        synthetic.main, *words.split(), '--arms=vanilla; long: length=3', '--out=three'
+    )[0]
+    assert 'arm long changes more than the model' in status
+    status = program(synthetic.main, 'recall', '--length=128', '--block_size=512', '--out=four')[0]
+    assert 'more than 128 tokens' in status
 
     run, again = (read_json(here / out / path.name) for out in ('one', 'two'))
-    assert (run['task'], run['seed'], run['rate'], run['steps']) == ('S_3', 1, 0.01, 4)
+    assert (run['task'], run['seed'], run['rate'], run['steps']) == ('S_3', 1, 0.01, 5)
     assert run['cpu_seconds'] >= 0
     assert run['model']['share_v'] is True and run['model']['n_head'] == 1 and run['commit']
-    assert run['accuracy'] == again['accuracy'] and [*run['accuracy']] == ['2', '4']
+    assert run['accuracy'] == again['accuracy'] and [*run['accuracy']] == ['2', '4', '5']
     for name in ('svformer_lr0.01_seed2', 'vanilla_lr0.01_seed1'):
         assert read_json(here / f'one/{name}.json')['accuracy'] != run['accuracy']
     for empty, *others in run['accuracy'].values():
