@@ -50,7 +50,7 @@ from torch._functorch import config as functorch_config
 from tqdm import tqdm
 
 from lib.files import first_line, one_line_errors
-from lib.machine import ATTENTION, Machine
+from lib.machine import ATTENTION, Machine, is_out_of_memory
 from lib.rundir import provenance
 from lib.tables import check_out, markdown_table, save_numbers
 from model import GPT, GPTConfig, refuse
@@ -331,7 +331,7 @@ class Row:
         self.static = allocated(machine) - before
 
     def prepare(self, model):
-        # Whose weights decay takes no time: what is not ours has one group of all.
+        # Which weights decay does not change the time, so a peer has one group.
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
         if isinstance(model, GPT):
             optimizers = make_optimizers(model, self.settings.training())
@@ -505,7 +505,7 @@ def attempt(row, act, *args):
     except Exception as error:
         traceback.print_exc()
         problem = first_line(error)[:100]
-        if isinstance(error, torch.OutOfMemoryError) and dist.is_initialized():
+        if is_out_of_memory(error) and dist.is_initialized():
             # The other processes wait in this row's all-reduce, and would for an hour.
             raise OSError(f'{row.name}: {problem}') from error
 

@@ -190,7 +190,7 @@ def domain_losses(model, dataset, settings, machine, label):
 
 
 def loss_summary(losses, dataset):
-    """{'domains': {domain: its losses}, 'mean': their mean}. losses: as domain_losses()
+    """{'domains': {domain: its losses}, 'mean': their mean}. losses: {domain: (sums, counts) over windows}.
 
     A window with more predictions weighs more. There is no error of a single window, and where a
     domain has none, no error of the mean over domains.

@@ -1208,7 +1208,8 @@ def check(config):
     for name, value in config.variant().items():
         refuse(
             name not in free and not changes_the_model(config, name),
-            f'{name}={value!r} does nothing beside the other settings; drop it',
+            f'{name}={value!r} does nothing beside the other settings; drop it, or give '
+            f'--{name}={getattr(GPTConfig, name)}',
         )
     # With sources of weight 0, (0, 1) is vanilla and refused, and (0, 0.5) scales a layer's own values and
     # is allowed, unless a source or a gate has parameters: they would get no gradient. Learned weights

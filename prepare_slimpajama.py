@@ -35,9 +35,9 @@ is 0.005, or of plain text more, up to 0.1, so that the smallest domain has some
 What is written: <out>/<split>/<Domain>.bin (little-endian uint16 ids, each document followed by
 <|endoftext|>), tokenizer.json (a copy; for bytes, one that describes them), and last meta.json,
 whose presence means complete. Files are read in seeded order, their documents are shuffled (in
-blocks of 64M characters), and each domain is filled up to its share of --tokens. Until then, <out>/
-.pieces holds a piece for each file that is finished, from which the same command goes on. The result
-does not depend on --workers or on interruptions.
+blocks of 64M characters), and each domain is filled up to its share of --tokens. Until then,
+<out>/.pieces holds a piece for each file that is finished, from which the same command goes on. The
+result does not depend on --workers or on interruptions.
 """
 
 import array
@@ -386,7 +386,7 @@ def check_space(plan):
 def merge_pieces(plan):
     """Write the token files from pieces, in reading order, until every domain is full.
 
-    Returns {(split, domain): documents, tokens, bytes of text, files that they come from}, pieces.
+    Returns {(split, domain): documents, tokens, bytes of text, pieces that they come from}, pieces.
     """
     counts = collections.defaultdict(collections.Counter)
     pieces = []

@@ -121,7 +121,8 @@ class TrainConfig:
         budget = self.activation_memory_budget
         refuse(
             budget < 1 and not self.compile,
-            f'activation_memory_budget={budget} does nothing with compile=False; drop one of them',
+            f'activation_memory_budget={budget} does nothing with compile=False; '
+            'give --activation_memory_budget=1, or compile',
         )
         refuse(
             not all(is_step(step) for step in self.save_steps),
@@ -156,7 +157,12 @@ ALLOWED = {'optimizer': ('adamw', 'muon'), 'backend': ('auto', 'nccl', 'gloo')}
 
 def settings_of(checkpoint):
     """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default. It is not
-    checked: the run may have begun with a file that is gone."""
+    checked: the run may have begun with a file that is gone. An imported model is no run."""
+    path = checkpoint['path']
+    refuse(
+        not checkpoint['data']['sha256'],
+        f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
+    )
     settings = TrainConfig()
     vars(settings).update(checkpoint['settings'])
     return settings
@@ -179,11 +185,6 @@ def settings_beneath(given):
     is_there = os.path.isdir(out_dir)
     with locked(out_dir, 'training in', shared=True) if is_there else contextlib.nullcontext():
         checkpoint = load_checkpoint(out_dir)
-    path = checkpoint['path']
-    refuse(
-        not checkpoint['data']['sha256'],
-        f'{path} was imported, and is no run to resume; start one elsewhere with --init_from={path}',
-    )
     saved = asdict(settings_of(checkpoint)) | asdict(checkpoint.config)
     return saved | {'out_dir': out_dir}
 
@@ -601,14 +602,16 @@ class Reporter:
         if start.changed:
             self.say(f'resumed with other settings: {start.changed}')
 
-        folder.begin()
         # Each start or resumption begins a new part of the run. config.json describes the newest part,
-        # and the log all others. A finished run that is resumed has no new part, unless it ends
+        # and the log all earlier ones. A finished run that is resumed has no new part, unless it ends
         # elsewhere than was planned: its max_iters was lowered to this step, or it was to be extended.
         is_finished = start.step == settings.max_iters and folder.has_evaluation(start.step)
-        self.description = {}  # of the new part; {}: there is none
-        if not is_finished or folder.described_steps() != settings.max_iters:
-            self.description = everything
+        is_new = not is_finished or folder.described_steps() != settings.max_iters
+        self.description = everything if is_new else {}  # of the new part
+        if is_new:
+            folder.forget_resumption(start.step)
+        folder.begin()
+        if is_new:
             folder.describe(everything)
             if start.earlier_provenance:  # the run is resumed
                 entry = {
@@ -883,8 +886,8 @@ def too_many_skipped(step, skipped, settings):
 
 LESS_MEMORY = (
     'Halve batch_size, and double gradient_accumulation_steps and eval_iters: the same step, the same '
-    'data order and the same validation text. Or set --activation_memory_budget=0.9, or '
-    '--activation_checkpointing=True.'
+    'data order and the same validation text. Or set --activation_memory_budget=0.9 '
+    '(compiled), or --activation_checkpointing=True.'
 )
 
 

@@ -38,7 +38,7 @@ def is_domain(name):
 
 def caution_about(validation):
     """What must be known of a validation split, {domain: its entry in meta.json}, some of whose domains
-    have fewer tokens than ENOUGH; None of another one."""
+    have fewer tokens than ENOUGH; None where each has enough."""
     few = [
         f'{name} ({each["tokens"]:,})'
         for name, each in validation.items()
@@ -198,7 +198,8 @@ def one_line_errors(everywhere=False, interrupts=True):
         message = printable(f'error: {error}')
         # Also where this process is silent: torchrun names the one that ends first.
         repeat_below(message)
-        speaks = everywhere or os.environ.get('LOCAL_RANK') in (None, '', '0')
+        is_alone = not os.environ.get('RANK')
+        speaks = everywhere or is_alone or os.environ.get('LOCAL_RANK') in (None, '', '0')
         sys.exit(message if speaks else 1)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lib.files import first_line
 
-# Exit status after SIGTERM or SIGINT: the run was saved and can be resumed (EX_TEMPFAIL).
+# Exit status after a signal or lost output: the run was saved and can be resumed (EX_TEMPFAIL).
 INTERRUPTED = 75
 
 DTYPES = ('auto', 'float16', 'bfloat16', 'float32')
@@ -51,15 +51,16 @@ class Machine:
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a device, dtype or kernel that is unknown or that this machine lacks.
+    Raises ValueError for a dtype or kernel that is unknown, or a device of a kind that is not here.
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
-        # Some schedulers set these to nothing.
+        # Some schedulers set RANK to nothing, or others of these without it.
         self.distributed = bool(os.environ.get('RANK'))  # under torchrun
-        self.rank = int(os.environ.get('RANK') or 0)
-        self.local_rank = int(os.environ.get('LOCAL_RANK') or 0)
-        self.world_size = int(os.environ.get('WORLD_SIZE') or 1)
+        own = os.environ if self.distributed else {}
+        self.rank = int(own.get('RANK', 0))
+        self.local_rank = int(own.get('LOCAL_RANK') or 0)
+        self.world_size = int(own.get('WORLD_SIZE') or 1)
         self.is_first = self.rank == 0
 
         self.device = find_device(device)

@@ -82,11 +82,7 @@ class RunFolder:
         run goes on."""
         checkpoint = load_checkpoint(self.path, warn)
         self.damaged = checkpoint['damaged']
-        step = checkpoint['step']
-        self.entries = entries = read_log(self.path / 'log.jsonl', step, warn)
-        # Of a resumption that was killed before it left anything, the log says nothing.
-        while entries and entries[-1]['step'] == step and 'changed' in entries[-1]:
-            entries.pop()
+        self.entries = read_log(self.path / 'log.jsonl', checkpoint['step'], warn)
         return checkpoint
 
     def described_steps(self):
@@ -100,17 +96,22 @@ class RunFolder:
     def forget_evaluation(self, step):
         self.entries = [entry for entry in self.entries if not is_evaluation(entry, step)]
 
+    def forget_resumption(self, step):
+        """Forget one that began at this step, if it was killed before it saved another."""
+        self.entries = [x for x in self.entries if x['step'] != step or 'changed' not in x]
+
     def check_unused(self, first_save=None):
         """ValueError where a new run would write over another one.
 
         first_save: of a command that is given again, where its run saves first. Of a run that died before,
         nothing is lost when it begins again.
         """
-        names = ('log.jsonl', 'config.json')
-        is_taken = checkpoints(self.path) or any((self.path / name).exists() for name in names)
         if first_save:
             entries = read_log(self.path / 'log.jsonl')
             is_taken = any(entry['step'] >= first_save for entry in entries)
+        else:
+            names = ('log.jsonl', 'config.json')
+            is_taken = checkpoints(self.path) or any((self.path / name).exists() for name in names)
         if is_taken:
             raise ValueError(
                 f'{self.path} already holds a run, or the log of one whose checkpoints are gone; continue it '
@@ -310,14 +311,18 @@ class Checkpoint(dict):
                 f'{self["path"]} does not fit this model; its weights need {" ".join(flags)}'
             )
 
-        missing, unexpected = model.load_state_dict(self['model'], strict=False)
-        wrong = unexpected + [name for name in missing if not model.needs[name].optional]
+        theirs, ours = self['model'], model.state_dict()
+        wrong = [
+            name for name in theirs if name not in ours or theirs[name].shape != ours[name].shape
+        ]
+        wrong += [name for name in ours if name not in theirs and not model.needs[name].optional]
         if wrong:
             names = textwrap.shorten(', '.join(wrong), 200, placeholder=' ...')
             raise ValueError(
                 f'{self["path"]} does not fit this model: {names} (a weight may be missing where '
                 'model.py makes it with optional=True)'
             )
+        model.load_state_dict(theirs, strict=False)
 
     def load_state(self, optimizers, scaler):
         """Take over the optimizers' moments and the loss scale. weight_decay and the betas stay those of

@@ -22,7 +22,7 @@ def load_run(path, tokenizer=''):
     checkpoint = load_checkpoint(path, lambda message: print(message, file=sys.stderr))
     encoder = load_tokenizer(checkpoint, tokenizer)
     model = GPT(checkpoint.config)
-    model.load_state_dict(checkpoint['model'])
+    checkpoint.load_weights(model)
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise ValueError(f'{checkpoint["path"]}: {name} is not finite; use an older checkpoint')

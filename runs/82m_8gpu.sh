@@ -15,8 +15,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
-make setup
+# First, because without a GPU `make setup` installs a torch for CPUs.
 [ "$(nvidia-smi --list-gpus | wc -l)" -ge 8 ] || { echo 'error: this machine has no eight GPUs' >&2; exit 1; }
+make setup
 
 python prepare_slimpajama.py
 

@@ -112,11 +112,15 @@ def test_the_kernel_of_an_attention_is_what_torch_would_choose(monkeypatch):
     assert machine.attention_kernel(8, 2, 64, 128) == 'cudnn'
 
 
-def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):
-    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
-        monkeypatch.setenv(name, '')
+@pytest.mark.parametrize('others', ['', '8'])
+def test_without_a_rank_a_process_is_alone(monkeypatch, others):
+    """Whatever else a scheduler has set."""
+    monkeypatch.setenv('RANK', '')
+    for name in ('LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+        monkeypatch.setenv(name, others)
     machine = Machine('cpu')
-    assert (machine.distributed, machine.rank, machine.world_size) == (False, 0, 1)
+    assert (machine.distributed, machine.rank, machine.local_rank) == (False, 0, 0)
+    assert machine.world_size == 1
     with pytest.raises(SystemExit, match=r'error: ours\\n'), one_line_errors():
         raise ValueError('ours\n')
 
@@ -124,6 +128,7 @@ def test_a_rank_that_is_set_to_nothing_is_none(monkeypatch):
 def test_torchrun_ends_with_the_line_of_whichever_process_ends_first(monkeypatch, tmp_path):
     path = tmp_path / 'error.json'
     monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(path))
+    monkeypatch.setenv('RANK', '1')
     monkeypatch.setenv('LOCAL_RANK', '1')  # which is silent itself
     with pytest.raises(SystemExit, match='^1$'), one_line_errors():
         raise ValueError('ours')

@@ -151,8 +151,11 @@ def test_weights_of_a_run_that_goes_on_are_judged_before_the_optimizers_state(ha
     checkpoint = load(f'{name}/ckpt_6.pt')
     for part in (checkpoint['model'], checkpoint['optimizer']['state']):
         part['transformer.gone'] = next(iter(part.values()))
+    first, weight = next(iter(checkpoint['model'].items()))
+    checkpoint['model'][first] = weight[:1]  # of another shape
     torch.save(checkpoint, f'{name}/ckpt_6.pt')
-    refused('does not fit this model: transformer.gone', out_dir=name, init_from='resume')
+    words = f'does not fit this model: {first}, transformer.gone'
+    refused(words, out_dir=name, init_from='resume')
 
 
 # --- not mistakes ---------------------------------------------------------------------------------

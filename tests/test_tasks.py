@@ -275,6 +275,7 @@ def test_a_mistake_is_one_line(harness, run, published, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, 'lm_eval', None)
         assert_one_line(program(*words, local)[0], 'pip install lm_eval')
+    monkeypatch.setenv('RANK', '0')
     monkeypatch.setenv('WORLD_SIZE', '2')  # every process would score everything
     assert_one_line(program(*words, local)[0], 'torchrun')
     assert not Path('never.json').exists()

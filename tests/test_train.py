@@ -298,7 +298,7 @@ def test_a_run_with_activation_checkpointing_is_the_same_run(work, whole, monkey
 def test_float16_trains(work, whole):
     good('out/fp16', dtype='float16')
     assert_close_losses('out/fp16', whole, tolerance=0.02)
-    assert not losses('out/fp16').items() & losses(whole).items()  # rounded otherwise
+    assert losses('out/fp16') != losses(whole)  # rounded otherwise
     assert {entry['scale'] for entry in training_steps('out/fp16')} == {65536.0}
 
 

@@ -1,6 +1,7 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -182,6 +183,22 @@ def test_a_finished_run_whose_extension_took_no_step_is_finished_by_its_first_co
     good('out/extended', init_from='auto')
     ours, theirs = read_state('out/extended'), read_state(whole)
     assert ours.kind == 'finished' and ours.facts == theirs.facts
+
+
+def test_a_resumption_that_saved_nothing_is_forgotten_also_where_it_evaluated(half, monkeypatch):
+    name = half('out/forgotten')
+    path = Path(name, 'log.jsonl')
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    (evaluated,) = (entry for entry in entries if 'val' in entry and entry['step'] == 6)
+    entries.remove(evaluated)
+    path.write_text(''.join(f'{json.dumps(entry)}\n' for entry in entries))
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'train_step', Mock(side_effect=OSError('killed')))
+        assert here(name, init_from='resume', learning_rate=2e-2)[0] == 'error: killed'
+    assert 'val' in log(name)[-1] and 'learning_rate' in log(name)[-2]['changed']
+    good(name, init_from='resume')
+    (changed,) = (entry['changed'] for entry in log(name) if 'changed' in entry)
+    assert 'learning_rate' not in changed
 
 
 def test_a_run_shortened_to_an_evaluation_of_other_text_is_evaluated_again(half, whole):
