@@ -157,7 +157,7 @@ ALLOWED = {'optimizer': ('adamw', 'muon'), 'backend': ('auto', 'nccl', 'gloo')}
 
 def settings_of(checkpoint):
     """The TrainConfig of the run that wrote a checkpoint; what it lacks is as by default. It is not
-    checked: the run may have begun with a file that is gone. An imported model is no run."""
+    checked: the run may have begun with a file that is gone. Refuses an imported model."""
     path = checkpoint['path']
     refuse(
         not checkpoint['data']['sha256'],
@@ -565,6 +565,8 @@ def carry_on(checkpoint, start, folder):
     texts = [each.eval_iters * each.batch_size for each in (old, settings)]
     if step == settings.max_iters and texts[0] != texts[1]:
         folder.forget_evaluation(step)
+    if not folder.has_ended(step, settings.max_iters):
+        folder.forget_resumption(step)
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']
@@ -602,16 +604,13 @@ class Reporter:
         if start.changed:
             self.say(f'resumed with other settings: {start.changed}')
 
-        # Each start or resumption begins a new part of the run. config.json describes the newest part,
-        # and the log all earlier ones. A finished run that is resumed has no new part, unless it ends
-        # elsewhere than was planned: its max_iters was lowered to this step, or it was to be extended.
-        is_finished = start.step == settings.max_iters and folder.has_evaluation(start.step)
-        is_new = not is_finished or folder.described_steps() != settings.max_iters
-        self.description = everything if is_new else {}  # of the new part
-        if is_new:
-            folder.forget_resumption(start.step)
         folder.begin()
-        if is_new:
+        # Each start or resumption begins a new part of the run. config.json describes the newest part,
+        # and the log those before. A finished run that is resumed has no new part, unless it ends
+        # elsewhere than was planned: its max_iters was lowered to this step, or it was to be extended.
+        self.description = {}  # of the new part; {}: there is none
+        if not folder.has_ended(start.step, settings.max_iters):
+            self.description = everything
             folder.describe(everything)
             if start.earlier_provenance:  # the run is resumed
                 entry = {
@@ -886,8 +885,8 @@ def too_many_skipped(step, skipped, settings):
 
 LESS_MEMORY = (
     'Halve batch_size, and double gradient_accumulation_steps and eval_iters: the same step, the same '
-    'data order and the same validation text. Or set --activation_memory_budget=0.9 '
-    '(compiled), or --activation_checkpointing=True.'
+    'data order and the same validation text. Or set '
+    '--activation_checkpointing=True or, where the run is compiled, --activation_memory_budget=0.9.'
 )
 
 

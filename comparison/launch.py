@@ -106,9 +106,10 @@ def launch(jobs, slots, gpus, tick):
 
     jobs: a function that gives those still to be trained, most urgent first. It is called again
     after each training, because the next may depend on its result; none is tried twice.
-    tick(running): called each second with the jobs under way. Returns the folders of the jobs it tried.
+    tick(running): called each second with the jobs under way.
 
-    Ctrl-C (KeyboardInterrupt) lets every training save itself, and is raised again.
+    Returns the folders of the jobs that were started. Ctrl-C (KeyboardInterrupt) lets every training save
+    itself, and is raised again.
     """
     running, attempts, free = [], set(), list(slots)
 
@@ -120,7 +121,8 @@ def launch(jobs, slots, gpus, tick):
         while queue or running:
             # Others may train in some folders, such as what a killed compare.py has left. When they leave,
             # it may be decided anew what is to be trained.
-            was_held, held = held, {job.folder for job in queue if is_held(job.folder)}
+            looked_at = {job.folder for job in queue} if free else held
+            was_held, held = held, {folder for folder in looked_at if is_held(folder)}
             for folder in held - was_held:
                 print(
                     f'\nnote: waiting for another process that trains in {folder}', file=sys.stderr

@@ -203,8 +203,8 @@ def train_plan(results, slots, gpus=1):
     left = [job for job in results.jobs() if job.folder not in attempts]
     if left and not plan.is_unchanged():
         raise ValueError(
-            f'code or data were edited; restore them, or give another --name; runs that were not '
-            f'started: {len(left)}; {MIXED_CODE}'
+            f'code or data were edited (runs that were not started: {len(left)}); restore them, or give '
+            f'another --name; {MIXED_CODE}'
         )
 
 

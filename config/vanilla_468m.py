@@ -1,6 +1,6 @@
 # The paper's 468M Transformer (Table 4), otherwise as at 82M. A step takes 49 to 50 GiB of a
-# GPU, 51 to 55 of each of eight, with batch_size=16 26.5, with 8 15.1, checkpointed 13.9 (counted on a
-# stand-in for a GPU, of older code: results/fakegpu).
+# GPU, 51 to 55 of each of eight, with batch_size=16 26.5, with 8 15.1, checkpointed 13.9 (of older
+# code, counted on a stand-in for a GPU: results/fakegpu).
 from config.vanilla_82m import *
 
 out_dir = 'out/vanilla_468m'

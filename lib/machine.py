@@ -51,7 +51,8 @@ class Machine:
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a dtype or kernel that is unknown, or a device of a kind that is not here.
+    Raises ValueError for a device, dtype or kernel that is unknown, for a kind of device that is not
+    here, and for bfloat16 on a GPU that lacks it.
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):

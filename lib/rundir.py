@@ -85,10 +85,12 @@ class RunFolder:
         self.entries = read_log(self.path / 'log.jsonl', checkpoint['step'], warn)
         return checkpoint
 
-    def described_steps(self):
-        """The max_iters of config.json; None where there is none."""
+    def has_ended(self, step, max_iters):
+        """Whether the run is evaluated at its last step, this one, and config.json has these max_iters."""
+        described = None
         with contextlib.suppress(OSError, ValueError, LookupError):
-            return json.loads((self.path / 'config.json').read_bytes())['max_iters']
+            described = json.loads((self.path / 'config.json').read_bytes())['max_iters']
+        return step == max_iters == described and self.has_evaluation(step)
 
     def has_evaluation(self, step):
         return any(is_evaluation(entry, step) for entry in self.entries)
@@ -97,8 +99,12 @@ class RunFolder:
         self.entries = [entry for entry in self.entries if not is_evaluation(entry, step)]
 
     def forget_resumption(self, step):
-        """Forget one that began at this step, if it was killed before it saved another."""
-        self.entries = [x for x in self.entries if x['step'] != step or 'changed' not in x]
+        """Forget what a resumption wrote that began at this step and saved no other: its entry, and an
+        evaluation."""
+        for i, entry in enumerate(self.entries):
+            if entry['step'] == step and 'changed' in entry:
+                del self.entries[i:]
+                return
 
     def check_unused(self, first_save=None):
         """ValueError where a new run would write over another one.
@@ -319,8 +325,8 @@ class Checkpoint(dict):
         if wrong:
             names = textwrap.shorten(', '.join(wrong), 200, placeholder=' ...')
             raise ValueError(
-                f'{self["path"]} does not fit this model: {names} (a weight may be missing where '
-                'model.py makes it with optional=True)'
+                f'{self["path"]} does not fit this model: {names} (unknown, missing, or of another shape; '
+                'one may be missing where model.py makes it with optional=True)'
             )
         model.load_state_dict(theirs, strict=False)
 

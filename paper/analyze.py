@@ -574,7 +574,7 @@ def main():
             write_json(f'{out}.json', numbers)
             figure = figure_of(over_seeds(numbers) if settings.seeds else numbers)
             with whole_file(picture) as file:
-                figure.savefig(file, dpi=150)
+                figure.savefig(file, format='png', dpi=150)
         print(f'\nwrote {picture}')
 
 

@@ -118,7 +118,10 @@ def draw_samples(task, settings, count, generator):
         shape = count, settings.length
         tokens = torch.randint(len(group_table(task)), shape, generator=generator)
     first = VOCABULARY - k
-    refuse(tokens.max() >= first.min(), f'more than {VOCABULARY} tokens: ask for fewer')
+    refuse(
+        tokens.max() >= first.min(),
+        f'more than {VOCABULARY} different tokens; lower --length, --alphabet or --hops',
+    )
     idx = torch.cat([first, tokens], 1)
     slots = (k if task == 'hops' else torch.arange(idx.size(1))).expand_as(idx)
     if '_' in task:
@@ -204,7 +207,7 @@ def main():
         axes.set_xlabel('k' if task == 'hops' else 'position')
         axes.legend()
         with whole_file(out / 'accuracy.png') as file:
-            figure.savefig(file, dpi=150)
+            figure.savefig(file, format='png', dpi=150)
 
 
 if __name__ == '__main__':

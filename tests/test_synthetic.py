@@ -106,7 +106,7 @@ def test_a_command_writes_runs_that_can_be_made_again(here):
     )[0]
     assert 'arm long changes more than the model' in status
     status = program(synthetic.main, 'recall', '--length=128', '--block_size=512', '--out=four')[0]
-    assert 'more than 128 tokens' in status
+    assert 'more than 128 different tokens' in status
 
     run, again = (read_json(here / out / path.name) for out in ('one', 'two'))
     assert (run['task'], run['seed'], run['rate'], run['steps']) == ('S_3', 1, 0.01, 5)

@@ -197,8 +197,10 @@ def test_a_resumption_that_saved_nothing_is_forgotten_also_where_it_evaluated(ha
         assert here(name, init_from='resume', learning_rate=2e-2)[0] == 'error: killed'
     assert 'val' in log(name)[-1] and 'learning_rate' in log(name)[-2]['changed']
     good(name, init_from='resume')
-    (changed,) = (entry['changed'] for entry in log(name) if 'changed' in entry)
-    assert 'learning_rate' not in changed
+    entries = log(name)
+    (place,) = (i for i, entry in enumerate(entries) if 'changed' in entry)
+    assert 'learning_rate' not in entries[place]['changed'] and 'val' in entries[place + 1]
+    assert [entry['step'] for entry in evaluations(name)].count(6) == 1
 
 
 def test_a_run_shortened_to_an_evaluation_of_other_text_is_evaluated_again(half, whole):
