@@ -11,9 +11,9 @@ $ python compare.py out/vanilla_82m out/resformer_82m mine=out/first mine=out/se
 Each arm is trained with each seed as an ordinary run in out/compare/<name>/, and evaluated at its end
 on the whole validation split, unless --eval_iters or --eval_interval is given. Runs that finished or
 diverged stay as they are, others are resumed. Ctrl-C saves everything, and the same command goes on,
-also with more seeds; any other change that decides a result needs another --name. So does edited code (a .py file
-outside tests/ and results/, but for its comments), unless --mixed_code=True lets runs of different code
-share a verdict; the report begins with it.
+also with more seeds; any other change that decides a result needs another --name. So does edited code
+(a .py file outside tests/ and results/, but for its comments), unless --mixed_code=True lets runs of
+different code share a verdict; the report begins with it.
 
 The arm of a run that exists is its folder's name without _lr<rate> and _seed<n>, unless ARM=FOLDER
 names it; the first is the baseline. --tuning_seeds says which seeds have only chosen a learning rate;

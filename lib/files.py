@@ -198,9 +198,14 @@ def one_line_errors(everywhere=False, interrupts=True):
         message = printable(f'error: {error}')
         # Also where this process is silent: torchrun names the one that ends first.
         repeat_below(message)
-        is_alone = not os.environ.get('RANK')
-        speaks = everywhere or is_alone or os.environ.get('LOCAL_RANK') in (None, '', '0')
-        sys.exit(message if speaks else 1)
+        sys.exit(message if everywhere or of_torchrun('LOCAL_RANK') == 0 else 1)
+
+
+def of_torchrun(name, default=0):
+    """RANK, LOCAL_RANK or WORLD_SIZE. A process without a RANK is alone, whatever else a scheduler has set;
+    some set these to nothing."""
+    value = os.environ.get(name) if os.environ.get('RANK') else ''
+    return int(value or default)
 
 
 def repeat_below(message):

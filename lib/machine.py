@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lib.files import first_line
+from lib.files import first_line, of_torchrun
 
 # Exit status after a signal or lost output: the run was saved and can be resumed (EX_TEMPFAIL).
 INTERRUPTED = 75
@@ -56,12 +56,10 @@ class Machine:
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
-        # Some schedulers set RANK to nothing, or others of these without it.
         self.distributed = bool(os.environ.get('RANK'))  # under torchrun
-        own = os.environ if self.distributed else {}
-        self.rank = int(own.get('RANK', 0))
-        self.local_rank = int(own.get('LOCAL_RANK') or 0)
-        self.world_size = int(own.get('WORLD_SIZE') or 1)
+        self.rank = of_torchrun('RANK')
+        self.local_rank = of_torchrun('LOCAL_RANK')
+        self.world_size = of_torchrun('WORLD_SIZE', 1)
         self.is_first = self.rank == 0
 
         self.device = find_device(device)

@@ -117,12 +117,7 @@ def draw_samples(task, settings, count, generator):
     else:
         shape = count, settings.length
         tokens = torch.randint(len(group_table(task)), shape, generator=generator)
-    first = VOCABULARY - k
-    refuse(
-        tokens.max() >= first.min(),
-        f'more than {VOCABULARY} different tokens; lower --length, --alphabet or --hops',
-    )
-    idx = torch.cat([first, tokens], 1)
+    idx = torch.cat([VOCABULARY - k, tokens], 1)
     slots = (k if task == 'hops' else torch.arange(idx.size(1))).expand_as(idx)
     if '_' in task:
         return idx, product_targets(idx, group_table(task)), slots
@@ -143,6 +138,11 @@ def accuracy(model, idx, targets, slots):
 def learn(task, settings, config, rate, seed):
     """{step: accuracy()} of a model that is trained."""
     tests = draw_samples(task, settings, 1000, torch.Generator().manual_seed(-1 - seed))
+    idx = tests[0]
+    refuse(
+        idx[:, 1:].max() >= idx[:, 0].min(),
+        f'more than {VOCABULARY} different tokens; lower --length, --alphabet or --hops',
+    )
     generator = torch.Generator().manual_seed(seed)
     model = GPT(config, seed)
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95), fused=True)

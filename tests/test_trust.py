@@ -1,7 +1,6 @@
 """Whatever happens to a run, nothing is lost and nothing strange is written: results/trust."""
 
 import functools
-import json
 import os
 import shutil
 import signal
@@ -32,6 +31,7 @@ from runs import (
     refused,
     steps_of_checkpoints,
     training_steps,
+    write_log,
 )
 
 import train
@@ -187,11 +187,8 @@ def test_a_finished_run_whose_extension_took_no_step_is_finished_by_its_first_co
 
 def test_a_resumption_that_saved_nothing_is_forgotten_also_where_it_evaluated(half, monkeypatch):
     name = half('out/forgotten')
-    path = Path(name, 'log.jsonl')
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    (evaluated,) = (entry for entry in entries if 'val' in entry and entry['step'] == 6)
-    entries.remove(evaluated)
-    path.write_text(''.join(f'{json.dumps(entry)}\n' for entry in entries))
+    (evaluated,) = (entry for entry in evaluations(name) if entry['step'] == 6)
+    write_log(Path(name), [entry for entry in log(name) if entry != evaluated])
     with monkeypatch.context() as patch:
         patch.setattr(train, 'train_step', Mock(side_effect=OSError('killed')))
         assert here(name, init_from='resume', learning_rate=2e-2)[0] == 'error: killed'
