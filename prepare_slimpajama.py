@@ -18,7 +18,7 @@ A source is one of these:
   file's path.
 - a folder of plain text, .txt in UTF-8, whose first-level sub-folders are the domains. A file of more
   than a twentieth of its domain, or of more than 4 MB, is cut at line ends (if it has 16 KB), so that
-  one long file can be split, too.
+  one long file can be split, too. The cut counts characters: in Chinese, a part has three times the bytes.
 - 'stdlib', this Python's own library.
 
 A file's ending says what it holds. Hidden files and those with another ending are not read, nor is a
@@ -536,7 +536,9 @@ def finish(plan, counts, pieces):
     for (split, domain), path in token_files(plan).items():
         entry = counts[split, domain]
         if path.stat().st_size != 2 * entry['tokens']:
-            raise ValueError(f'{plan.pieces} is damaged: delete it, and run the same command')
+            raise ValueError(
+                f'{plan.pieces} is damaged: delete {plan.out}, and run the same command'
+            )
         if entry:
             splits[split][domain] = {**entry, 'sha256': sha256_of(path)}
         else:
@@ -558,7 +560,7 @@ def finish(plan, counts, pieces):
         'splits': splits,
     }
     write_json(plan.out / 'meta.json', meta)
-    print(caution_about(splits['validation']) or '')
+    print(caution_about(splits) or '')
     shutil.rmtree(plan.pieces)
 
 
@@ -569,13 +571,13 @@ def token_files(plan):
 
 
 def check_documents(plan, counts, split):
-    """Refuse a source without a document of a split, and a domain whose only one is held out."""
+    """Refuse a source without a document of a split, and a domain all of whose documents are held out."""
     if split == 'train' and any(unit.split == 'hash' for unit in plan.units):
         for domain in plan.shares:
             if counts['validation', domain] and not counts['train', domain]:
                 raise ValueError(
-                    f'{domain} has one document only, and validation takes it: add more, or leave it '
-                    'out with --weights'
+                    f'{domain} has too few documents, and validation takes them all: add more, or '
+                    'leave it out with --weights'
                 )
     if not any(counts[split, domain] for domain in plan.shares):
         raise ValueError(

@@ -438,7 +438,7 @@ class Start:
         known = {
             'origin': self.origin,
             'data': self.dataset.fingerprint(),
-            'caution': caution_about(self.dataset.meta['splits']['validation']),
+            'caution': caution_about(self.dataset.meta['splits']),
         }
         return asdict(self.settings) | asdict(self.config) | known
 

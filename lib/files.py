@@ -36,14 +36,13 @@ def is_domain(name):
     return is_plain(name) and name != 'mean'
 
 
-def caution_about(validation):
-    """What must be known of a validation split, {domain: its entry in meta.json}, some of whose domains
-    have fewer tokens than ENOUGH; None where each has enough."""
-    few = [
-        f'{name} ({each["tokens"]:,})'
-        for name, each in validation.items()
-        if each['tokens'] < ENOUGH
-    ]
+def caution_about(splits):
+    """What must be known of a dataset, {split: {domain: its entry in meta.json}}, some of whose domains
+    have fewer validation tokens than ENOUGH, or none; None where each has enough."""
+    validation = splits['validation']
+    untested = dict.fromkeys(splits['train'], {'tokens': 0})
+    tokens = {name: each['tokens'] for name, each in {**untested, **validation}.items()}
+    few = [f'{name} ({number:,})' for name, number in tokens.items() if number < ENOUGH]
     if few:
         share = f'Each domain is {1 / len(validation):.0%} of the loss by which runs are judged.'
         return f'Fewer than {ENOUGH:,} validation tokens: {", ".join(few)}. {share}'

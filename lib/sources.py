@@ -160,13 +160,15 @@ def list_folder(root):
         # In place: os.walk() goes on with what is left.
         folders[:] = [name for name in folders if not name.startswith('.')]
         for name in folders + names:
+            if name.startswith('.'):
+                continue
             path = Path(folder, name)
             if path.is_symlink() and not path.is_file():
                 raise ValueError(
                     f'{path} is a link to a folder, which is not followed, or to nothing: '
                     'put there what it should lead to, or remove it'
                 )
-            if path.is_file() and not name.startswith('.'):
+            if path.is_file():
                 sizes[path.relative_to(root).as_posix()] = path.stat().st_size
     return sizes
 
@@ -179,7 +181,7 @@ def file_units(source, sizes, commit, seed, column):
     """The units of a source's files, {name: bytes}; those of the hub have a commit."""
     files = files_to_read(source, sizes, is_text_read=not commit)
     for name in files:
-        if not Path(name).name.isprintable():  # such as one that is not UTF-8
+        if not name.isprintable():  # such as one that is not UTF-8
             raise ValueError(f'{name!r} of {source} has a name that cannot be shown: rename it')
     splits = {name: split_of(name) for name in files}
     tell_unread([name for name in splits if splits[name] == 'test'], 'of the test split')
@@ -258,7 +260,7 @@ def is_slimpajama(units, column):
         whole = unit._replace(read=lambda path, domain: rows_of(path, column))
         for _, row in documents(whole, scratch=None):
             return set_name(row) is not None
-    return True
+    return False
 
 
 def text_folder_units(source, splits, seed):

@@ -382,9 +382,11 @@ def test_damaged_pieces_are_refused():
     stop_halfway(tokens=0)
     path = min(Path('out/.pieces').glob('*.ids'))
     path.write_bytes(path.read_bytes()[:-2])
-    with raises_one_line('.pieces', of=ValueError):
+    with raises_one_line('.pieces is damaged: delete out,', of=ValueError):
         run_prepare(tokens=0)
     assert not Path('out/meta.json').exists()
+    shutil.rmtree('out')
+    run_prepare(tokens=0)
 
 
 def test_one_process_at_a_time_writes_a_folder():
@@ -462,13 +464,13 @@ def test_bad_settings_are_one_line(changes, words):
     assert_one_line(status, *words)
 
 
-def test_folders_without_usable_documents_are_refused():
+def test_folders_without_usable_documents_are_refused(capsys):
     raw = Path('raw')
     raw.mkdir()
     with raises_one_line('raw has no training file'):
         run_prepare(raw, 'out')
     (raw / 'a.txt').write_text('only one document')
-    with raises_one_line('raw has one document only', of=ValueError):
+    with raises_one_line('raw has too few documents', of=ValueError):
         run_prepare(raw, 'out2')
 
     write_rows(Path('split/train/0.jsonl'), [('C4', 'a'), ('Github', 'b')])
@@ -477,6 +479,8 @@ def test_folders_without_usable_documents_are_refused():
         run_prepare('split', 'out3', weights={'Github': 1})
     # Nothing was read but the validation file.
     assert len(finished(Path('out3'))) == 1
+    run_prepare('split', 'out4')
+    assert 'validation tokens: C4 (2), Github (0).' in capsys.readouterr().out
 
     with raises_one_line('out is inside --source=raw'):
         run_prepare(raw, raw / 'out')

@@ -158,6 +158,7 @@ def test_an_ending_says_how_rows_are_written(ending):
 )
 def test_what_describes_a_source_is_not_read_and_named(read, unread, capsys):
     write_texts('raw', [*unread, '.git/config'])
+    Path('raw/.#a.txt').symlink_to('gone')  # as an editor locks a file
     write_records(Path('raw', read), [{'text': 'a' * 99}])
     (unit,), _, _ = find_units('raw')
     assert unit.name == read
@@ -172,7 +173,8 @@ def test_what_describes_a_source_is_not_read_and_named(read, unread, capsys):
         # names that logs or reports cannot show, or use for something else
         ({'en/b.txt': 1, 'one\u2028two/a.txt': 1}, ['one\\u2028two', 'rename']),
         ({'en/b.txt': 1, 'train/mean/a.txt': 1}, ["'mean' of raw", 'rename']),
-        ({'en/b.txt': 1, 'en/caf\udce9.txt': 1}, ['caf\\udce9.txt', 'rename']),
+        ({'en/b.txt': 1, 'en/caf\udce9/c.txt': 1}, ['caf\\udce9', 'rename']),
+        ({'en/a.jsonl': 0}, ['domain en', 'en/a.jsonl', 'empty']),
         # most of it would not be read
         ({'dataset_info.json': 9, 'data-0.arrow': 99}, ['data-0.arrow', 'not read', '.jsonl']),
         ({'README.txt': 9, 'books.jsonl.xz': 99}, ['books.jsonl.xz', 'not read', '.jsonl']),
