@@ -200,7 +200,7 @@ def loss_summary(losses, dataset):
         tokens = counts.sum()
         loss = sums.sum() / tokens
         error = None
-        if len(sums) > 1:
+        if np.count_nonzero(counts) > 1:
             spread = (sums - counts * loss).std(ddof=1)
             error = float(spread * math.sqrt(len(sums)) / tokens)
         n_bytes = dataset.meta['splits']['validation'][domain]['bytes']
@@ -337,6 +337,8 @@ def print_losses(numbers):
             else:
                 columns.append(('targets', table_cells(entries, 'tokens', 0)))
     print_table(columns, numbers['standard_errors'])
+    if len({(report['data'], report['block_size']) for report in numbers['runs'].values()}) > 1:
+        print('These runs did not read the same text in windows of the same length.')
 
 
 def print_tasks(numbers):

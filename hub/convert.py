@@ -341,7 +341,7 @@ def write_weights(path, state):
 
 def write_tokenizer(folder, tokenizer, block_size):
     (folder / 'tokenizer.json').write_bytes(tokenizer.as_file())
-    eot = tokenizer.decode([tokenizer.eot])
+    eot = tokenizer.decode([tokenizer.eot]).removeprefix(' ')  # WordPiece puts one before it
     settings = {
         'tokenizer_class': 'PreTrainedTokenizerFast',
         **{f'{role}_token': eot for role in roles_of_eot(tokenizer)},

@@ -34,7 +34,7 @@ class NanoResFormerConfig(PretrainedConfig):
 
     def __init__(self, gpt=None, **kwargs):
         self.gpt = gpt or {}  # GPTConfig's fields
-        config = GPTConfig(**self.gpt)
+        config = GPTConfig.saved(self.gpt)
         self.hidden_size = config.n_embd
         self.num_hidden_layers = config.n_layer
         self.num_attention_heads = config.n_head
@@ -45,23 +45,11 @@ class NanoResFormerConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
 
-class Past(Cache):
-    """A cache as generate() wants it. Like transformers' own, it grows with the text; unlike it, it holds
-    only what layers own."""
-
-    def __init__(self):
-        super().__init__(layers=[Tokens()])
-
-    @property
-    def cache(self):
-        """The model.KVCache; None before the first token."""
-        return self.layers[0].cache
-
-
 class Tokens(DynamicLayer):
-    """What a Past holds of its tokens: the keys and values of all layers together."""
+    """The one layer of a cache of transformers: the keys and values of all our layers together. Like
+    transformers' own, it grows with the text; unlike it, it holds only what layers own."""
 
-    cache = None
+    cache = None  # a model.KVCache, from the first token on
 
     def get_seq_length(self):
         return 0 if self.cache is None else int(self.cache.position)
@@ -111,7 +99,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.model = GPT(GPTConfig(**config.gpt))
+        self.model = GPT(GPTConfig.saved(config.gpt))
         self.post_init()
 
     @classmethod
@@ -183,7 +171,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and not trains and not is_padded
         if use_cache and past is None:
-            past = Past()
+            past = Cache(layers=[Tokens()])
         is_count = isinstance(logits_to_keep, int)
         last_only = is_count and logits_to_keep == 1
         if is_padded and (past is not None or last_only):
@@ -219,22 +207,30 @@ def refuse_options(config, options):
             value = getattr(config, name, None)
         if value is not None and value is not False:
             raise ValueError(f'this model does not compute {name}: leave it out')
+    if options.get('is_causal') is False:
+        raise ValueError('this model is causal: leave out is_causal=False')
 
 
 def own_cache(past_key_values, cache):
-    """The Past that was given, by whatever name; a new one in place of an empty DynamicCache; or None."""
+    """The cache that was given, by whatever name, or None. An empty DynamicCache becomes one of ours."""
     if cache is None:
         cache = past_key_values
     elif past_key_values is not None:
         raise ValueError('give past_key_values or cache, not both')
-    if cache is None or isinstance(cache, Past):
+    if cache is None or is_own(cache):
         return cache
     if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length():
         raise ValueError(
             f'this model cannot go on from this {type(cache).__name__}, nor fill one that is static, '
             'offloaded or quantized: give it none, or one that it returned'
         )
-    return Past()
+    cache.layers = [Tokens()]
+    return cache
+
+
+def is_own(cache):
+    layers = getattr(cache, 'layers', None)
+    return bool(layers) and isinstance(layers[0], Tokens)
 
 
 def check_positions(positions, B, start, T):

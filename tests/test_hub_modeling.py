@@ -97,8 +97,9 @@ def test_greedy_generation_gives_the_same_tokens_and_allocates_the_same_cache(pa
 
     # The last token is never fed in again.
     past = made.past_key_values
-    assert past.cache.nbytes == model.new_cache(2, 7 + 12 - 1).nbytes
-    assert int(past.cache.position) == past.get_seq_length() == 7 + 12 - 1
+    (tokens_so_far,) = past.layers
+    assert tokens_so_far.cache.nbytes == model.new_cache(2, 7 + 12 - 1).nbytes
+    assert int(tokens_so_far.cache.position) == past.get_seq_length() == 7 + 12 - 1
 
 
 def test_beam_search_with_the_cache_equals_that_without(pair):
@@ -119,6 +120,13 @@ def test_generate_takes_tokenizers_output_and_a_cache_of_its_own_or_an_empty_one
     earlier = theirs(encoded['input_ids'][:, :2], use_cache=True).past_key_values
     for past in (None, DynamicCache(), earlier):
         assert torch.equal(theirs.generate(**encoded, past_key_values=past, **GREEDY), expected)
+
+
+def test_a_loop_that_keeps_its_own_dynamic_cache_finds_it_filled(theirs):
+    idx, past = tokens(T=7), DynamicCache()
+    parts = [theirs(part, past_key_values=past).logits for part in idx.split(3, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), theirs(idx).logits)
+    assert past.get_seq_length() == 7
 
 
 def test_candidates_that_generate_rejects_leave_the_cache(svformer):
@@ -218,6 +226,7 @@ REFUSED = [
     ('DynamicCache', dict(past_key_values=foreign_cache())),
     ('not both', dict(past_key_values=DynamicCache(), cache=DynamicCache())),
     ('output_hidden_states', dict(output_hidden_states=True)),
+    ('is_causal', dict(is_causal=False)),
     ('inputs_embeds', dict(inputs_embeds=torch.ones(2, 7, 32))),
     ('cu_seq_lens_q', dict(cu_seq_lens_q=torch.tensor([0, 3, 7]))),
     ('position_ids', dict(cache_position=torch.arange(1, 8))),
@@ -296,4 +305,4 @@ def test_a_variant_loads_in_half_precision_with_exact_rope_tables(svformer):
     assert torch.equal(theirs.model.cos, model.cos) and torch.equal(theirs.model.sin, model.sin)
     made = theirs.generate(tokens(T=7), return_dict_in_generate=True, **GREEDY)
     expected = model.new_cache(2, 18, dtype=torch.bfloat16)
-    assert made.past_key_values.cache.nbytes == expected.nbytes
+    assert made.past_key_values.layers[0].cache.nbytes == expected.nbytes
