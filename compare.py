@@ -63,9 +63,6 @@ class CompareConfig:
     def __post_init__(self):
         if self.jobs < 0 or self.gpus < 1:
             raise ValueError('jobs must be at least 0, and gpus at least 1')
-        names_tuning_seeds = self.tuning_seeds != CompareConfig.tuning_seeds
-        if names_tuning_seeds and not (self.rates or self.runs):
-            raise ValueError('tuning_seeds choose between rates; give --rates, too')
 
 
 def folder_of(name):
@@ -78,6 +75,8 @@ def folder_of(name):
 
 def plan_of(options, files, given):
     """The Plan of a command line with these config files and {setting: its text}."""
+    if 'tuning_seeds' in given and not options.rates:
+        raise ValueError('tuning_seeds choose between rates; give --rates, too')
     common = {name: value for name, value in given.items() if name not in vars(options)}
     if not files and not options.name:
         raise ValueError('give a config file for all arms, such as config/demo.py, or --name')
@@ -86,18 +85,8 @@ def plan_of(options, files, given):
         raise ValueError(
             'give at least two arms, separated by semicolons: --arms="vanilla; mine: v_residual=True"'
         )
-    return Plan(
-        arms,
-        folder_of(options.name or '_'.join(Path(path).stem for path in files)),
-        common,
-        files,
-        options.seeds,
-        options.rates,
-        options.tuning_seeds,
-        options.contrasts,
-        options.mixed_code,
-        options.judgement,
-    )
+    folder = folder_of(options.name or '_'.join(Path(path).stem for path in files))
+    return Plan(arms, folder, common, files, options)
 
 
 def compare_arms(options, files, given):

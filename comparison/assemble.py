@@ -48,7 +48,7 @@ class ArmRuns:
 
 def compare_plan(results, record):
     """Everything the report shows of a planned comparison; record: what plan.json holds."""
-    plan, problems, runs = results.plan, results.problems(), results.all_runs()
+    plan, problems = results.plan, results.problems()
     arms = {}
     for name, own in plan.arms.items():
         states = {}
@@ -57,9 +57,7 @@ def compare_plan(results, record):
             key = run.seed if plan.judgement == 'dunnett' else seed
             states[key] = results.state(run)
         rate, problem = results.rate(name), problems.get(name, '')
-        trials = [
-            results.state(run) for run in runs if run.arm == name and run.seed in plan.tuning_seeds
-        ]
+        trials = [results.state(run) for run in results.tuning_runs(name)]
         arms[name] = ArmRuns(plan.arm_facts(name), own.config, rate, states, problem, trials)
     tuning = {arm: results.tune(arm) for arm in arms if plan.rates}
     # Runs may be judged where their data are not, and so nothing has compared them yet.
@@ -259,7 +257,10 @@ def curves_of_arms(arms, baseline):
     base, pairs = arms[baseline], {}
     for name, arm in arms.items():
         both = paired(arm.finished(), base.finished())
-        both = {seed: pair for seed, pair in both.items() if all(x.training() for x in pair)}
+        # Runs that logged other steps have no curve.
+        both = {
+            seed: pair for seed, pair in both.items() if paired(*(run.training() for run in pair))
+        }
         if both and name != baseline and arm.facts['max_iters'] == base.facts['max_iters']:
             pairs[name] = both
     return measure_curves(pairs)
@@ -374,8 +375,8 @@ def tuned_by(trials, rate):
         raise ValueError(f'its rates were tried on different --tuning_seeds: {sorted(seeds)}')
     tuned = sweep({rate: losses_of(states.values()) for rate, states in trials.items()})
     if tuned['best'] != rate:
-        best = 'not known: tuning runs have not finished, or diverged at every rate'
-        if tuned['best'] is not None:
-            best = f'{tuned["best"]:g}'
-        raise ValueError(f'its test runs have learning rate {rate:g}, but its best one is {best}')
+        raise ValueError(
+            f'its test runs have learning rate {rate:g}, but its best one is {tuned["best"]} (None: '
+            'tuning runs have not finished, or diverged at every rate)'
+        )
     return tuned

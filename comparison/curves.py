@@ -6,22 +6,20 @@ A pair is (a run, its baseline), two finished States of comparison/runs.py. Loss
 
 import numpy as np
 
+from comparison.verdict import paired
+
 POINTS = 500  # of a curve, or up to twice as many
 
 
-def pair_series(ours, theirs):
-    """(steps, ours - theirs) of the steps that both have logged."""
-    a, b = ours.training(), theirs.training()
-    steps = sorted(a.keys() & b.keys())
-    if not steps:
-        raise ValueError(f'{ours.folder} and {theirs.folder} have no step in common')
-    return np.array(steps), np.array([a[step] - b[step] for step in steps])
-
-
-def smoothed(steps, values):
-    """(steps, means over a fiftieth of them). A mean belongs to its last step: it uses no later ones."""
+def smoothed(ours, theirs):
+    """{step: ours - theirs, as the mean over a fiftieth of the steps that both have logged}. A mean belongs
+    to its last step: it uses no later ones."""
+    pairs = paired(ours.training(), theirs.training())
+    steps = list(pairs)
     points = max(1, len(steps) // 50)
-    return steps[points - 1 :], np.convolve(values, np.ones(points) / points, mode='valid')
+    differences = [a - b for a, b in pairs.values()]
+    means = np.convolve(differences, np.ones(points) / points, mode='valid')
+    return dict(zip(steps[points - 1 :], means.tolist(), strict=True))
 
 
 def measure_curves(pairs):
@@ -31,10 +29,7 @@ def measure_curves(pairs):
     """
     result = {}
     for name, of_seeds in pairs.items():
-        curves = {}
-        for seed, pair in of_seeds.items():
-            steps, values = smoothed(*pair_series(*pair))
-            curves[seed] = dict(zip(steps.tolist(), values.tolist(), strict=True))
+        curves = {seed: smoothed(*pair) for seed, pair in of_seeds.items()}
         # All take the same steps, but may have logged others of them.
         common = sorted(set.intersection(*map(set, curves.values())))
         common = common[:: -max(1, len(common) // POINTS)][::-1]  # with the last one

@@ -96,7 +96,7 @@ def visible_gpus():
     import torch
 
     listed = os.environ.get('CUDA_VISIBLE_DEVICES')
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()  # 0 where there is none
     names = listed.split(',') if listed else [str(i) for i in range(count)]
     return names[:count]
 
@@ -121,8 +121,7 @@ def launch(jobs, slots, gpus, tick):
         while queue or running:
             # Others may train in some folders, such as what a killed compare.py has left. When they leave,
             # it may be decided anew what is to be trained.
-            looked_at = {job.folder for job in queue} if free else held
-            was_held, held = held, {folder for folder in looked_at if is_held(folder)}
+            was_held, held = held, {job.folder for job in queue if is_held(job.folder)}
             for folder in held - was_held:
                 print(
                     f'\nnote: waiting for another process that trains in {folder}', file=sys.stderr

@@ -3,9 +3,10 @@ What a comparison will do, known before its first result: arms, rates, seeds, an
 
     plan = Plan(
         {'vanilla': {}, 'resformer': {'v_residual': True}},     # the first arm is the baseline
-        'out/compare/mine',
-        common={'dataset': 'stdlib', 'max_iters': 100},         # settings of all arms
-        seeds=(1, 2, 3),
+        Path('out/compare/mine'),
+        {'dataset': 'stdlib', 'max_iters': 100},                # settings of all arms
+        files=[],
+        options=CompareConfig(seeds=(1, 2, 3)),                 # of compare.py
     )
 
 A run is (arm, rate, seed), trained by train.py in <folder>/<arm>_lr<rate>_seed<seed>. Arms are those of
@@ -15,7 +16,6 @@ arms.py; record.py writes all of it down.
 import contextlib
 import itertools
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from comparison.arms import ArmPlan, check_given, check_names, of_arm, parse_contrasts
 from comparison.runs import ROUNDING, difference, differences, facts
@@ -47,40 +47,25 @@ class Plan:
     """A comparison's arms and runs.
 
     arms: {name: {setting: value}}. common: {setting: value} of all arms, on top of config `files`.
-    seeds: of the test, or how many (5: 1 to 5). rates: learning rates that every arm tries on the
-    tuning seeds; (): untuned. contrasts: text, as in --contrasts.
-    mixed_code: whether runs of different code may share a verdict. judgement: one of verdict.RULES.
-    Values may be as text, too. Raises ValueError or OSError for everything that can be refused before training.
+    Values may be as text, too. options: a CompareConfig, which says what each of its fields means.
+    Raises ValueError or OSError for everything that can be refused before training.
     """
 
-    def __init__(
-        self,
-        arms,
-        folder,
-        common=None,
-        files=(),
-        seeds=5,
-        rates=(),
-        tuning_seeds=(101, 102),
-        contrasts='',
-        mixed_code=False,
-        judgement='paired',
-    ):
-        self.folder = Path(folder)
-        self.judgement = judgement
-        self.mixed_code, self.code = mixed_code, code_fingerprint()
-        self.seeds = seeds_of(seeds)
-        self.rates = tuple(rates)
-        self.tuning_seeds = tuple(tuning_seeds) if rates else ()
+    def __init__(self, arms, folder, common, files, options):
+        self.folder = folder
+        self.judgement = options.judgement
+        self.mixed_code, self.code = options.mixed_code, code_fingerprint()
+        self.seeds = seeds_of(options.seeds)
+        self.rates = options.rates
+        self.tuning_seeds = options.tuning_seeds if self.rates else ()
         check_numbers(self)
-        self.rates = tuple(sorted(rates))
+        self.rates = tuple(sorted(self.rates))
         check_names(arms)
         self.baseline = next(iter(arms))
-        self.contrasts = parse_contrasts(contrasts, arms)
+        self.contrasts = parse_contrasts(options.contrasts, arms)
 
         # The config files are read here alone: somebody may edit them while the runs are trained.
-        common = dict(common or {})
-        check_given(common, 'the command line', bool(rates))
+        check_given(common, 'the command line', bool(self.rates))
         self.settings = ArmPlan.of({}, common, files).training
         if self.settings.init_from not in STARTS:
             raise ValueError(
@@ -89,13 +74,13 @@ class Plan:
             )
         self.arms = {}
         for name, own in arms.items():
-            check_given(own, f'arm {name}', bool(rates))
+            check_given(own, f'arm {name}', bool(self.rates))
             with of_arm(name):
                 self.arms[name] = ArmPlan.of(own, common, files)
         self.data = self.data_now()
         check_arms(self)
         seeds = {name: self.test_seeds(name) for name in self.arms}
-        check_judgement(judgement, self.contrasts, seeds)
+        check_judgement(self.judgement, self.contrasts, seeds)
         check_pairs(self)
 
     # --- what train.py is told ---
@@ -193,7 +178,7 @@ class Plan:
 def seeds_of(seeds):
     """Seeds, from a tuple of them or from how many."""
     if not isinstance(seeds, int):
-        return tuple(seeds)
+        return seeds
     if seeds > 1000:
         raise ValueError(f'seeds={seeds} is how many seeds; for this one, write --seeds=({seeds},)')
     return tuple(range(1, seeds + 1))

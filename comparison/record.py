@@ -107,15 +107,12 @@ def hash_of(record):
 
 def check_same_plan(old, new, path, but):
     """Raise ValueError where two plans differ, but for more seeds and what is in `but`."""
-    # A setting that was taken away since does not count, and one that was added may have its default.
-    before, now = old['settings'], new['settings']
-    added = now.keys() - before.keys()
-    defaults = facts({})
-    but = {*but} | (before.keys() - now.keys())
-    but |= {name for name in added if now[name] == defaults.get(name)}
+    # A setting that was taken away since does not count, and one that was added had its default.
+    known = facts({}) | old['settings']
+    settings = {name: known.get(name) for name in new['settings']}
     if set(old['seeds']) <= set(new['seeds']):
-        but.add('seeds')
-    other = difference(deciding_values(old), deciding_values(new), but)
+        but = [*but, 'seeds']
+    other = difference(deciding_values(old | {'settings': settings}), deciding_values(new), but)
     if other:
         name, before, now = other
         mixed = f'; {MIXED_CODE}' if name == 'code' else ''

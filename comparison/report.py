@@ -205,7 +205,8 @@ def cost(comparison, contrast):
 
 def cautions(comparison):
     """What a reader must know before believing the verdicts."""
-    notes, plan = [*comparison['provenance'].get('caution', [])], comparison['plan'] or {}
+    plan = comparison['plan'] or {}
+    notes = [str(caution) for caution in comparison['provenance'].get('caution', [])]
     if comparison['problems']:
         notes.append(
             'Not finished: a contrast gets no verdict before every planned run that its test needs has '

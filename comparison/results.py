@@ -77,18 +77,20 @@ class Results:
         runs = [Run(arm, rate, seed) for seed in self.plan.test_seeds(arm)]
         return dict(zip(self.plan.seeds, runs, strict=True))
 
+    def tuning_runs(self, arm):
+        """The runs that choose an arm's rate, as far as they are known."""
+        rates = self.tune(arm)['trials'] if self.plan.rates else ()
+        return [Run(arm, rate, seed) for seed in self.plan.tuning_seeds for rate in rates]
+
     def all_runs(self):
         """Every run known so far, in the order of training: seed by seed, all arms of a seed."""
-        arms = self.plan.arms
-        runs = []
-        trials = {arm: self.tune(arm)['trials'] for arm in arms if self.plan.rates}
-        for seed in self.plan.tuning_seeds:
-            for arm, rates in trials.items():
-                runs += [Run(arm, rate, seed) for rate in rates]
-        test_runs = [self.test_runs(arm) for arm in arms]
-        for seed in self.plan.seeds:
-            runs += [by_seed[seed] for by_seed in test_runs if by_seed]
-        return runs
+        tuning, tests = [], []
+        for arm in self.plan.arms:
+            tuning += self.tuning_runs(arm)
+            tests += self.test_runs(arm).items()
+        tuning.sort(key=lambda run: run.seed)
+        tests.sort(key=lambda test: test[0])
+        return tuning + [run for _, run in tests]
 
     def jobs(self):
         """The runs still to be trained, as launch.Job.
@@ -213,7 +215,6 @@ def planned_steps(results):
     plan = results.plan
     steps = []
     for arm, own in plan.arms.items():
-        trials = results.tune(arm)['trials'] if plan.rates else ()
-        runs = len(trials) * len(plan.tuning_seeds) + len(plan.seeds)
+        runs = len(results.tuning_runs(arm)) + len(plan.seeds)
         steps += [own.training.max_iters] * runs
     return steps

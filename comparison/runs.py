@@ -114,7 +114,7 @@ def domains_of(entries):
 def code_of(values, entries):
     """What the code of a run was: of one that went on with other code, 'first, then second'."""
     codes = [part.get('code') or part.get('commit') for part in parts_of(values, entries)]
-    return ', then '.join(dict.fromkeys(filter(None, codes))) or None
+    return ', then '.join(dict.fromkeys(map(str, filter(None, codes)))) or None
 
 
 def changes_on_the_way(entries):

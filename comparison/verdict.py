@@ -17,13 +17,14 @@ The t test assumes symmetric differences. What it costs where they are not is in
 results/verdict/README.md. From six seeds on, the p value of a test that assumes symmetry but not
 normality (all flips of their signs) stands beside.
 
-Everything here is a pure function of numbers. Arrays may have leading axes: a simulation of 10,000
-comparisons is one call. scipy is imported where it is used; training does not need it.
+Everything here is a pure function of numbers. scipy is imported where it is used; training does not need
+it.
 """
 
 import bisect
 import functools
 import math
+import statistics
 
 import numpy as np
 
@@ -71,23 +72,18 @@ def paired(ours, theirs):
 
 
 def t_test(differences, level=LEVEL):
-    """(mean, standard deviation, half width of the interval, p) of differences (..., n), n >= 2.
+    """(mean, standard deviation, half width of the interval, p) of two differences or more.
 
     The interval is one of 95%, unless another level than 5% is given.
 
     p is two-sided, against a mean of 0. Where all differences are equal, it is 0, or 1 if they are 0.
     """
-    differences = np.asarray(differences, dtype=float)
-    n = differences.shape[-1]
-    mean = differences.mean(axis=-1)
-    sd = differences.std(axis=-1, ddof=1)
-    error = sd / math.sqrt(n)
-
-    with np.errstate(divide='ignore', invalid='ignore'):
-        t = np.where(mean == 0, 0.0, np.abs(mean) / error)
-    student = distributions().t(n - 1)
-    half_width = student.ppf(1 - level / 2) * error
-    return mean, sd, half_width, 2 * student.sf(t)
+    mean, sd = statistics.fmean(differences), statistics.stdev(differences)
+    error = sd / math.sqrt(len(differences))
+    student = distributions().t(len(differences) - 1)
+    half_width = float(student.ppf(1 - level / 2)) * error
+    p = 2 * float(student.sf(abs(mean) / error)) if error else float(mean == 0)
+    return mean, sd, half_width, p
 
 
 def holm(p):
@@ -201,9 +197,9 @@ def describe(differences):
     values = list(differences.values())
     numbers = dict.fromkeys(('mean', 'sd', 'low', 'high', 'p'))
     if values:
-        numbers['mean'] = float(np.mean(values))
+        numbers['mean'] = statistics.fmean(values)
     if len(values) >= 2:
-        mean, sd, half, p = map(float, t_test(values))
+        mean, sd, half, p = t_test(values)
         numbers |= {'sd': sd, 'low': mean - half, 'high': mean + half, 'p': p}
     return {'differences': differences, 'seeds': len(values), **numbers}
 
@@ -289,8 +285,7 @@ def verdict_of(result, reason, p_holm, factor, contrasts):
     values = list(result['differences'].values())
     if n >= 2:
         _, _, half, _ = t_test(values, LEVEL / factor)
-        low, high = mean - float(half), mean + float(half)
-        added |= {'p_holm': float(p_holm), 'low_holm': low, 'high_holm': high}
+        added |= {'p_holm': float(p_holm), 'low_holm': mean - half, 'high_holm': mean + half}
     if n >= LEAST_FLIPPED:
         added['p_flip'] = sign_flip(values)
 

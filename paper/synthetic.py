@@ -107,7 +107,8 @@ def hop_targets(idx, k, offset):
 
 def draw_samples(task, settings, count, generator):
     """(idx, targets, slots), each (count, T); the target -1 is none. By slot, accuracy is measured."""
-    k = torch.randint(settings.hops, (count, 1), generator=generator) + 1
+    most = settings.hops if task == 'hops' else 1
+    k = torch.randint(most, (count, 1), generator=generator) + 1
     if task in ('recall', 'before'):
         tokens = torch.rand(count, 2, settings.length, generator=generator).argsort().flatten(1)
     elif task == 'hops':
@@ -145,6 +146,7 @@ def learn(task, settings, config, rate, seed):
     )
     generator = torch.Generator().manual_seed(seed)
     model = GPT(config, seed)
+    torch.manual_seed(seed)  # of dropout
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95), fused=True)
     # A warm-up over a tenth of the steps, and a cosine to nothing.
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -160,7 +162,9 @@ def learn(task, settings, config, rate, seed):
         schedule.step()
         optimizer.zero_grad()
         if step % settings.interval == 0 or step == settings.steps:
+            model.eval()
             curve[step] = accuracy(model, *tests)
+            model.train()
     return curve
 
 

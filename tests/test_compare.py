@@ -76,7 +76,8 @@ def test_a_plan_from_python_is_that_of_the_command_line(place):
     slow = {'learning_rate': 5e-3, 'residual_lambda': (5.0, 1.0), 'v_residual': True}
     slow['optimizer'] = 'muon'
     arms = {'vanilla': {}, 'slow': slow | {'seed_offset': 50}}
-    ours = Plan(arms, 'out/compare/small', {'weight_decay': 0.2}, ['small.py'], seeds=(1, 2))
+    options = compare.CompareConfig(seeds=(1, 2))
+    ours = Plan(arms, Path('out/compare/small'), {'weight_decay': 0.2}, ['small.py'], options)
     text = 'slow: learning_rate=5e-3 wiring.py --residual_lambda=(5.0, 1.0) seed_offset=50'
     plan = make_plan(f'--arms=vanilla; {text}', '--weight_decay=0.2', '--seeds=2')
     assert contents_of(ours) == contents_of(plan)
@@ -191,7 +192,7 @@ def test_the_plan_comes_first_and_takes_only_more_seeds(place):
     before['plan'] |= {'equal': 'steps', 'settings': before['plan']['settings'] | {'gone': 1}}
     write_json(path, before | {'hash': hash_of(before)})
     status, _ = compare_command(ARMS, '--seeds=2', '--grad_clip=0.5')
-    assert 'grad_clip was None, not 0.5' in status  # it is, unless at its default
+    assert 'grad_clip was 1.0, not 0.5' in status  # its default then
     assert 'the plan had 1, 2 before' in report.markdown(collect(finished()))
     # The plan stays as it was written.
     now = read_json(path)

@@ -62,6 +62,10 @@ def test_a_loss_that_is_stored_as_an_integer_is_finite(tmp_path):
     assert (state.kind, state.losses['mean']) == ('finished', 1)
 
 
+def test_code_that_is_said_by_a_number_is_that_number(tmp_path):
+    assert read_state(write_run(tmp_path, [2, 1], code=5)).facts['code'] == '5'
+
+
 # --- facts ----------------------------------------------------------------------------------------
 
 
