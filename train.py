@@ -34,13 +34,13 @@ import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from configurator import configure
+from configurator import configure, fits
 
 import torch
 from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.data import Dataset, Loader, TrainingRows, validation_batches
+from lib.data import Dataset, TrainingRows, micro_batches, validation_batches
 from lib.files import caution_about, is_plain, locked, mute, one_line_errors
 from lib.machine import INTERRUPTED, Machine, Signals, advise_on_memory
 from lib.muon import Muon
@@ -125,7 +125,7 @@ class TrainConfig:
             'give --activation_memory_budget=1, or compile',
         )
         refuse(
-            not all(is_step(step) for step in self.save_steps),
+            not all(fits(step, int) and step >= 0 for step in self.save_steps),
             f'save_steps={self.save_steps} are not all whole numbers from 0 on',
         )
 
@@ -135,11 +135,6 @@ class TrainConfig:
 
 
 STARTS = ('scratch', 'resume', 'auto')  # values of init_from that are no path
-
-
-def is_step(value):
-    """Whether a value counts steps: 2e3 does, 2.5 does not."""
-    return isinstance(value, int | float) and value >= 0 and value % 1 == 0
 
 
 # {(lowest, highest value): settings}
@@ -311,8 +306,15 @@ def check_rates(settings, config):
             f'table_rate={settings.table_rate} does nothing with v_residual={config.v_residual!r}, '
             'which has no table; drop it',
         )
-    if settings.cooldown_iters:
-        check_cooldown(settings)
+    cooldown = settings.cooldown_iters
+    for name, default in (('lr_decay_iters', 0), ('decay_lr', True)):
+        value = getattr(settings, name)
+        # The value may be the resumed run's own, which nobody typed: the message says how to undo it.
+        refuse(
+            cooldown and value != default,
+            f'cooldown_iters={cooldown} is another schedule than {name}={value}; give '
+            f'--{name}={default}, or no cooldown',
+        )
     if not settings.decay_lr:
         return
     refuse(
@@ -321,31 +323,16 @@ def check_rates(settings, config):
         'would rise after its warm-up; lower min_lr, too',
     )
     end = 'lr_decay_iters' if settings.lr_decay_iters else 'max_iters'
+    steps = getattr(settings, end)
+    # A cosine needs a step after the warm-up, too.
     refuse(
-        settings.warmup_iters >= getattr(settings, end),
-        f'warmup_iters={settings.warmup_iters} is not before {end}={getattr(settings, end)}, so the '
-        f'rate would not decay after its warm-up; raise {end} or lower warmup_iters',
+        settings.warmup_iters + max(1, cooldown) > steps,
+        f'warmup_iters={settings.warmup_iters} and cooldown_iters={cooldown} leave the rate no room to '
+        f'decay in {end}={steps}; raise {end}, or lower one of them',
     )
 
 
-def check_cooldown(settings):
-    """Refuse a cooldown beside another schedule, and one that begins before the end of the warm-up."""
-    for name, default in (('lr_decay_iters', 0), ('decay_lr', True)):
-        value = getattr(settings, name)
-        # The value may be the resumed run's own, which nobody typed: the message says how to undo it.
-        refuse(
-            value != default,
-            f'cooldown_iters={settings.cooldown_iters} is another schedule than {name}={value}; '
-            f'give --{name}={default}, or no cooldown',
-        )
-    refuse(
-        settings.warmup_iters + settings.cooldown_iters > settings.max_iters,
-        f'warmup_iters={settings.warmup_iters} and cooldown_iters={settings.cooldown_iters} overlap in '
-        f'max_iters={settings.max_iters}; lower one of them, or raise max_iters',
-    )
-
-
-def train_step(model, optimizers, scaler, machine, next_batch, micro_steps, grad_clip):
+def train_step(model, optimizers, scaler, machine, batches, micro_steps, grad_clip):
     """Forward, backward and update over this process's micro-batches, without waiting for the device.
 
     Returns (mean loss, gradient norm), tensors. The norm is the same on all processes. If it is not
@@ -357,7 +344,7 @@ def train_step(model, optimizers, scaler, machine, next_batch, micro_steps, grad
             # All-reduce with the last backward only. DDP reads this flag in its forward, so set it
             # first.
             model.require_backward_grad_sync = micro == micro_steps - 1
-        x, y = next_batch()
+        x, y = next(batches)
         with machine.autocast():
             _, loss = model(x, y)
         poison = 1 + 0 * loss.detach()  # 1, or NaN: an infinite loss may have a finite gradient
@@ -430,8 +417,7 @@ class Start:
         self.step = 0
         self.skipped = [0, 0]  # steps: in all, and the last ones in a row
         self.wandb_id = None
-        self.earlier_provenance = {}  # of a resumed run: what made it up to the checkpoint
-        self.changed = {}  # {setting: [before, now]}
+        self.resumption = {}  # what the log says of it, where a run is resumed
 
     def facts(self):
         """{name: value} of all that is known of the run before it is trained."""
@@ -560,18 +546,18 @@ def carry_on(checkpoint, start, folder):
     # Steps of save_steps that are past stay among them, and so their checkpoints are kept.
     passed = {kept for kept in old.save_steps if kept <= step}
     settings.save_steps = tuple(sorted(passed | {*settings.save_steps}))
-    start.changed = check_same_run(checkpoint, old, start)
-    # A run that ends here may have been evaluated here on another text, or on less of it.
-    texts = [each.eval_iters * each.batch_size for each in (old, settings)]
-    if step == settings.max_iters and texts[0] != texts[1]:
-        folder.forget_evaluation(step)
-    if not folder.has_ended(step, settings.max_iters):
+    changed = check_same_run(checkpoint, old, start)
+    # {setting: [before, now]}, and what made the run up to the checkpoint
+    start.resumption = {'step': step, 'changed': changed, 'before': checkpoint['provenance']}
+    if not folder.has_ended(step, settings):
         folder.forget_resumption(step)
+        if step == settings.max_iters:
+            # It may have been evaluated here on another text, or on less of it.
+            folder.entries = [entry for entry in folder.entries if entry['step'] < step]
     checkpoint.load_weights(start.model)
     checkpoint.load_state(start.optimizers, start.scaler)
     start.step, start.skipped = step, checkpoint['skipped']
     start.origin = checkpoint['origin']
-    start.earlier_provenance = checkpoint['provenance']
     # In another folder, it is a copy, and a run of its own to wandb: the first one may go on, too.
     if Path(old.out_dir).resolve() == Path(settings.out_dir).resolve():
         start.wandb_id = checkpoint['wandb_id']
@@ -601,25 +587,19 @@ class Reporter:
             self.say(f'{name:28} {value}')
         inner, total = start.model.num_params(), start.model.num_params(non_embedding=False)
         self.say(f'{inner:,} parameters without embeddings, {total:,} with\n')
-        if start.changed:
-            self.say(f'resumed with other settings: {start.changed}')
+        if start.resumption:
+            self.say(f'resumed; settings that changed: {start.resumption["changed"]}')
 
         folder.begin()
         # Each start or resumption begins a new part of the run. config.json describes the newest part,
         # and the log those before. A finished run that is resumed has no new part, unless it ends
         # elsewhere than was planned: its max_iters was lowered to this step, or it was to be extended.
         self.description = {}  # of the new part; {}: there is none
-        if not folder.has_ended(start.step, settings.max_iters):
+        if not folder.has_ended(start.step, settings):
             self.description = everything
             folder.describe(everything)
-            if start.earlier_provenance:  # the run is resumed
-                entry = {
-                    'step': start.step,
-                    'changed': start.changed,
-                    'before': start.earlier_provenance,
-                    'provenance': self.provenance,
-                }
-                folder.log.write(entry)
+            if start.resumption:
+                folder.log.write(start.resumption)
         self.tracker = self.start_wandb(everything) if settings.wandb_log else None
 
     def start_wandb(self, everything):
@@ -746,7 +726,7 @@ def train(settings, config, machine, micro_steps, closing):
     reporter = None
     if machine.is_first:
         reporter = Reporter(start, folder, machine, signals)
-    loader = Loader(start.rows, settings, machine, start.step)
+    batches = micro_batches(start.rows, settings, machine, start.step)
     step, skipped = start.step, start.skipped
     saved = step if settings.init_from == 'resume' else None
     evaluated = step if folder.has_evaluation(step) else None
@@ -762,7 +742,7 @@ def train(settings, config, machine, micro_steps, closing):
 
         launched = None
         if not (saves or evaluates or stop or last):
-            launched = launch_step(step, start, wrapped, machine, loader.next, micro_steps, signals)
+            launched = launch_step(step, start, wrapped, machine, batches, micro_steps, signals)
             step += 1
         if unread:
             all_stop, skipped = read(unread, skipped, start, machine, reporter)
@@ -787,7 +767,6 @@ def train(settings, config, machine, micro_steps, closing):
         if last:
             break
 
-    loader.close()
     # Leave together: soon after the first process has left, torchrun kills the others.
     machine.gather(step)
     if reporter:
@@ -795,7 +774,7 @@ def train(settings, config, machine, micro_steps, closing):
     return stop
 
 
-def launch_step(step, start, model, machine, next_batch, micro_steps, signals):
+def launch_step(step, start, model, machine, batches, micro_steps, signals):
     """Let the device train a step, without waiting for it. Returns what read() waits for."""
     settings, scaler = start.settings, start.scaler
     seed_step(step, settings, machine)
@@ -805,7 +784,7 @@ def launch_step(step, start, model, machine, next_batch, micro_steps, signals):
             group['lr'] = lr * group['rate']
     began = machine.moment()
     loss, norm = train_step(
-        model, start.optimizers, scaler, machine, next_batch, micro_steps, settings.grad_clip
+        model, start.optimizers, scaler, machine, batches, micro_steps, settings.grad_clip
     )
     scale = scaler.scale(torch.ones_like(norm)).clamp(min=1)  # below 1, gradients vanish
     scaler.update(scale)

@@ -14,10 +14,9 @@ LINE = {
     # of an evaluation: {domain: loss}, and the learned weights that mix, {parameter: its values}
     'val': {str: NUMBER, 'mean': NUMBER},
     'mixing': dict,
-    # where the run was resumed: {setting: [before, now]}, and what made its parts
+    # where the run was resumed: {setting: [before, now]}, and what made the part before
     'changed': {str: [object, object]},
     'before': PROVENANCE,
-    'provenance': PROVENANCE,
 }
 
 

@@ -7,11 +7,10 @@ A dataset is what prepare_slimpajama.py writes: data/<dataset>/<split>/<Domain>.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import zlib
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -231,48 +230,24 @@ def check_weights(weights, domains, folder):
         )
 
 
-class Loader:
-    """One rank's micro-batches (x, y) on `device`, each (batch_size, block_size) int64.
+def micro_batches(rows, settings, machine, first_step=0):
+    """Yield one rank's micro-batches (x, y) on its device, each (batch_size, block_size) int64, without end.
 
-    A thread makes them ahead of time. A step takes gradient_accumulation_steps micro-batches in row
-    order, a multiple of the machine's world_size; micro-batch m is rank m % world_size's.
+    A step takes gradient_accumulation_steps micro-batches in row order, a multiple of the machine's
+    world_size; micro-batch m is rank m % world_size's. They are read while the device is at the step
+    before.
     """
-
-    AHEAD = 4  # micro-batches
-
-    def __init__(self, rows, settings, machine, first_step=0):
-        self.rows = rows
-        self.batch_size = settings.batch_size
-        self.device = machine.device
-        # The first row of the next micro-batch, and how far it is from there to the one after it.
-        self.row = first_step * settings.rows_per_step + machine.rank * self.batch_size
-        self.stride = machine.world_size * self.batch_size
-        self.end = settings.max_iters * settings.rows_per_step
-        self.thread = ThreadPoolExecutor(1)
-        self.ahead = deque(self.thread.submit(self.make) for _ in range(self.AHEAD))
-
-    def make(self):
-        if self.row >= self.end:  # nobody takes it, and it might begin another epoch
-            return None
-        self.rows.seek(self.row)
-        batch = torch.from_numpy(self.rows.batch(self.batch_size))
-        self.row += self.stride
-        if self.device.type == 'cuda':
-            # A new thread starts on GPU 0, and pinning memory there would cost every process memory
-            # on that GPU.
-            torch.cuda.set_device(self.device)
+    size = settings.batch_size
+    first_row = first_step * settings.rows_per_step + machine.rank * size
+    is_cuda = machine.device.type == 'cuda'
+    for row in itertools.count(first_row, machine.world_size * size):
+        rows.seek(row)
+        batch = torch.from_numpy(rows.batch(size))
+        if is_cuda:
             batch = batch.pin_memory()
-        return batch
-
-    def next(self):
-        batch = self.ahead.popleft().result()  # or the error that the thread met
-        self.ahead.append(self.thread.submit(self.make))
         # Only from pinned memory: elsewhere, such as on a Mac, the copy may read what is freed meanwhile.
-        batch = batch.to(self.device, non_blocking=batch.is_pinned())
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-
-    def close(self):
-        self.thread.shutdown(cancel_futures=True)
+        batch = batch.to(machine.device, non_blocking=is_cuda)
+        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
 def windows(dataset, domain, block_size):

@@ -17,7 +17,7 @@ def read_log(path, step=math.inf, warn=lambda message: None):
             entry = json.loads(line)
             # Evaluations and what is said of a resume come before the step itself.
             stays = entry['step'] < step or (entry['step'] == step and 'loss' not in entry)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             # It may be half a line, written when the run died.
             warn(f'warning: {path} had a damaged line, left out now: {line[:60]!r}')
             continue

@@ -120,11 +120,6 @@ class Machine:
         if self.distributed:
             dist.destroy_process_group()
 
-    def synchronize(self):
-        """Wait until the device has done what it was given. A CPU always has."""
-        if self.kind != 'cpu':
-            torch.accelerator.synchronize()
-
     def moment(self):
         """When the device has done what it was given so far, for seconds_between()."""
         if self.kind != 'cuda':
@@ -191,11 +186,11 @@ class Machine:
         """The kernel that torch chooses for causal attention of this shape; None without CUDA."""
         if self.kind != 'cuda':
             return None
-        dtype = getattr(torch, self.dtype)
         if self.dtype == 'float32':
             kv_heads = n_head  # attend() of model.py repeats them
-        q = torch.empty(1, n_head, length, head_size, dtype=dtype, device=self.device)
-        k = torch.empty(1, kv_heads, length, head_size, dtype=dtype, device=self.device)
+        shape = 1, n_head, length, head_size
+        q = torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.device)
+        k = q[:, :kv_heads].contiguous()
         choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=kv_heads != n_head)
         return {0: 'math', 1: 'flash', 2: 'efficient', 3: 'cudnn'}.get(choice, 'unknown')
 

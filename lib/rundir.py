@@ -85,18 +85,18 @@ class RunFolder:
         self.entries = read_log(self.path / 'log.jsonl', checkpoint['step'], warn)
         return checkpoint
 
-    def has_ended(self, step, max_iters):
-        """Whether the run is evaluated at its last step, this one, and config.json has these max_iters."""
-        described = None
-        with contextlib.suppress(OSError, ValueError, LookupError):
-            described = json.loads((self.path / 'config.json').read_bytes())['max_iters']
-        return step == max_iters == described and self.has_evaluation(step)
+    def has_ended(self, step, settings):
+        """Whether the run is evaluated at its last step, this one, and config.json says that it was to end
+        there, and on how much text it was to be evaluated."""
+        described = {}
+        with contextlib.suppress(OSError, ValueError):
+            described = json.loads((self.path / 'config.json').read_bytes())
+        of_the_end = ('max_iters', 'eval_iters', 'batch_size')
+        is_as_described = all(described.get(name) == getattr(settings, name) for name in of_the_end)
+        return step == settings.max_iters and is_as_described and self.has_evaluation(step)
 
     def has_evaluation(self, step):
         return any(is_evaluation(entry, step) for entry in self.entries)
-
-    def forget_evaluation(self, step):
-        self.entries = [entry for entry in self.entries if not is_evaluation(entry, step)]
 
     def forget_resumption(self, step):
         """Forget what a resumption wrote that began at this step and saved no other: its entry, and an
@@ -112,12 +112,11 @@ class RunFolder:
         first_save: of a command that is given again, where its run saves first. Of a run that died before,
         nothing is lost when it begins again.
         """
-        if first_save:
+        has_log, has_config = ((self.path / name).exists() for name in ('log.jsonl', 'config.json'))
+        is_taken = bool(checkpoints(self.path)) or has_log or has_config
+        if first_save and has_log:  # a run writes its log before config.json
             entries = read_log(self.path / 'log.jsonl')
             is_taken = any(entry['step'] >= first_save for entry in entries)
-        else:
-            names = ('log.jsonl', 'config.json')
-            is_taken = checkpoints(self.path) or any((self.path / name).exists() for name in names)
         if is_taken:
             raise ValueError(
                 f'{self.path} already holds a run, or the log of one whose checkpoints are gone; continue it '
@@ -169,17 +168,6 @@ def step_of(path):
     return int(name[1]) if name else None
 
 
-def no_checkpoint(path):
-    """The error where a run's folder or a checkpoint was expected. It names the runs that are near."""
-    folder = path if path.is_dir() else path.parent
-    runs = sorted(child.name for child in folder.glob('*') if checkpoints(child))
-    names = textwrap.shorten(', '.join(runs) or 'none', 200, placeholder=' ...')
-    return FileNotFoundError(
-        f'no checkpoint to resume or load in {path} (runs in {folder}: {names}); '
-        'hub.convert imports a Hugging Face folder'
-    )
-
-
 # --- checkpoint files ----------------------------------------------------------------------------
 
 
@@ -197,13 +185,19 @@ def save_checkpoint(folder, parts):
 
 
 def candidates(path):
-    """The checkpoint files in a run's folder, the highest step first, or this one file. Raises
-    FileNotFoundError where there is none."""
+    """The checkpoint files in a run's folder, the highest step first, or this one file. Where there is
+    none, raises FileNotFoundError, which names the runs that are near."""
     path = Path(path)
     paths = checkpoints(path) if path.is_dir() else [path]
-    if not paths or not path.exists():
-        raise no_checkpoint(path)
-    return paths
+    if paths and path.exists():
+        return paths
+    folder = path if path.is_dir() else path.parent
+    runs = sorted(child.name for child in folder.glob('*') if checkpoints(child))
+    names = textwrap.shorten(', '.join(runs) or 'none', 200, placeholder=' ...')
+    raise FileNotFoundError(
+        f'no checkpoint to resume or load in {path} (runs in {folder}: {names}); '
+        'hub.convert imports a Hugging Face folder'
+    )
 
 
 def load_checkpoint(path, warn=lambda message: None):

@@ -276,11 +276,11 @@ def test_the_peak_of_a_row_with_cuda_graphs_has_what_the_graphs_hold(monkeypatch
     assert bench.idle_in_graphs() == 270
 
 
-def test_the_clock_waits_until_the_device_has_done_its_work():
+def test_the_clock_waits_until_the_device_has_done_its_work(monkeypatch):
     """Work is only queued on a GPU: without waiting, the clock would time the queueing."""
     waits = []
-    machine = SimpleNamespace(synchronize=lambda: waits.append('waited'))
-    seconds = bench.stopwatch(machine)
+    monkeypatch.setattr(torch.accelerator, 'synchronize', lambda: waits.append('waited'))
+    seconds = bench.stopwatch(SimpleNamespace(kind='cuda'))
     assert len(waits) == 1  # for the work of before
     assert seconds() >= 0 and len(waits) == 2
 

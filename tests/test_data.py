@@ -1,6 +1,5 @@
 """lib/data.py: a row is a pure function of (seed, row number); what meta.json belies is refused."""
 
-import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from conftest import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.data import Dataset, Loader, TrainingRows
+from lib.data import Dataset, TrainingRows, micro_batches
 from lib.sources import TABLE_2
 from train import TrainConfig
 
@@ -34,12 +33,12 @@ def sizes_only(sizes):
     )
 
 
-def loader_of(dataset, seed=0, accumulation=2, first_step=0, rank=0, world_size=1):
+def batches_of(dataset, seed=0, accumulation=2, first_step=0, rank=0, world_size=1):
     shape = dict(batch_size=2, gradient_accumulation_steps=accumulation)
     settings = TrainConfig(**shape, max_iters=first_step + 4)
     rows = TrainingRows(dataset, BLOCK, seed)
     machine = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device('cpu'))
-    return Loader(rows, settings, machine, first_step)
+    return micro_batches(rows, settings, machine, first_step)
 
 
 def first_rows(dataset, n, seed=0, weights=None, start=0):
@@ -114,12 +113,10 @@ def test_the_order_is_the_same_for_any_number_of_processes_and_after_a_resume(
         texts.append(text[start:][: BLOCK + 1].tolist())
     expected = torch.tensor(texts).view(48, 2, BLOCK + 1)  # micro-batches, of 12 to a step
     for rank in range(world_size):
-        loader = loader_of(tiny, 5, 12, first_step, rank, world_size)
+        batches = batches_of(tiny, 5, 12, first_step, rank, world_size)
         for m in range(rank, 48, world_size):
-            x, y = loader.next()
+            x, y = next(batches)
             assert torch.equal(x, expected[m, :, :-1]) and torch.equal(y, expected[m, :, 1:])
-        assert not any(each.result() for each in loader.ahead)  # no step takes what follows
-        loader.close()
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -184,15 +181,3 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(p
     # A domain without training documents is left out.
     prepared('none', {'train': {'A': 100, 'B': 0}, 'validation': {'A': 50, 'B': 50}})
     assert list(rows('none').shares) == ['A']
-
-
-# --- the thread ----------------------------------------------------------------------------------
-
-
-def test_close_ends_the_thread_even_where_nobody_takes_its_batches(tiny):
-    before = threading.active_count()
-    loader = loader_of(tiny)
-    loader.next()
-    assert threading.active_count() == before + 1
-    loader.close()
-    assert threading.active_count() == before

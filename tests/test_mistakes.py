@@ -88,6 +88,7 @@ def test_a_folder_that_holds_a_run_or_a_part_of_one_is_refused(whole):
         foreign.mkdir()
         (foreign / file).write_text('{"epoch": 1}\n')
         refused(foreign, out_dir=foreign)
+    refused(foreign, out_dir=foreign, init_from='auto')
 
 
 # Options that resume or take weights of the whole run.

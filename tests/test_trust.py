@@ -206,6 +206,9 @@ def test_a_run_shortened_to_an_evaluation_of_other_text_is_evaluated_again(half,
     *_, last = evaluations(name)
     (before,) = (entry for entry in evaluations(whole) if entry['step'] == 6)
     assert last['step'] == 6 and last['val'] != before['val']
+    ended = log(name)
+    good(name, init_from='resume', max_iters=6, eval_iters=0)
+    assert log(name) == ended
 
 
 # --- the log -------------------------------------------------------------------------------------
