@@ -33,7 +33,6 @@ peak_gib    of tensors, a prefill's included; with CUDA graphs also the pool tha
 import copy
 import gc
 import importlib.util
-import itertools
 import re
 import sys
 import time
@@ -374,8 +373,7 @@ class Row:
         model, optimizers, scaler = self.parts
         seconds = stopwatch(self.machine)
         micro_steps, clip = self.settings.micro_steps, TrainConfig.grad_clip
-        batches = itertools.repeat(batch)
-        train_step(model, optimizers, scaler, self.machine, batches, micro_steps, clip)
+        train_step(model, optimizers, scaler, self.machine, lambda: batch, micro_steps, clip)
         return seconds()
 
     def profile(self, batch, folder):

@@ -332,7 +332,7 @@ def check_rates(settings, config):
     )
 
 
-def train_step(model, optimizers, scaler, machine, batches, micro_steps, grad_clip):
+def train_step(model, optimizers, scaler, machine, next_batch, micro_steps, grad_clip):
     """Forward, backward and update over this process's micro-batches, without waiting for the device.
 
     Returns (mean loss, gradient norm), tensors. The norm is the same on all processes. If it is not
@@ -344,7 +344,7 @@ def train_step(model, optimizers, scaler, machine, batches, micro_steps, grad_cl
             # All-reduce with the last backward only. DDP reads this flag in its forward, so set it
             # first.
             model.require_backward_grad_sync = micro == micro_steps - 1
-        x, y = next(batches)
+        x, y = next_batch()
         with machine.autocast():
             _, loss = model(x, y)
         poison = 1 + 0 * loss.detach()  # 1, or NaN: an infinite loss may have a finite gradient
@@ -727,6 +727,7 @@ def train(settings, config, machine, micro_steps, closing):
     if machine.is_first:
         reporter = Reporter(start, folder, machine, signals)
     batches = micro_batches(start.rows, settings, machine, start.step)
+    next_batch = functools.partial(next, batches)
     step, skipped = start.step, start.skipped
     saved = step if settings.init_from == 'resume' else None
     evaluated = step if folder.has_evaluation(step) else None
@@ -742,7 +743,7 @@ def train(settings, config, machine, micro_steps, closing):
 
         launched = None
         if not (saves or evaluates or stop or last):
-            launched = launch_step(step, start, wrapped, machine, batches, micro_steps, signals)
+            launched = launch_step(step, start, wrapped, machine, next_batch, micro_steps, signals)
             step += 1
         if unread:
             all_stop, skipped = read(unread, skipped, start, machine, reporter)
@@ -774,7 +775,7 @@ def train(settings, config, machine, micro_steps, closing):
     return stop
 
 
-def launch_step(step, start, model, machine, batches, micro_steps, signals):
+def launch_step(step, start, model, machine, next_batch, micro_steps, signals):
     """Let the device train a step, without waiting for it. Returns what read() waits for."""
     settings, scaler = start.settings, start.scaler
     seed_step(step, settings, machine)
@@ -784,7 +785,7 @@ def launch_step(step, start, model, machine, batches, micro_steps, signals):
             group['lr'] = lr * group['rate']
     began = machine.moment()
     loss, norm = train_step(
-        model, start.optimizers, scaler, machine, batches, micro_steps, settings.grad_clip
+        model, start.optimizers, scaler, machine, next_batch, micro_steps, settings.grad_clip
     )
     scale = scaler.scale(torch.ones_like(norm)).clamp(min=1)  # below 1, gradients vanish
     scaler.update(scale)
