@@ -836,7 +836,7 @@ def needs_of(config, name, p):
     two of them fit, the later one wins."""
     is_matrix = p.dim() > 1
     needs = dict(decay=is_matrix, muon=is_matrix and '.h.' in name)
-    # At first, such a parameter changes nothing that a model computes.
+    # At first, such a parameter is neutral, or a weight that the settings say.
     neutral = dict(logged=True, optional=True, decay=False, muon=False)
     gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
     # sigmoid(0) = 1/2: a head gate starts as ResFormer. From 0, a ReLU would never learn.
@@ -1033,8 +1033,8 @@ LEAST = {
     f.name: min(int(f.default), 1) for f in fields(GPTConfig) if type(f.default) in (int, float)
 }
 LEAST['neutreno'] = -1e300  # it may be negative
-# signature() compares these settings by the wires that they make, and all others by value. One of yours
-# belongs here if the wiring alone reads it.
+# signature() compares these settings by the wires that they make, those of a gate by value where it is
+# used, and all others by value. One of yours belongs here if the wiring or a gate of GATES alone reads it.
 WIRED = {
     *RESIDUALS,
     *(

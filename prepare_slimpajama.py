@@ -341,7 +341,7 @@ def deciding_settings(settings):
 
 def check_complete(settings, out, meta):
     """Refuse a dataset whose token files are not as its meta.json says, and one whose source is here
-    and has changed. The contents of token files are not read: training does that."""
+    and has changed. The contents of token files are not read: training does that with --verify_data=True."""
     # Here, because it imports torch, which workers do not need.
     from lib.data import Dataset
 

@@ -13,9 +13,9 @@ checkpoint, and resume the copy with a cooldown:
     mkdir out/run_6000; cp out/run/{config.json,log.jsonl,ckpt_5000.pt} out/run_6000
     python train.py --init_from=resume --out_dir=out/run_6000 --cooldown_iters=1000 --max_iters=6000
 
-SIGTERM, Ctrl-C and a hang-up stop a run after its step, under torchrun after the next one, and so does
-output that can no longer be printed, as after `| head`. The run is saved, and the same command with
---init_from=resume goes on.
+SIGTERM, Ctrl-C and a hang-up stop a run after its step, under torchrun after the next one (on GPUs one
+and two steps later than that), and so does output that can no longer be printed, as after `| head`. The
+run is saved, and the same command with --init_from=resume goes on.
 
 After SIGTERM, torchrun gives its processes 30 seconds to finish their step and to write a checkpoint,
 which at 468M has 5.6 GB. --shutdown-timeout gives them longer (torch 2.13; 2.11 has no such option).
@@ -592,8 +592,9 @@ class Reporter:
 
         folder.begin()
         # Each start or resumption begins a new part of the run. config.json describes the newest part,
-        # and the log those before. A finished run that is resumed has no new part, unless it ends
-        # elsewhere than was planned: its max_iters was lowered to this step, or it was to be extended.
+        # and the log those before. A finished run that is resumed has no new part, unless it is to end
+        # otherwise than was planned: at another step (its max_iters was lowered to this one, or it was to
+        # be extended), or evaluated with another eval_iters or batch_size.
         self.description = {}  # of the new part; {}: there is none
         if not folder.has_ended(start.step, settings):
             self.description = everything

@@ -234,8 +234,8 @@ def micro_batches(rows, settings, machine, first_step=0):
     """Yield one rank's micro-batches (x, y) on its device, each (batch_size, block_size) int64, without end.
 
     A step takes gradient_accumulation_steps micro-batches in row order, a multiple of the machine's
-    world_size; micro-batch m is rank m % world_size's. They are read while the device is at the step
-    before.
+    world_size; micro-batch m is rank m % world_size's. While one is read, a GPU goes on with what it was
+    given before.
     """
     size = settings.batch_size
     first_row = first_step * settings.rows_per_step + machine.rank * size

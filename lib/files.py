@@ -44,7 +44,7 @@ def caution_about(splits):
     tokens = {name: each['tokens'] for name, each in {**untested, **validation}.items()}
     few = [f'{name} ({number:,})' for name, number in tokens.items() if number < ENOUGH]
     if few:
-        share = f'Each domain is {1 / len(validation):.0%} of the loss by which runs are judged.'
+        share = f'Each domain that has any is {1 / len(validation):.0%} of the loss by which runs are judged.'
         return f'Fewer than {ENOUGH:,} validation tokens: {", ".join(few)}. {share}'
 
 

@@ -86,8 +86,8 @@ class RunFolder:
         return checkpoint
 
     def has_ended(self, step, settings):
-        """Whether the run is evaluated at its last step, this one, and config.json says that it was to end
-        there, and on how much text it was to be evaluated."""
+        """Whether the run is evaluated at its last step, this one, and config.json has the same max_iters,
+        eval_iters and batch_size as these settings."""
         described = {}
         with contextlib.suppress(OSError, ValueError):
             described = json.loads((self.path / 'config.json').read_bytes())

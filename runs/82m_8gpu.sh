@@ -9,7 +9,8 @@
 # from the hub (docs/data.md); with --source=FOLDER below, any folder of texts serves.
 #
 # One seed of each model gives numbers, but no verdict. For a verdict, run the same models as arms of
-# compare.py, with several seeds; it trains the missing runs on all eight GPUs, one after the other:
+# compare.py, with several seeds. It trains runs of its own, and those below do not count among them, on
+# all eight GPUs, one after the other:
 #   python compare.py config/vanilla_82m.py --name=82m --seeds=3 --gpus=8 \
 #       --arms="vanilla; resformer: v_residual=True; svformer: share_v=True"
 set -euo pipefail

@@ -80,7 +80,9 @@ def test_the_first_lines_and_config_json_say_what_produced_the_run(work):
         assert re.search(rf'^{name} +{re.escape(str(value))}$', text, re.M)
     assert all(config[name] for name in ('commit', 'cpu', 'numpy', 'python', 'started', 'ended'))
     assert config['threads'] == 1 and config['load'] >= 0
-    assert 'C (20). Each domain is 33%' in config['caution'] and config['caution'] in text
+    assert (
+        'C (20). Each domain that has any is 33%' in config['caution'] and config['caution'] in text
+    )
     # All else in it would be taken for the settings of a fork.
     settings = {
         field.name for kind in (train.TrainConfig, GPTConfig) for field in dataclasses.fields(kind)
