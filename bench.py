@@ -32,7 +32,6 @@ peak_gib    of tensors, a prefill's included; with CUDA graphs also the pool tha
 
 import copy
 import gc
-import importlib.util
 import re
 import sys
 import time
@@ -204,10 +203,8 @@ def read_name(name, settings, shape):
 
 
 def check_peer(settings, config):
-    refuse(
-        not importlib.util.find_spec('transformers'),
-        '--peers=hf needs transformers: pip install -r requirements-dev.txt',
-    )
+    import transformers  # noqa: F401, here rather than when rows are timed
+
     from hub.convert import LLAMA
 
     ours = [name for name in config.variant() if name not in LLAMA]

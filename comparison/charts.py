@@ -37,10 +37,8 @@ STYLE = {
 
 
 def pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        raise OSError('drawing needs matplotlib: pip install matplotlib') from None
+    import matplotlib
+
     matplotlib.use('Agg')
     matplotlib.rcParams['axes.formatter.min_exponent'] = 3  # a log axis says 2.5, not 2.5 x 10^0
     import matplotlib.pyplot

@@ -171,7 +171,8 @@ def first_line(error):
 
 @contextlib.contextmanager
 def one_line_errors(everywhere=False, interrupts=True):
-    """Turn a mistake of the user's, or a run that diverged, into one line on stderr and exit status 1.
+    """Turn a mistake of the user's, a package that is missing, or a run that diverged, into one line on
+    stderr and exit status 1.
 
     Where all processes make the same mistake, only the first of each machine prints it; with
     `everywhere`, each one does. interrupts: Ctrl-C is status 130, without a word. A closed pipe is the
@@ -183,6 +184,8 @@ def one_line_errors(everywhere=False, interrupts=True):
     try:
         try:
             yield
+        except ModuleNotFoundError as error:
+            raise OSError(f'{error} (packages: pip install -r requirements-dev.txt)') from error
         finally:
             if sys.stdout:  # None where it was closed from the start
                 sys.stdout.flush()

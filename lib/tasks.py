@@ -35,13 +35,8 @@ def harness(names, data_dir):
     Their items are those of the hub or of `data_dir`. Raises OSError or ValueError where they are
     missing or damaged.
     """
-    try:
-        import datasets
-        import lm_eval.tasks
-    except ImportError:
-        raise OSError(
-            'evaluate.py tasks needs lm-evaluation-harness: pip install lm_eval'
-        ) from None
+    import datasets
+    import lm_eval.tasks
 
     specs = names
     if data_dir:

@@ -45,17 +45,25 @@ NEOX_PATTERN = (
 )
 
 
-def load(name_or_path):
+def load(name_or_path, eot=None):
     """
     The tokenizer `name_or_path`: a tokenizer.json, a folder with one, a hub id, or 'bytes'.
 
-    Raises ValueError for a tokenizer.json that is not GPT-NeoX's or GPT-2's kind, and what
-    find_file() raises.
+    eot: where a model reads and writes texts, the id that ends them. With it, a tokenizer.json may be of
+    any kind, see Foreign. Without it, raises ValueError for one that is not GPT-NeoX's or GPT-2's kind;
+    always raises what find_file() raises.
     """
     if str(name_or_path) == 'bytes':
         return Bytes()
     path = find_file(name_or_path)
-    return Bytes() if path.read_bytes() == Bytes.as_file() else BytePairs(path)
+    if path.read_bytes() == Bytes.as_file():
+        return Bytes()
+    try:
+        return BytePairs(path)
+    except ValueError:
+        if eot is None:
+            raise
+        return Foreign(path, eot)
 
 
 def find_file(name_or_path):
@@ -112,10 +120,8 @@ class BytePairs:
         self.n_text = max([*ranks.values(), self.eot]) + 1
         pattern = NEOX_PATTERN % longest_run if longest_run else GPT2_PATTERN
         # Training on prepared token files needs no tiktoken, so it is imported only here.
-        try:
-            import tiktoken
-        except ImportError:
-            raise OSError(f'{self.name} text needs tiktoken: pip install tiktoken') from None
+        import tiktoken
+
         self._tiktoken = tiktoken.Encoding(
             self.name,
             pat_str=pattern,
@@ -216,15 +222,8 @@ class Foreign:
     name = 'foreign'
 
     def __init__(self, path, eot):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise OSError(f'{path} needs tokenizers: pip install tokenizers') from None
-        if eot is None:
-            raise ValueError(
-                'no eos_token_id in config.json or generation_config.json: it is unknown which token ends '
-                'a text'
-            )
+        from tokenizers import Tokenizer
+
         self.path, self.eot = Path(path), eot
         self.raw = self.path.read_bytes()
         self.sha256 = hashlib.sha256(self.raw).hexdigest()

@@ -61,6 +61,7 @@ class AnalyzeConfig:
     runs: tuple = ()  # folders of runs
     text: str = ''  # a text file to read; '': the validation split of a dataset
     dataset: str = ''  # a folder in data/; '': the one the run was trained on
+    tokenizer: str = ''  # as in prepare_slimpajama.py; '': the one of the run's dataset
     sequences: int = 1000  # how many, evenly spaced
     length: int = 2048  # tokens of a sequence; at most the model's block_size
     batch_size: int = 4  # sequences at once; it changes nothing but the speed
@@ -342,7 +343,7 @@ def squares(t, known):
 def model_and_rows(run, settings):
     """(model, rows, data, checkpoint) of a run. rows: the sequences to read, int64 arrays of T ids; data:
     the fingerprint of where they are from."""
-    model, tokenizer, checkpoint = load_run(run)
+    model, tokenizer, checkpoint = load_run(run, settings.tokenizer)
     T = min(settings.length, model.config.block_size)
     if settings.text:
         origin, data = settings.text, sha256_of(settings.text)[:12]

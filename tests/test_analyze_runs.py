@@ -196,6 +196,7 @@ def test_tokens_are_explained_of_each_run(tmp_path):
         ('entropy', ['out/flat', '--sequences=0'], ['sequences=0']),
         ('entropy', ['out/none', '--sequences=1'], ['out/none']),
         ('entropy', ['out/flat', '--text=none.txt'], ['none.txt']),
+        ('entropy', ['out/flat', '--tokenizer=none.json'], ['none.json']),
         ('entropy', ['out/flat', '--text=short.txt'], ['short.txt', '32', '--length']),
         ('mapping', ['out/flat', '--sequences=2'], ['layer']),
         ('tokens', ['out/flat'], ['20 times', '--sequences']),  # but for a single one

@@ -274,7 +274,7 @@ def test_a_mistake_is_one_line(harness, run, published, monkeypatch):
     assert_one_line(program('--device=cpu', '--runs=()')[0], 'runs')
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, 'lm_eval', None)
-        assert_one_line(program(*words, local)[0], 'pip install lm_eval')
+        assert_one_line(program(*words, local)[0], 'lm_eval', 'pip install')
     monkeypatch.setenv('RANK', '0')
     monkeypatch.setenv('WORLD_SIZE', '2')  # every process would score everything
     assert_one_line(program(*words, local)[0], 'torchrun')
