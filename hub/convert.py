@@ -72,7 +72,7 @@ def import_checkpoint(source, to, tokenizer=''):
     compute, and OSError for what transformers cannot read; nothing is written then.
     """
     config, weights, eot = read_transformers(source)
-    encoder = tokenizers.load(tokenizer or source, eot)
+    encoder = tokenizers.load(tokenizer) if tokenizer else own_tokenizer(source, eot)
     check_ids(encoder, config)
     trained = {name: getattr(encoder, name) for name in ('name', 'sha256', 'n_vocab', 'eot')}
     made = provenance(Machine('cpu'))
@@ -145,6 +145,15 @@ def said_of(source):
     except Exception as error:  # the libraries below transformers each raise their own
         reason = f'{type(error).__name__}: {hub_error(error)[0]}'
         raise OSError(f'{source} cannot be imported ({reason})') from error
+
+
+def own_tokenizer(source, eot):
+    """The tokenizer beside a checkpoint's weights, whose texts end with the id `eot`."""
+    path = tokenizers.find_file(source)
+    try:
+        return tokenizers.load(path)
+    except ValueError:
+        return tokenizers.Foreign(path, eot)
 
 
 def read_config(values):

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 # The version of the format of data/<dataset>/meta.json and of the token files beside it.
@@ -185,6 +186,9 @@ def one_line_errors(everywhere=False, interrupts=True):
         try:
             yield
         except ModuleNotFoundError as error:
+            # A module that a package here lacks is a mistake in an import, such as a config's.
+            if error.name and find_spec(error.name.partition('.')[0]):
+                raise
             raise OSError(f'{error} (packages: pip install -r requirements-dev.txt)') from error
         finally:
             if sys.stdout:  # None where it was closed from the start

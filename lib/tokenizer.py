@@ -45,25 +45,17 @@ NEOX_PATTERN = (
 )
 
 
-def load(name_or_path, eot=None):
+def load(name_or_path):
     """
     The tokenizer `name_or_path`: a tokenizer.json, a folder with one, a hub id, or 'bytes'.
 
-    eot: where a model reads and writes texts, the id that ends them. With it, a tokenizer.json may be of
-    any kind, see Foreign. Without it, raises ValueError for one that is not GPT-NeoX's or GPT-2's kind;
-    always raises what find_file() raises.
+    Raises ValueError for a tokenizer.json that is not GPT-NeoX's or GPT-2's kind, and what
+    find_file() raises.
     """
     if str(name_or_path) == 'bytes':
         return Bytes()
     path = find_file(name_or_path)
-    if path.read_bytes() == Bytes.as_file():
-        return Bytes()
-    try:
-        return BytePairs(path)
-    except ValueError:
-        if eot is None:
-            raise
-        return Foreign(path, eot)
+    return Bytes() if path.read_bytes() == Bytes.as_file() else BytePairs(path)
 
 
 def find_file(name_or_path):
@@ -224,6 +216,11 @@ class Foreign:
     def __init__(self, path, eot):
         from tokenizers import Tokenizer
 
+        if eot is None:
+            raise ValueError(
+                'no eos_token_id in config.json or generation_config.json: it is unknown which token ends '
+                'a text'
+            )
         self.path, self.eot = Path(path), eot
         self.raw = self.path.read_bytes()
         self.sha256 = hashlib.sha256(self.raw).hexdigest()

@@ -32,8 +32,12 @@ def load_run(path, tokenizer=''):
 
 def load_tokenizer(checkpoint, where):
     """The tokenizer that a checkpoint was trained with, from `where`; '': from where it is kept."""
-    eot = checkpoint['data']['tokenizer'].get('eot')
-    encoder = tokenizers.load(where or kept_tokenizer(checkpoint), eot)
+    trained = checkpoint['data']['tokenizer']
+    where = where or kept_tokenizer(checkpoint)
+    if trained['name'] == tokenizers.Foreign.name:
+        encoder = tokenizers.Foreign(tokenizers.find_file(where), trained['eot'])
+    else:
+        encoder = tokenizers.load(where)
     checkpoint.check_tokenizer(encoder.sha256, encoder.path)
     return encoder
 

@@ -70,3 +70,10 @@ def speak_into_a_closed_pipe():
 def test_a_program_whose_output_nobody_reads_ends_without_a_word():
     """With the status that a shell gives to a death by SIGPIPE."""
     assert finish(fork(speak_into_a_closed_pipe)) == (141, '', '')
+
+
+def test_a_missing_package_is_one_line_and_a_mistake_in_an_import_keeps_its_place():
+    with pytest.raises(SystemExit, match='no_such_package.*pip install'), files.one_line_errors():
+        import no_such_package  # noqa: F401
+    with pytest.raises(ModuleNotFoundError), files.one_line_errors():
+        import config.no_such_file  # noqa: F401
