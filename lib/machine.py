@@ -51,7 +51,7 @@ class Machine:
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a device, dtype or kernel that is unknown, for a kind of device that is not
+    Raises ValueError for a device, dtype or kernel that is unknown, for a device that is not
     here, and for bfloat16 on a GPU that lacks it.
     """
 
@@ -64,11 +64,24 @@ class Machine:
 
         self.device = find_device(device)
         self.kind = self.device.type
-        backends = {'cuda': torch.cuda, 'mps': torch.backends.mps}
-        if self.kind in backends and not backends[self.kind].is_available():
-            raise ValueError(f'device={device}: torch {torch.__version__} sees no such device here')
-        if self.kind == 'cuda' and (self.distributed or self.device.index is None):
-            self.device = torch.device('cuda', self.local_rank)  # torchrun's own for each process
+        here = {
+            'cpu': True,
+            'cuda': torch.cuda.is_available(),
+            'mps': torch.backends.mps.is_available(),
+        }
+        if not here.get(self.kind):
+            seen = ' and '.join(name for name in here if here[name])
+            raise ValueError(f'device={device}: torch {torch.__version__} sees {seen} here')
+        if self.kind == 'cuda':
+            if self.distributed or self.device.index is None:
+                self.device = torch.device(
+                    'cuda', self.local_rank
+                )  # torchrun's own for each process
+            # Under torchrun that of the machine's last process, so that all of them refuse alike.
+            last = max(self.device.index, of_torchrun('LOCAL_WORLD_SIZE', 1) - 1)
+            gpus = torch.cuda.device_count()
+            if last >= gpus:
+                raise ValueError(f'device=cuda:{last}: torch sees {gpus} GPUs here, from cuda:0 on')
         for name, value, allowed in (('dtype', dtype, DTYPES), ('attention', attention, ATTENTION)):
             if value not in allowed:
                 raise ValueError(f'{name}={value!r} is not one of {", ".join(map(repr, allowed))}')

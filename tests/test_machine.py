@@ -38,12 +38,22 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(gpu):
     assert machine.peak_flops() == 125e12
 
 
-@pytest.mark.parametrize('device', ['cuda', 'cuda:1', 'mps', 'gpu'])
+@pytest.mark.parametrize('device', ['cuda', 'cuda:1', 'mps', 'xpu', 'gpu'])
 def test_a_device_that_is_not_there_is_refused_by_its_name(device, monkeypatch):
     for backend in (torch.cuda, torch.backends.mps):
         monkeypatch.setattr(backend, 'is_available', lambda: False)
     with pytest.raises(ValueError, match=f'device={device}: '):
         Machine(device)
+
+
+def test_more_gpus_than_there_are_are_refused_by_every_process_alike(gpu, monkeypatch):
+    gpu('NVIDIA H200', count=4)
+    with raises_one_line('device=cuda:4: torch sees 4 GPUs here, from cuda:0 on'):
+        Machine('cuda:4')
+    for name, value in (('RANK', '0'), ('WORLD_SIZE', '8'), ('LOCAL_WORLD_SIZE', '8')):
+        monkeypatch.setenv(name, value)
+    with raises_one_line('device=cuda:7: torch sees 4 GPUs here, from cuda:0 on'):
+        Machine()
 
 
 def test_only_training_multiplies_in_tf32(gpu, monkeypatch):
