@@ -208,8 +208,8 @@ def one_line_errors(everywhere=False, interrupts=True):
 
 
 def of_torchrun(name, default=0):
-    """RANK, LOCAL_RANK or WORLD_SIZE. A process without a RANK is alone, whatever else a scheduler has set;
-    some set these to nothing."""
+    """RANK, LOCAL_RANK, WORLD_SIZE or LOCAL_WORLD_SIZE. A process without a RANK is alone, whatever else a
+    scheduler has set; some set these to nothing."""
     value = os.environ.get(name) if os.environ.get('RANK') else ''
     return int(value or default)
 

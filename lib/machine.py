@@ -51,8 +51,8 @@ class Machine:
     torch's own (cuDNN's on an H100 or H200, flash on an A100). flash leaves out cuDNN's, which plans
     anew for each shape that it meets; cudnn leaves out flash.
 
-    Raises ValueError for a device, dtype or kernel that is unknown, for a device that is not
-    here, and for bfloat16 on a GPU that lacks it.
+    Raises ValueError for a device, dtype or kernel that is unknown, for a device that is not here,
+    and for bfloat16 on a GPU that lacks it.
     """
 
     def __init__(self, device='auto', dtype='auto', tf32=False, attention='auto'):
@@ -64,19 +64,13 @@ class Machine:
 
         self.device = find_device(device)
         self.kind = self.device.type
-        here = {
-            'cpu': True,
-            'cuda': torch.cuda.is_available(),
-            'mps': torch.backends.mps.is_available(),
-        }
-        if not here.get(self.kind):
-            seen = ' and '.join(name for name in here if here[name])
+        if self.kind not in kinds_here():
+            seen = ' and '.join(kinds_here())
             raise ValueError(f'device={device}: torch {torch.__version__} sees {seen} here')
         if self.kind == 'cuda':
+            # torchrun's processes each have their own.
             if self.distributed or self.device.index is None:
-                self.device = torch.device(
-                    'cuda', self.local_rank
-                )  # torchrun's own for each process
+                self.device = torch.device('cuda', self.local_rank)
             # Under torchrun that of the machine's last process, so that all of them refuse alike.
             last = max(self.device.index, of_torchrun('LOCAL_WORLD_SIZE', 1) - 1)
             gpus = torch.cuda.device_count()
@@ -225,9 +219,17 @@ def find_device(name):
             return torch.device(name)
         except RuntimeError as error:
             raise ValueError(f'device={name}: {first_line(error)}') from error
-    if torch.cuda.is_available():
-        return torch.device('cuda')
-    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+    return torch.device(kinds_here()[0])
+
+
+def kinds_here():
+    """The kinds of device that torch sees here, of those that programs use, the best one first."""
+    sees = {
+        'cuda': torch.cuda.is_available(),
+        'mps': torch.backends.mps.is_available(),
+        'cpu': True,
+    }
+    return [kind for kind, is_here in sees.items() if is_here]
 
 
 def cores():
