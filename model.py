@@ -744,7 +744,7 @@ def project(x, *parts):
 
     The values have a product of their own: attention saves v for its backward pass, and as a view of one
     product it would keep the raw q and k in memory. A mixed v is a tensor of its own anyway, but with one
-    product ResFormer's kernels took longer on an H100 (results/speed).
+    product the kernels of a value residual took longer on an H100 (results/speed).
     """
     parts = [part for part in parts if part.wire.projects]
     matrices = [part.proj for part in parts]
@@ -839,7 +839,7 @@ def needs_of(config, name, p):
     # At first, such a parameter is neutral, or a weight that the settings say.
     neutral = dict(logged=True, optional=True, decay=False, muon=False)
     gpt2_std = 0.02 / math.sqrt(2 * config.n_layer)
-    # sigmoid(0) = 1/2: a head gate starts as ResFormer. From 0, a ReLU would never learn.
+    # sigmoid(0) = 1/2: at first, a head gate weighs as a fixed residual does. From 0, a ReLU would never learn.
     gate_std = 0.02 if config.residual_weights == 'relu' else 0.0
     special = {
         'c_proj': dict(std=gpt2_std if config.arch == 'gpt2' else 0.02),

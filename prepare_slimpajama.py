@@ -89,7 +89,7 @@ DOCUMENT = np.dtype([('domain', 'i4'), ('tokens', 'i8'), ('bytes', 'i8'), ('plac
 SPLITS = ('train', 'validation')
 
 # Once per process.
-load_tokenizer = functools.cache(tokenizer.load)
+loaded_tokenizer = functools.cache(tokenizer.load)
 
 
 @dataclass
@@ -137,7 +137,7 @@ def make_piece(unit, piece, room, tokenizer_path, sha256, settings):
     """
     if piece.exists():
         return
-    encoder = load_tokenizer(tokenizer_path)
+    encoder = loaded_tokenizer(tokenizer_path)
     if encoder.sha256 != sha256:
         raise ValueError(f'{tokenizer_path} has changed since this began')
     domains = list(room)
@@ -226,7 +226,7 @@ class Preparation:
         self.settings = settings
         self.out = Path(settings.out)
         self.pieces = self.out / '.pieces'  # the folder of the pieces
-        self.encoder = load_tokenizer(settings.tokenizer)
+        self.encoder = loaded_tokenizer(settings.tokenizer)
         self.workers = settings.workers or cores()
 
         # The commit that was read from the start, whatever the branch holds by now.

@@ -433,7 +433,7 @@ THEME = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #9aa4b1; --faint: #3a4049;
   --paper: #14171b; --card: #1e2329; --better: #4cc36b; --worse: #ff7b72; --undecided: #9aa4b1; } }
 """
-STYLE = """
+PAGE_STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1160px; padding: 20px 16px 60px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
@@ -489,7 +489,7 @@ def html(comparison, plots):
         '<!doctype html>',
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<title>{title}</title><style>{THEME}{STYLE}</style></head><body>',
+        f'<title>{title}</title><style>{THEME}{PAGE_STYLE}</style></head><body>',
         f'<h1>{title}</h1>',
         f'<p class="sub">{escape(state(comparison))}</p>',
         '<div class="verdicts"><div class="forest">',

@@ -56,7 +56,7 @@ COMPRESSIONS = {'.zst': 'zstd', '.zstd': 'zstd', '.gz': 'gzip'}
 MAX_LINE = 64 * 2**20
 
 # Bytes: a shorter text is not cut.
-LEAST = 2**14
+LEAST_CUT = 2**14
 
 # Seconds after which a file that the hub does not give is asked for again, on top of what the hub's
 # own client tries.
@@ -292,7 +292,7 @@ def text_units(domain, root, names, seed, split='train'):
     size = sum(Path(root, name).stat().st_size for name in names)
     number = min(size // 2**22 + 1, len(names))
     # A document is a twentieth of its domain at most, so that one long file can be split, too.
-    longest = min(max(size // 20, LEAST), 2**22)
+    longest = min(max(size // 20, LEAST_CUT), 2**22)
     read = functools.partial(read_text, longest=longest)
 
     units = []

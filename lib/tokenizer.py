@@ -147,6 +147,11 @@ class BytePairs:
             return self.encode(replace_surrogates(text), special)
         return np.concatenate(parts).astype(np.uint16)
 
+    # For programs of other people: none of ours needs it.
+    def encode_batch(self, texts):
+        """Iterable of str -> list of what encode() gives for each."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids):
         """Iterable of ids -> str: for ids of encode(s), s in NFC (GPT-2: s itself).
 
@@ -174,6 +179,7 @@ class Bytes:
         text = replace_surrogates(unicodedata.normalize('NFC', text))
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
+    encode_batch = BytePairs.encode_batch
     decode = BytePairs.decode
 
     @staticmethod
@@ -236,6 +242,7 @@ class Foreign:
         self.after = sum(itertools.takewhile(bool, reversed(is_added)))  # how many it puts after
 
     as_file = BytePairs.as_file
+    encode_batch = BytePairs.encode_batch
 
     def encode(self, text, special=False):
         self.file.encode_special_tokens = not special

@@ -339,7 +339,7 @@ def test_pieces_of_another_tokenizer_in_the_same_place_are_made_again():
     place = Path(shutil.copytree(one, 'tokenizer'))
     stop_halfway(tokens=0, tokenizer=str(place))
     shutil.copytree(two, place, dirs_exist_ok=True)
-    prepare_slimpajama.load_tokenizer.cache_clear()  # as in another process
+    prepare_slimpajama.loaded_tokenizer.cache_clear()  # as in another process
     run_prepare(tokens=0, tokenizer=str(place))
     run_prepare(out='whole', tokens=0, tokenizer=str(two))
     assert without_meta('out') == without_meta('whole')
