@@ -96,6 +96,7 @@ def test_surrogates_and_unknown_ids_become_replacement_characters(name, load):
 
     assert t.encode('').tolist() == []
     assert t.decode([]) == ''
+    assert t.encode_batch([]) == []
 
 
 @pytest.mark.parametrize('name', ['neox', 'gpt2'])
